@@ -1,0 +1,57 @@
+# uv does the set-up. Where it is absent, the first target that needs it installs it into .uv.
+UV_VERSION := 0.13.8
+UV := $(or $(shell command -v uv),.uv/bin/uv)
+LEAVES := accounting collectives ddp flashattn2 interp paramserver scaling tinyml zero
+ARGS ?=
+
+# Without byte-code, importing torch takes several times as long.
+unexport PYTHONDONTWRITEBYTECODE
+# One thread a process: two ranks on two cores otherwise wait for each other's threads.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help sync run test test-timing test-isolated test-gpu lint types bench report pins
+
+help:  ## Say what each target does
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
+
+$(filter .uv/bin/uv,$(UV)):
+	python3 -m venv .uv
+	.uv/bin/pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+
+sync: $(filter .uv/bin/uv,$(UV))  ## Make the environment: all packages, all tools
+	$(UV) sync
+
+run: sync  ## Take a small model through its whole life; ARGS="--steps 50" passes options on
+	$(UV) run llmsys run $(ARGS)
+
+test: sync  ## Run every test but those that assert a ratio of times
+	$(UV) run pytest -n 2 --dist loadfile -m "not timing" $(ARGS)
+
+test-timing: sync  ## Run those that do, alone: they need a machine that does nothing else
+	$(UV) run pytest -m timing $(ARGS)
+
+test-isolated: sync  ## Run each package's tests in an environment that holds that package alone
+	@for leaf in $(LEAVES); do \
+		echo "== $$leaf alone"; \
+		UV_COMPILE_BYTECODE=0 $(UV) run --isolated --package $$leaf \
+			pytest -o "pythonpath=. tests" -m "not timing" packages/$$leaf || exit 1; \
+	done
+
+test-gpu:  ## Run the GPU tests and benches with plain python, pytest and torch: no uv, no index
+	tests/gpu.sh $(ARGS)
+
+lint: sync  ## Check style
+	$(UV) run ruff check .
+	$(UV) run ruff format --check .
+
+types: sync  ## Check types
+	$(UV) run mypy packages/*/src
+
+bench: sync  ## Run every package's bench and write what READMEs quote
+	$(UV) run python docs/measure.py $(ARGS)
+
+report: sync  ## Write the report of a run anew: ARGS=runs/NAME
+	$(UV) run llmsys report $(ARGS)
+
+pins: sync  ## Raise every pin to the newest that the exclude-newer date of pyproject.toml allows
+	$(UV) run python tests/pins.py

@@ -1,0 +1,12 @@
+"""What every test folder shares: pytest finds this file from any of them."""
+
+import os
+from pathlib import Path
+
+# One thread a process: many small operators on two cores spend their time in barriers otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where there is no GPU, Triton's kernels run in its interpreter. It reads this when it is imported,
+# and any test file may be the first to import it.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")

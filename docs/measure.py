@@ -1,0 +1,129 @@
+"""Run every package's bench, keep the rows under docs/results, and write them into the READMEs.
+
+    python docs/measure.py                  measure all packages, then write the READMEs
+    python docs/measure.py ddp zero         measure these
+    python docs/measure.py --write-only     write the READMEs from the newest results
+
+No number in a README's "Measured" section is typed by hand: a test renders the results again and
+compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->"
+TWO_HOSTS = ["tests/emulated_hosts.py", "--hosts", "2", "--rate", "2gbit", "--", sys.executable]
+SHARED = ["--all-reduce", "collectives:all_reduce", "--allocate", "collectives:shared_empty"]
+
+# What each package measures: a label, where there are several runs, and the command line.
+BENCHES: dict[str, dict[str, list[str]]] = {
+    "accounting": {"": ["-m", "accounting.bench", "--quick"]},
+    "collectives": {
+        "one-host": ["-m", "collectives.bench", "--quick", "--world", "2", "4"],
+        "two-hosts": [*TWO_HOSTS, "-m", "collectives.bench", "--quick"],
+    },
+    "ddp": {
+        "one-host": ["-m", "ddp.bench", "--rounds", "6", *SHARED],
+        "two-hosts": [*TWO_HOSTS, "-m", "ddp.bench", "--rounds", "4"],
+    },
+    "flashattn2": {"": ["-m", "flashattn2.bench", "--quick"]},
+    "interp": {"": ["-m", "interp.bench", "--quick"]},
+    "paramserver": {"": ["-m", "paramserver.bench", "--quick"]},
+    "scaling": {"": ["-m", "scaling.bench", "--quick"]},
+    "tinyml": {"": ["-m", "tinyml.bench", "--quick"]},
+    "zero": {
+        "one-host": ["-m", "zero.bench", "--link", "loopback"],
+        "two-hosts": [*TWO_HOSTS, "-m", "zero.bench", "--link", "2 Gbit/s"],
+    },
+}
+
+
+def main() -> None:
+    """Measure, then write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("packages", nargs="*", default=[])
+    parser.add_argument("--write-only", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.write_only:
+        for name in arguments.packages or BENCHES:
+            measure(name)
+    write_readmes()
+
+
+def measure(name: str) -> None:
+    """Run the benches of one package and keep their rows beside what they depend on."""
+    from llmsys_suite.environment import environment
+
+    facts = environment()
+    machine = "gpu" if facts["gpus"] else "cpu"
+    folder = RESULTS / f"{date.today().isoformat()}-{machine}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for label, command in BENCHES[name].items():
+        with tempfile.TemporaryDirectory() as scratch:
+            rows = Path(scratch) / "rows.json"
+            subprocess.run([sys.executable, *command, "--json", str(rows)], cwd=ROOT, check=True)
+            kept = {
+                "environment": facts,
+                "command": _shown(command),
+                "rows": json.loads(rows.read_text()),
+            }
+        path = folder / f"{name}{'-' if label else ''}{label}.json"
+        path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def write_readmes() -> None:
+    """Fill the marked section of every README that has results."""
+    for name in BENCHES:
+        readme = ROOT / "packages" / name / "README.md"
+        shown = rendered(name)
+        head, rest = readme.read_text().split(BEGIN)
+        readme.write_text(head + BEGIN + shown + END + rest.split(END)[1])
+
+
+def rendered(name: str) -> str:
+    """The newest results of one package, as Markdown."""
+    parts = []
+    for label in BENCHES[name]:
+        found = sorted(RESULTS.glob(f"*/{name}{'-' if label else ''}{label}.json"))
+        if found:
+            parts.append(_section(json.loads(found[-1].read_text())))
+    return "\n".join(parts)
+
+
+def _section(kept: dict[str, Any]) -> str:
+    facts = kept["environment"]
+    where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores"
+    lines = [
+        f"`{kept['command']}`, {facts['date'][:10]}: {where}; torch {facts['torch']}, "
+        f"Python {facts['python']}.",
+        "",
+    ]
+    for columns, rows in groupby(kept["rows"], key=tuple):
+        lines.append("| " + " | ".join(column.replace("_", " ") for column in columns) + " |")
+        lines.append("|" + "---|" * len(columns))
+        lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _shown(command: list[str]) -> str:
+    return " ".join(["python", *("python" if part == sys.executable else part for part in command)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What a language model costs, before it runs: size, arithmetic, memory, traffic, time, money."""
+
+from accounting import fermi
+from accounting.breakdown import Breakdown
+from accounting.communication import communication
+from accounting.flops import flops, hfu, mfu
+from accounting.hardware import HARDWARE, Hardware
+from accounting.kv_cache import kv_cache
+from accounting.memory import training_memory
+from accounting.parameters import parameters
+from accounting.peak import peak_memory
+from accounting.plan import Plan
+from accounting.precision import PRECISIONS, Precision
+from accounting.roofline import roofline
+from accounting.search import plans_that_fit
+from accounting.step_time import step_time
+from accounting.transformer import Transformer
+
+__all__ = [
+    "HARDWARE",
+    "PRECISIONS",
+    "Breakdown",
+    "Hardware",
+    "Plan",
+    "Precision",
+    "Transformer",
+    "communication",
+    "fermi",
+    "flops",
+    "hfu",
+    "kv_cache",
+    "mfu",
+    "parameters",
+    "peak_memory",
+    "plans_that_fit",
+    "roofline",
+    "step_time",
+    "training_memory",
+]

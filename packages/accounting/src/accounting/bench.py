@@ -1,0 +1,179 @@
+"""How fast the calculators are, and what they say of models and plans that are widely known."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accounting.communication import communication
+from accounting.flops import flops
+from accounting.goodput import LLAMA3_405B, OPT_175B, goodput
+from accounting.kv_cache import kv_cache
+from accounting.memory import training_memory
+from accounting.parameters import parameters
+from accounting.plan import Plan
+from accounting.step_time import scaling_curve, step_time
+from accounting.transformer import Transformer
+
+Row = dict[str, float | int | str]
+
+LLAMA3_8B = Transformer(
+    layers=32,
+    d_model=4096,
+    heads=32,
+    kv_heads=8,
+    d_ff=14336,
+    vocab_size=128256,
+    name="llama3-8b",
+)
+
+
+def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
+    """Rows of `speed`, `import`, `scaling` and `goodput`; nothing here runs on a device."""
+    return [
+        *_speed(5 if quick else 50),
+        _import(3 if quick else 10),
+        *_scaling(),
+        *_goodput(),
+    ]
+
+
+def _speed(repeats: int) -> list[Row]:
+    plan = Plan(devices=64, tensor=8, zero=3, recompute="selective", sequence_parallel=True)
+    run: dict[str, Any] = {"batch": 64, "seq": 8192}
+    calls: dict[str, Callable[[], object]] = {
+        "parameters": lambda: parameters(LLAMA3_8B).total,
+        "flops": lambda: flops(LLAMA3_8B, **run).total,
+        "training_memory": lambda: training_memory(LLAMA3_8B, plan, **run).total,
+        "kv_cache": lambda: kv_cache(LLAMA3_8B, **run).total,
+        "communication": lambda: communication(LLAMA3_8B, plan, **run).wire.total,
+        "step_time": lambda: step_time(LLAMA3_8B, plan, hardware="H100", **run).total,
+    }
+    rows: list[Row] = []
+    for name, call in calls.items():
+        times = sorted(_seconds(call) for _ in range(repeats))
+        deciles = statistics.quantiles(times, n=10)
+        rows.append(
+            {
+                "case": "speed",
+                "call": name,
+                "time_ms": 1e3 * statistics.median(times),
+                "p10_ms": 1e3 * deciles[0],
+                "p90_ms": 1e3 * deciles[-1],
+            }
+        )
+    return rows
+
+
+def _import(repeats: int) -> Row:
+    """Time to import, in a process of its own that has its bytecode ready."""
+    code = "import time; t = time.perf_counter(); import accounting; print(time.perf_counter() - t)"
+    with tempfile.TemporaryDirectory() as folder:
+        ready = os.environ | {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+
+        def fresh() -> float:
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, env=ready, capture_output=True, check=True)
+            return float(done.stdout)
+
+        fresh()
+        times = [fresh() for _ in range(repeats)]
+    return {
+        "case": "import",
+        "call": "import accounting",
+        "time_ms": 1e3 * statistics.median(times),
+        "least_ms": 1e3 * min(times),
+    }
+
+
+def _scaling() -> list[Row]:
+    unit = Plan(tensor=8, zero=3, sequence_parallel=True)
+    counts = (8, 80, 800, 8_000, 80_000)
+    curves = {"weak": 8, "strong": 80_000}
+    rows: list[Row] = []
+    for mode, batch in curves.items():
+        for point in scaling_curve(
+            LLAMA3_8B,
+            hardware="H100",
+            batch=batch,
+            seq=1024,
+            devices=counts,
+            mode="strong" if mode == "strong" else "weak",
+            plan=unit,
+        ):
+            rows.append(
+                {
+                    "case": "scaling",
+                    "mode": mode,
+                    "devices": point.devices,
+                    "step_s": point.step_seconds,
+                    "tokens_per_s": point.tokens_per_second,
+                    "efficiency": point.efficiency,
+                }
+            )
+    return rows
+
+
+def _goodput() -> list[Row]:
+    rows: list[Row] = []
+    for name, run in (("llama3-405b", LLAMA3_405B), ("opt-175b", OPT_175B)):
+        expected = goodput(run)
+        rows.append(
+            {
+                "case": "goodput",
+                "run": name,
+                "interval_min": 60 * expected.interval_hours,
+                "wall_clock_days": expected.wall_clock_hours / 24,
+                "goodput": expected.goodput,
+                "failures": expected.failures,
+            }
+        )
+    return rows
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table; write the rows as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m accounting.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    rows = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as aligned text, a block for each set of columns."""
+    blocks = []
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

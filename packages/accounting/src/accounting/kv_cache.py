@@ -1,0 +1,57 @@
+"""Bytes that decoding keeps for every token it has seen, and where they stop growing."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from accounting.breakdown import Breakdown, product, total
+from accounting.precision import bytes_of
+from accounting.transformer import Transformer
+
+
+def kv_cache(
+    model: Transformer,
+    *,
+    seq: int = 1,
+    batch: int = 1,
+    dtype: str = "bf16",
+    scale_block: int = 0,
+    tensor: int = 1,
+) -> Breakdown:
+    """Bytes of keys and values of `batch` sequences of `seq` tokens on each of `tensor` devices.
+
+    A layer with a window keeps no more than the window. MLA keeps the latent and the one key that
+    carries the position. `scale_block` adds an fp32 scale for every so many values, as quantised
+    caches do. Split over `tensor` devices, key heads are dealt out until each device has one; a
+    latent is kept by all.
+    """
+    scale = Fraction(4, scale_block) if scale_block else Fraction(0)
+    entry = bytes_of(dtype) + scale
+    parts = []
+    for name, layers, tokens in _layer_groups(model, seq):
+        sizes = {"layers": layers, "sequences": batch, "tokens": tokens}
+        if model.mla:
+            latent = model.kv_lora_rank
+            parts.append(product(f"latents{name}", "B", **sizes, width=latent, bytes=entry))
+            rope = model.rope_head_dim
+            parts.append(product(f"position keys{name}", "B", **sizes, width=rope, bytes=entry))
+        else:
+            held = max(1, model.kv_heads // tensor) if model.kv_heads else 0
+            for kind, width in (("keys", model.qk_dim), ("values", model.v_head_dim)):
+                parts.append(
+                    product(kind + name, "B", **sizes, heads=held, width=width, bytes=entry)
+                )
+    return total(f"KV cache of {model.name}", "B", *parts)
+
+
+def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
+    """Numbers in the cache, whatever their dtype."""
+    return kv_cache(model, seq=seq, batch=batch, dtype="int8")
+
+
+def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
+    few = len(model.windowed_layers)
+    groups = [("", model.layers - few, seq)]
+    if few:
+        groups.append((" in windows", few, min(seq, model.window)))
+    return [group for group in groups if group[1]]

@@ -1,0 +1,246 @@
+"""What training keeps on each device: weights, gradients, optimizer, activations, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from accounting.activations import activations, head_activations
+from accounting.breakdown import Breakdown, Number, product, total
+from accounting.parameters import attention_matrices, lora_parameters, parameters
+from accounting.plan import Plan, split
+from accounting.precision import Precision, bytes_of, recipe
+from accounting.transformer import Transformer
+
+# What tensor parallelism leaves whole on every device; all else is split over heads or hidden
+# width.
+_WHOLE = {
+    "attention": {"query down", "latent down", "out bias", "inner norms"},
+    "mlp": {"out bias"},
+    "experts": {"router", "router bias", "routed out biases", "shared gate"},
+    "norms": {"in layers", "final"},
+    "embedding": {"positions", "projections"},
+    "head": set(),
+}
+_ROUTED = {"routed", "routed input biases", "routed out biases"}
+
+
+def training_memory(
+    model: Transformer,
+    plan: Plan | None = None,
+    *,
+    batch: int,
+    seq: int,
+    precision: str | Precision = "fp32",
+    flash: bool = True,
+    dropout: bool = False,
+    stage: int | None = None,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = ("query", "value"),
+) -> Breakdown:
+    """Bytes on one device with everything alive at once, of the fullest pipeline stage or of
+    `stage`.
+
+    `batch` is the whole batch, in sequences; 0 asks for the model's states alone. `lora_rank`
+    freezes the weights and trains low-rank updates of `lora_targets`, by the names that
+    `parameters` prints.
+    """
+    plan = plan or Plan()
+    plan.check(model, batch=batch, seq=seq)
+    kind = recipe(precision)
+    if stage is None:
+        every = [
+            _stage_memory(model, plan, batch, seq, kind, flash, dropout, s, lora_rank, lora_targets)
+            for s in range(plan.pipeline)
+        ]
+        return max(every, key=lambda memory: memory.total)
+    return _stage_memory(
+        model, plan, batch, seq, kind, flash, dropout, stage, lora_rank, lora_targets
+    )
+
+
+def model_states(
+    count: int,
+    *,
+    data: int = 1,
+    zero: int = 0,
+    precision: str | Precision = "mixed_bf16",
+    offload: bool = False,
+) -> Breakdown:
+    """Weights, gradients and optimizer of `count` parameters over `data` ranks, by ZeRO stage.
+
+    Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for stages 0 to 3, each
+    share rounded up to a whole parameter (Rajbhandari et al. 2020, section 5).
+    """
+    kind = recipe(precision)
+    share = split(count, data)
+
+    def held(sharded_from: int) -> int:
+        return share if zero >= sharded_from else count
+
+    master = bytes_of(kind.master) if kind.master else Fraction(0)
+    here = 0 if offload else 1
+    return total(
+        "model states",
+        "B",
+        product("weights", "B", parameters=held(3), bytes=bytes_of(kind.weights)),
+        product("gradients", "B", parameters=held(2), bytes=bytes_of(kind.gradients)),
+        total(
+            "optimizer",
+            "B",
+            product("master weights", "B", parameters=here * held(1), bytes=master),
+            product("moments", "B", parameters=here * held(1), bytes=kind.moment_bytes),
+        ),
+    )
+
+
+def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
+    """Parameters on one device before ZeRO shards them: all but the experts, and the experts."""
+    dense = routed = 0
+    for group in parameters(plan.stage_model(model, stage)):
+        for leaf in group.leaves():
+            count = int(leaf.total)
+            if leaf.name in ("key", "value"):
+                # With fewer heads than devices, each device keeps a copy of one.
+                ranks = min(plan.tensor, model.kv_heads)
+            else:
+                ranks = 1 if leaf.name in _WHOLE[group.name] else plan.tensor
+            if leaf.name in _ROUTED:
+                routed += split(count, ranks * plan.expert)
+            else:
+                dense += split(count, ranks)
+    return dense, routed
+
+
+def _stage_memory(
+    model: Transformer,
+    plan: Plan,
+    batch: int,
+    seq: int,
+    kind: Precision,
+    flash: bool,
+    dropout: bool,
+    stage: int,
+    lora_rank: int,
+    lora_targets: Sequence[str],
+) -> Breakdown:
+    states = _states(model, plan, kind, stage, lora_rank, lora_targets)
+    where = f"stage {stage} of {plan.pipeline}, " if plan.pipeline > 1 else ""
+    name = f"training memory of {model.name}, {where}{kind.name}"
+    if not batch:
+        return total(name, "B", *states)
+    one = activations(
+        model, plan, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout, stage=stage
+    )
+    held = Fraction(plan.in_flight(stage), plan.virtual_stages)
+    sequences = batch // (plan.data * plan.microbatches)
+    tokens = sequences * (seq // plan.context)
+    working = None
+    if plan.recompute == "full":
+        working = _one_block(model, plan, batch, seq, kind, flash, dropout)
+    on_host = plan.offload == "activations" and plan.recompute == "full"
+    last = stage == plan.pipeline - 1
+    return total(
+        name,
+        "B",
+        *states,
+        _times("activations", one, 0 if on_host else held),
+        working,
+        head_activations(model, tokens=tokens, precision=kind, tensor=plan.tensor)
+        if last
+        else None,
+    )
+
+
+def _states(
+    model: Transformer,
+    plan: Plan,
+    kind: Precision,
+    stage: int,
+    lora_rank: int,
+    lora_targets: Sequence[str],
+) -> list[Breakdown]:
+    dense, routed = device_parameters(model, plan, stage)
+    offload = plan.offload == "optimizer"
+
+    def states(count: int, ranks: int) -> Breakdown:
+        return model_states(count, data=ranks, zero=plan.zero, precision=kind, offload=offload)
+
+    if lora_rank:
+        held = [split(dense, plan.replicas), split(routed, plan.expert_replicas)]
+        frozen = sum(held) if plan.zero == 3 else dense + routed
+        update = _lora(plan.stage_model(model, stage), lora_rank, lora_targets)
+        return [
+            product("frozen weights", "B", parameters=frozen, bytes=bytes_of(kind.weights)),
+            total("adapters", "B", *states(split(update, plan.tensor), plan.replicas).parts),
+        ]
+    both = (states(dense, plan.replicas), states(routed, plan.expert_replicas))
+    if not routed:
+        return list(both[0].parts)
+    # Dense weights and experts are sharded over groups of their own.
+    return [
+        total(
+            name,
+            "B",
+            *(
+                Breakdown(label, "B", parts=part[name].parts, factors=part[name].factors)
+                for label, part in (("dense", both[0]), ("experts", both[1]))
+                if name in part
+            ),
+        )
+        for name in ("weights", "gradients", "optimizer")
+    ]
+
+
+def _lora(model: Transformer, rank: int, targets: Sequence[str]) -> int:
+    matrices = {name: (rows, columns) for name, rows, columns in attention_matrices(model)}
+    d, f = model.d_model, model.d_ff
+    matrices |= {"up": (d, f), "down": (f, d)} | ({"gate": (d, f)} if model.gated_mlp else {})
+    for target in targets:
+        if target not in matrices:
+            raise ValueError(f"lora_targets names {target!r}; there are {', '.join(matrices)}")
+    each = sum(lora_parameters(*matrices[target], rank) for target in targets)
+    return each * model.layers
+
+
+def _one_block(
+    model: Transformer,
+    plan: Plan,
+    batch: int,
+    seq: int,
+    kind: Precision,
+    flash: bool,
+    dropout: bool,
+) -> Breakdown:
+    """While a block is recomputed, what it saves is there as well."""
+    whole = replace(
+        plan, recompute="none", pipeline=1, virtual_stages=1, schedule="1f1b", devices=0
+    )
+    sample = replace(
+        model,
+        layers=1,
+        moe_layers=(0,) if model.expert_layers else None,
+        window_layers=None,
+        window=0,
+    )
+    block = activations(
+        sample, whole, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout
+    )
+    return total("one block recomputed", "B", *block.parts)
+
+
+def _times(name: str, part: Breakdown, times: Number) -> Breakdown | None:
+    """A part that is there several times, each of its leaves multiplied."""
+    if not times:
+        return None
+    if times == 1:
+        return Breakdown(name, part.unit, parts=part.parts)
+
+    def scaled(node: Breakdown) -> Breakdown:
+        if node.factors:
+            factors = (("in flight", times), *node.factors)
+            return Breakdown(node.name, node.unit, factors=factors, note=node.note)
+        return Breakdown(node.name, node.unit, parts=tuple(map(scaled, node.parts)))
+
+    return Breakdown(name, part.unit, parts=tuple(map(scaled, part.parts)))

@@ -1,0 +1,138 @@
+"""The smallest batch at which a sharded MLP on a mesh computes for longer than it communicates.
+
+FSDP over X devices gathers weights, tensor parallelism over Y devices gathers activations; each may
+use several axes (M_X, M_Y) of the torus. Per layer, with B tokens, widths D and F, C FLOP/s and W
+bytes/s an axis,
+
+    T_math = 4 B D F / (N C),   T_fsdp = 4 D F / (Y W M_X),   T_tp = 4 B D / (X W M_Y)
+
+(Austin et al. 2025, How to Scale Your Model, "Training"). With alpha = C / W the batch per device
+must exceed
+
+    summed      alpha F / (Y M_X (F - alpha Y / M_Y))   where FSDP and TP take turns on the links
+    overlapped  alpha / (Y M_X)                         where both run at once, if Y < F M_Y / alpha
+
+The closed form 4 alpha^2 / (M_X M_Y F) is the least of the first over X; it holds at that X alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accounting.hardware import Hardware, find
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshBatch:
+    """The batch from which on a mesh is compute-bound, in tokens."""
+
+    comms: Literal["summed", "overlapped"]
+    fsdp: float
+    """X, which need not be whole at the optimum."""
+    tensor: float
+    """Y."""
+    alpha: float
+    """FLOP a byte of link: C / W."""
+    per_device: float
+    """Tokens a device."""
+    per_fsdp_shard: float
+    """Tokens a row of the mesh, B / X: the figure that is easily taken for the one above."""
+
+    @property
+    def tokens(self) -> float:
+        """The whole batch."""
+        return self.per_device * self.fsdp * self.tensor
+
+    def explain(self) -> str:
+        """One line that says what was assumed."""
+        return (
+            f"X={self.fsdp:g} by Y={self.tensor:g}, comms {self.comms}, "
+            f"alpha={self.alpha:.6g}: "
+            f"{self.per_device:.6g} tokens/device, {self.tokens:.6g} in all"
+        )
+
+    __str__ = explain
+
+
+def compute_bound_batch(
+    *,
+    fsdp: int,
+    tensor: int,
+    d_ff: int,
+    fsdp_axes: int = 1,
+    tensor_axes: int = 1,
+    comms: Literal["summed", "overlapped"] = "summed",
+    hardware: str | Hardware | None = None,
+    flops_per_second: float | None = None,
+    axis_bytes_per_second: float | None = None,
+) -> MeshBatch:
+    """The least batch at X = `fsdp` and Y = `tensor`; `ValueError` where no batch suffices."""
+    if min(fsdp, tensor, d_ff, fsdp_axes, tensor_axes) < 1:
+        raise ValueError("fsdp, tensor, d_ff and the axes must all be at least 1")
+    alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
+    # The share of the arithmetic's time that tensor parallelism takes, whatever the batch.
+    share = alpha * tensor / (tensor_axes * d_ff)
+    if share >= 1:
+        raise ValueError(
+            f"tensor is {tensor}; at this width no batch is compute-bound from "
+            f"{d_ff * tensor_axes / alpha:.4g} on (d_ff * tensor_axes / alpha)"
+        )
+    if comms == "summed":
+        per_device = alpha / (tensor * fsdp_axes) / (1 - share)
+    elif comms == "overlapped":
+        per_device = alpha / (tensor * fsdp_axes)
+    else:
+        raise ValueError(f"comms is {comms!r}; it must be 'summed' or 'overlapped'")
+    return MeshBatch(
+        comms=comms,
+        fsdp=fsdp,
+        tensor=tensor,
+        alpha=alpha,
+        per_device=per_device,
+        per_fsdp_shard=per_device * tensor,
+    )
+
+
+def best_mesh(
+    devices: int,
+    *,
+    d_ff: int,
+    fsdp_axes: int = 1,
+    tensor_axes: int = 1,
+    hardware: str | Hardware | None = None,
+    flops_per_second: float | None = None,
+    axis_bytes_per_second: float | None = None,
+) -> MeshBatch:
+    """The least batch over all X with X Y = `devices`, comms summed: Y = M_Y F / (2 alpha).
+
+    There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F).
+    """
+    alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
+    tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
+    share = alpha * tensor / (tensor_axes * d_ff)
+    if share >= 1:
+        raise ValueError(f"d_ff is {d_ff}; no batch is compute-bound below alpha={alpha:.4g}")
+    per_device = alpha / (tensor * fsdp_axes) / (1 - share)
+    return MeshBatch(
+        comms="summed",
+        fsdp=devices / tensor,
+        tensor=tensor,
+        alpha=alpha,
+        per_device=per_device,
+        per_fsdp_shard=per_device * tensor,
+    )
+
+
+def _alpha(
+    hardware: str | Hardware | None,
+    flops_per_second: float | None,
+    axis_bytes_per_second: float | None,
+) -> float:
+    if hardware is not None:
+        device = find(hardware)
+        flops_per_second = flops_per_second or device.peak("bf16")
+        axis_bytes_per_second = axis_bytes_per_second or device.node_link.bandwidth
+    if not flops_per_second or not axis_bytes_per_second:
+        raise ValueError("give hardware, or flops_per_second and axis_bytes_per_second")
+    return flops_per_second / axis_bytes_per_second

@@ -1,0 +1,183 @@
+"""How a model is laid over devices: the degrees of each parallelism, and which layers a stage
+holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from accounting.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The degrees of parallelism and what goes with them; raises `ValueError` for plans that cannot
+    be.
+
+    The devices are `data * tensor * pipeline * context`. Experts are spread over `expert` of the
+    `data * context` ranks that hold the same dense weights, so they need no devices of their own.
+    """
+
+    devices: int = 0
+    """Checked against the degrees where both are given; alone, it sets `data`."""
+    data: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    zero: int = 0
+    """What the data ranks shard: 1 the optimizer, 2 gradients too, 3 weights too (FSDP)."""
+    microbatches: int = 1
+    """Pieces that a data rank cuts its batch into, for the pipeline or to accumulate gradients."""
+    schedule: str = "1f1b"
+    """`gpipe`, `1f1b`, or `interleaved` with `virtual_stages` chunks a device."""
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    """Norms and dropout between the tensor-parallel matrices are split along the sequence."""
+    recompute: str = "none"
+    """`none`, `selective` (the attention's core) or `full` (every block from its input)."""
+    reshard_after_forward: bool = True
+    """FSDP frees gathered weights after the forward and gathers them again for the backward."""
+    offload: str = "none"
+    """What is kept on the host: `none`, `optimizer` (with master weights), `activations` (inputs of
+    blocks, with full recomputation)."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "context", "expert", "microbatches", "virtual_stages"):
+            _whole(name, getattr(self, name), 1)
+        _whole("devices", self.devices, 0)
+        _whole("data", self.data, 0)
+        model_parallel = self.tensor * self.pipeline * self.context
+        if not self.data:
+            if self.devices % model_parallel:
+                raise ValueError(
+                    f"devices is {self.devices}, which tensor x pipeline x context = "
+                    f"{model_parallel} does not divide"
+                )
+            object.__setattr__(self, "data", max(1, self.devices // model_parallel))
+        product = self.data * model_parallel
+        if self.devices not in (0, product):
+            raise ValueError(
+                f"devices is {self.devices}, but data x tensor x pipeline x context = "
+                f"{self.data} x {self.tensor} x {self.pipeline} x {self.context} = {product}"
+            )
+        object.__setattr__(self, "devices", product)
+        if self.replicas % self.expert:
+            raise ValueError(
+                f"expert is {self.expert}, which does not divide the data x context = "
+                f"{self.replicas} ranks that experts are spread over"
+            )
+        _choice("zero", self.zero, (0, 1, 2, 3))
+        _choice("schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
+        _choice("recompute", self.recompute, ("none", "selective", "full"))
+        _choice("offload", self.offload, ("none", "optimizer", "activations"))
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"virtual_stages is {self.virtual_stages} with schedule {self.schedule!r}; "
+                "more than one goes with 'interleaved', and only with it"
+            )
+        if self.schedule == "interleaved" and self.microbatches % self.pipeline:
+            raise ValueError(
+                f"microbatches is {self.microbatches}; interleaved stages need a multiple of "
+                f"pipeline={self.pipeline}"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense weights: those of data and of context parallelism."""
+        return self.data * self.context
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.expert
+
+    def check(self, model: Transformer, *, batch: int = 0, seq: int = 0) -> None:
+        """Raise `ValueError` where this plan does not fit the model, the batch or the sequence."""
+        if self.pipeline * self.virtual_stages > model.layers:
+            raise ValueError(
+                f"pipeline x virtual_stages is {self.pipeline * self.virtual_stages}, deeper than "
+                f"the model's {model.layers} layers"
+            )
+        if self.pipeline > 1 and model.embedding_dim != model.d_model:
+            raise ValueError(
+                f"embedding_dim is {model.embedding_dim} and d_model {model.d_model}; a model that "
+                "projects its embedding cannot be cut into stages here, so pipeline must be 1"
+            )
+        for name, size in (("heads", model.heads), ("d_ff", model.d_ff)):
+            if size % self.tensor:
+                raise ValueError(f"tensor is {self.tensor}, which does not divide {name}={size}")
+        if model.heads and model.kv_heads % self.tensor and self.tensor % model.kv_heads:
+            raise ValueError(
+                f"tensor is {self.tensor}, which neither divides kv_heads={model.kv_heads} "
+                "nor is a multiple of it"
+            )
+        if self.expert > 1 and (not model.experts or model.experts % self.expert):
+            raise ValueError(f"expert is {self.expert}; the model has {model.experts} experts")
+        pieces = self.data * self.microbatches
+        if batch and batch % pieces:
+            raise ValueError(
+                f"batch is {batch} sequences, which data x microbatches = {pieces} does not divide"
+            )
+        if seq and seq % self.context:
+            raise ValueError(f"seq is {seq}, which context={self.context} does not divide")
+
+    def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
+        """The layers that a stage holds: as even as can be, the first stages one more."""
+        if not 0 <= stage < self.pipeline:
+            raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
+        chunks = self.pipeline * self.virtual_stages
+        each, more = divmod(model.layers, chunks)
+        held: list[int] = []
+        for chunk in range(stage, chunks, self.pipeline):
+            start = chunk * each + min(chunk, more)
+            held += range(start, start + each + (chunk < more))
+        return tuple(held)
+
+    def stage_model(self, model: Transformer, stage: int) -> Transformer:
+        """The part of the model on a stage, as a model: its layers, and the ends where they are.
+
+        A tied embedding is on the first stage and again on the last, where it is the head.
+        """
+        held = self.stage_layers(model, stage)
+        first, last = stage == 0, stage == self.pipeline - 1
+        here = {layer: index for index, layer in enumerate(held)}
+        return replace(
+            model,
+            layers=len(held),
+            moe_layers=tuple(here[i] for i in sorted(model.expert_layers) if i in here),
+            window_layers=tuple(here[i] for i in sorted(model.windowed_layers) if i in here),
+            vocab_size=model.vocab_size if first or last else 0,
+            # A stage at one end has one table, which `tied` counts once; with both ends it stays as
+            # it is.
+            tied=model.tied if first and last else True,
+            positions=model.positions if first else 0,
+            head_bias=model.head_bias and last,
+            final_norm=model.final_norm and last,
+        )
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches whose activations a stage holds at once (of one chunk of its layers)."""
+        if self.schedule == "gpipe" or self.pipeline == 1:
+            return self.microbatches if self.pipeline > 1 else 1
+        if self.schedule == "1f1b":
+            return min(self.microbatches, self.pipeline - stage)
+        # Megatron's interleaving warms up with 2(p - s - 1) + (v - 1)p chunks, and runs one more.
+        warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
+        return min(self.microbatches * self.virtual_stages, warm_up + 1)
+
+
+def split(count: int, ranks: int) -> int:
+    """The largest share of `count` things over `ranks`."""
+    return -(-count // ranks)
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be a whole number")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, allowed))}")

@@ -1,0 +1,204 @@
+"""How long an iteration takes: arithmetic at a stated efficiency, what of the traffic shows, and
+the bubble.
+
+A message costs alpha + bytes * beta. Devices are numbered tensor first, then context, data,
+pipeline, so that small groups stay inside a node. A group with k members in each node crosses with
+k network ports at once, and its collectives run at min(node link, k ports). What can hide behind
+arithmetic does: gradients behind the backward, FSDP's gathers behind everything, the pipeline's and
+context's passes too; tensor and expert parallelism wait in line. All that hides shares one
+iteration's arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accounting.breakdown import Breakdown, product, total
+from accounting.communication import Collective, communication
+from accounting.flops import flops
+from accounting.hardware import Hardware, Link, find
+from accounting.plan import Plan
+from accounting.transformer import Transformer
+
+OVERLAP: Mapping[str, float] = {
+    "data": 2 / 3,
+    "context": 1.0,
+    "pipeline": 1.0,
+    "tensor": 0.0,
+    "expert": 0.0,
+}
+"""The share of an iteration's arithmetic that the traffic of each axis can hide behind."""
+
+
+def step_time(
+    model: Transformer,
+    plan: Plan,
+    *,
+    batch: int,
+    seq: int,
+    hardware: str | Hardware,
+    efficiency: float = 0.5,
+    dtype: str = "bf16",
+    overlap: Mapping[str, float] = OVERLAP,
+) -> Breakdown:
+    """Seconds of one iteration over `batch` sequences: `compute`, `bubble`, and what of the traffic
+    shows.
+
+    `efficiency` is the share of the dense peak that the matrix multiplications reach by themselves.
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency is {efficiency}; it must lie above 0 and at most at 1")
+    device = find(hardware)
+    plan.check(model, batch=batch, seq=seq)
+    rate = device.peak(dtype) * efficiency
+    work = max(_stage_flops(model, plan, batch, seq, s) for s in range(plan.pipeline))
+    compute = product("compute", "s", flops=work, seconds_per_flop=1 / rate)
+    idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
+    bubble = product("bubble", "s", "(p - 1) / (m v)", share=idle, compute=float(compute.total))
+    # Sharded weights are gathered ahead of the forward as well.
+    can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
+    free = float(compute.total)
+    shown = []
+    for collective, link in collectives_on(model, plan, batch=batch, seq=seq, hardware=device):
+        needs = fastest(collective, link)
+        hidden = min(needs, free, can_hide[collective.axis] * float(compute.total))
+        free -= hidden
+        what = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
+        shown.append(product(collective.name, "s", what, exposed=needs - hidden))
+    return total(
+        f"iteration of {model.name} on {plan.devices} {device.name}",
+        "s",
+        compute,
+        bubble,
+        total("exposed communication", "s", *shown),
+    )
+
+
+def collectives_on(
+    model: Transformer, plan: Plan, *, batch: int, seq: int, hardware: Hardware
+) -> Iterable[tuple[Collective, Link]]:
+    """Each collective of a device in the middle of the plan, with the link that its group runs
+    over."""
+    middle = plan.pipeline // 2
+    found = communication(model, plan, batch=batch, seq=seq, stage=middle).collectives
+    strides = {
+        "tensor": 1,
+        "context": plan.tensor,
+        "expert": plan.tensor,
+        "data": plan.tensor,
+        "pipeline": plan.tensor * plan.replicas,
+    }
+    for collective in found:
+        stride = strides[collective.axis]
+        if collective.name.endswith("of experts"):
+            stride *= plan.expert
+        yield collective, group_link(hardware, stride=stride, ranks=collective.ranks)
+
+
+def group_link(hardware: Hardware, *, stride: int, ranks: int) -> Link:
+    """The link of a group whose members are `stride` devices apart."""
+    inside = max(1, hardware.devices_per_node // stride)
+    if ranks <= inside:
+        return hardware.node_link
+    network = hardware.network
+    ports = min(inside, ranks)
+    bandwidth = min(hardware.node_link.bandwidth, network.bandwidth * ports)
+    return replace(network, bandwidth=bandwidth)
+
+
+def fastest(collective: Collective, link: Link) -> float:
+    """Seconds by ring or by tree, whichever is faster."""
+    return min(
+        replace(collective, algorithm=algorithm).seconds(
+            bandwidth=link.bandwidth, latency=link.latency
+        )
+        for algorithm in ("ring", "tree")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """One point of a scaling curve."""
+
+    devices: int
+    batch: int
+    step_seconds: float
+    tokens_per_second: float
+    efficiency: float
+    """Tokens a second and device, against the first point."""
+
+
+def scaling_curve(
+    model: Transformer,
+    *,
+    hardware: str | Hardware,
+    batch: int,
+    seq: int,
+    devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
+    mode: Literal["strong", "weak"] = "weak",
+    plan: Plan | None = None,
+    efficiency: float = 0.5,
+) -> list[ScalingPoint]:
+    """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
+
+    `strong` splits one `batch` over all replicas; `weak` gives each replica that many sequences.
+    Raises `ValueError` where the replicas do not divide the devices, or the batch does not split.
+    """
+    if mode not in ("strong", "weak"):
+        raise ValueError(f"mode is {mode!r}; it must be 'strong' or 'weak'")
+    unit = plan or Plan()
+    size = unit.tensor * unit.pipeline * unit.context
+    points: list[ScalingPoint] = []
+    for count in devices:
+        if count % size:
+            raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
+        here = replace(unit, data=count // size, devices=count)
+        whole = batch if mode == "strong" else batch * here.data
+        seconds = float(
+            step_time(
+                model, here, batch=whole, seq=seq, hardware=hardware, efficiency=efficiency
+            ).total
+        )
+        rate = whole * seq / seconds
+        first = points[0] if points else None
+        base = first.tokens_per_second / first.devices if first else rate / count
+        points.append(
+            ScalingPoint(
+                devices=count,
+                batch=whole,
+                step_seconds=seconds,
+                tokens_per_second=rate,
+                efficiency=rate / count / base,
+            )
+        )
+    return points
+
+
+def bucket_overhead_seconds(
+    model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
+) -> float:
+    """What data parallelism adds after the backward: the last bucket, and a call for each.
+
+    T(n) = s / (n w) + n o, if all but the last bucket hide behind the backward.
+    """
+    if num_buckets < 1:
+        raise ValueError(f"num_buckets is {num_buckets}; it must be at least 1")
+    return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
+
+
+def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
+    """Where that is least: n = sqrt(s / (w o)), so a bucket holds sqrt(s o w) bytes."""
+    return math.sqrt(model_bytes * latency * bandwidth)
+
+
+def _stage_flops(model: Transformer, plan: Plan, batch: int, seq: int, stage: int) -> float:
+    """Operations of one device, with what it recomputes; the head is on the last stage alone."""
+    here = plan.stage_model(model, stage)
+    if stage != plan.pipeline - 1:
+        here = replace(here, vocab_size=0)
+    recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
+    work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=True)
+    return work.total / (plan.tensor * plan.context)

@@ -1,0 +1,55 @@
+"""The plainest module of a `Transformer`'s shape, to hold its costs against."""
+
+import torch
+from accounting import Transformer
+from torch import nn
+from torch.nn import functional as F
+
+
+class Model(nn.Module):
+    """RMSNorm, grouped queries, SwiGLU or GELU; attention by torch, without a mask."""
+
+    def __init__(self, t: Transformer) -> None:
+        super().__init__()
+        self.t = t
+        self.embedding = nn.Embedding(t.vocab_size, t.d_model)
+        self.blocks = nn.ModuleList(Block(t) for _ in range(t.layers))
+        self.norm = nn.RMSNorm(t.d_model)
+        self.head = nn.Linear(t.d_model, t.vocab_size, bias=False)
+        if t.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self, t: Transformer) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = t.heads, t.kv_heads
+        d, h, g = t.d_model, t.heads, t.kv_heads
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(d), nn.RMSNorm(d)
+        self.q_proj = nn.Linear(d, h * t.qk_dim, bias=False)
+        self.k_proj = nn.Linear(d, g * t.qk_dim, bias=False)
+        self.v_proj = nn.Linear(d, g * t.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(h * t.v_head_dim, d, bias=False)
+        self.gate = nn.Linear(d, t.d_ff, bias=False) if t.gated_mlp else None
+        self.up = nn.Linear(d, t.d_ff, bias=False)
+        self.down = nn.Linear(t.d_ff, d, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        y = self.attn_norm(x)
+        q = self.q_proj(y).view(b, s, self.heads, -1).transpose(1, 2)
+        k = self.k_proj(y).view(b, s, self.kv_heads, -1).transpose(1, 2)
+        v = self.v_proj(y).view(b, s, self.kv_heads, -1).transpose(1, 2)
+        if self.kv_heads < self.heads:
+            k, v = (z.repeat_interleave(self.heads // self.kv_heads, 1) for z in (k, v))
+        a = F.scaled_dot_product_attention(q, k, v)
+        x = x + self.o_proj(a.transpose(1, 2).reshape(b, s, -1))
+        y = self.mlp_norm(x)
+        hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return x + self.down(hidden)

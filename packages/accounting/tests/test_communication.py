@@ -1,0 +1,189 @@
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from accounting import Plan, Transformer, communication, parameters
+from accounting.communication import Collective
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_memory import even
+from test_parameters import shapes
+
+SMALL = Transformer(layers=4, d_model=64, heads=8, kv_heads=4, vocab_size=96)
+SPARSE = Transformer(
+    layers=4, d_model=64, heads=8, vocab_size=96, experts=8, experts_per_token=2, moe_layers=(1, 3)
+)
+
+
+def ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
+    """Bytes that each rank of a real ring of threads sends; the sum that it leaves is checked."""
+    data = [torch.full((elements,), float(r + 1)) for r in range(ranks)]
+    sent = [0] * ranks
+    inbox: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    barrier = threading.Barrier(ranks)
+
+    def run(rank: int) -> None:
+        chunks = list(data[rank].chunk(ranks))
+        for step in range(2 * (ranks - 1)):
+            out = (
+                (rank - step) % ranks if step < ranks - 1 else (rank + 1 - step + ranks - 1) % ranks
+            )
+            message = chunks[out].clone()
+            sent[rank] += message.numel() * message.element_size()
+            barrier.wait()
+            inbox[(rank + 1) % ranks].append(message)
+            barrier.wait()
+            into = (out - 1) % ranks
+            got = inbox[rank].pop()
+            chunks[into].copy_(chunks[into] + got if step < ranks - 1 else got)
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((d == ranks * (ranks + 1) / 2).all() for d in data)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_wire_bytes_are_those_that_a_ring_sends(ranks: int) -> None:
+    elements = 12 * ranks
+    ring = Collective(
+        name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, each=4 * elements
+    )
+    assert ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
+    assert ring.wire_total == ranks * ring.wire
+    assert ring.steps == 2 * (ranks - 1)
+    assert ring.seconds(bandwidth=1e9, latency=1e-3) == pytest.approx(
+        2 * (ranks - 1) * 1e-3 + ring.wire / 1e9
+    )
+
+
+def test_ddp_and_fsdp_of_torch_hand_over_the_payload() -> None:
+    """What torch's own FSDP2 gathers and scatters, seen at the collectives, on a fake group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Bytes(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, int] = {}
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            name = str(function)
+            if name.startswith("c10d."):
+                # The larger side of either collective is the payload.
+                sizes = [t.nbytes for a in args for t in _tensors(a)]
+                key = name.split(".")[1].strip("_")
+                self.seen[key] = self.seen.get(key, 0) + max(sizes, default=0)
+            return function(*args, **(kwargs or {}))
+
+    from reference import Model
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        shape = Transformer(layers=2, d_model=32, heads=4, d_ff=64, vocab_size=40)
+        model = Model(shape)
+        mesh = init_device_mesh("cpu", (4,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with Bytes() as moved:
+            model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    ours = communication(shape, Plan(data=4, zero=3), weights="fp32", gradients="fp32")
+    root = 4 * (parameters(shape)["embedding"].total + parameters(shape)["head"].total + 32)
+    gathered = sum(v for k, v in moved.seen.items() if "allgather" in k)
+    scattered = sum(v for k, v in moved.seen.items() if "reduce_scatter" in k)
+    # torch keeps the root's own parameters gathered between forward and backward.
+    assert gathered == ours["weights"].payload - root
+    assert scattered == ours["gradients"].payload
+
+
+def _tensors(argument: object) -> list[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [t for item in argument for t in _tensors(item)]
+    return []
+
+
+def test_zero_moves_what_its_paper_says() -> None:
+    # Section 7: stages 1 and 2 move as much as plain data parallelism, stage 3 half as much again.
+    plain = communication(SMALL, Plan(data=8)).wire.total
+    assert communication(SMALL, Plan(data=8, zero=1)).wire.total == plain
+    assert communication(SMALL, Plan(data=8, zero=2)).wire.total == plain
+    assert communication(SMALL, Plan(data=8, zero=3)).wire.total == 1.5 * plain
+    kept = Plan(data=8, zero=3, reshard_after_forward=False)
+    assert communication(SMALL, kept).wire.total == plain
+
+
+def test_sequence_parallelism_moves_half_as_much_again_in_the_backward() -> None:
+    run = {"batch": 2, "seq": 16}
+    plain = communication(SMALL, Plan(tensor=4), **run)
+    split = communication(SMALL, Plan(tensor=4, sequence_parallel=True), **run)
+    forward = plain["tensor-parallel forward"].wire
+    gathers = split["sequence-parallel forward gathers"].wire
+    scatters = split["sequence-parallel forward scatters"].wire
+    assert gathers + scatters == forward
+    assert plain["tensor-parallel forward"].count == 2 * 4 + 1
+
+
+def test_a_block_that_adds_attention_and_mlp_at_once_reduces_once() -> None:
+    shape = Transformer(layers=4, d_model=64, heads=8, vocab_size=0, parallel_block=True)
+    assert communication(shape, Plan(tensor=4), batch=1, seq=4).payload.total == (
+        2 * 4 * 4 * 64 * 2
+    )
+
+
+def test_experts_send_every_copy_of_a_token_there_and_back() -> None:
+    traffic = communication(SPARSE, Plan(data=4, expert=4), batch=4, seq=10)
+    copies = 10 * 2 * 64 * 2
+    for name in ("tokens to experts", "tokens from experts, backward"):
+        assert traffic[name].payload == 2 * copies
+        assert traffic[name].wire == 2 * copies * 3 / 4
+    # Experts are on one rank each of the group, so their gradients have nobody to meet.
+    assert "gradients of experts" not in [c.name for c in traffic]
+    shared = communication(SPARSE, Plan(data=8, expert=4), batch=8, seq=10)
+    assert shared["gradients of experts"].ranks == 2
+
+
+def test_context_parallelism_passes_keys_and_values_around() -> None:
+    traffic = communication(SMALL, Plan(context=4), batch=2, seq=64)
+    local = 2 * 16 * 4 * (8 + 8) * 2
+    assert traffic["keys and values"].wire == 4 * 3 * local
+    assert traffic["keys, values and gradients"].wire == 2 * 4 * 3 * local
+
+
+def test_stage_boundaries_are_named_by_direction() -> None:
+    plan = Plan(pipeline=4, microbatches=4)
+    boundaries = communication(SMALL, plan, batch=8, seq=16).boundaries
+    assert [part.name for part in boundaries][:2] == ["forward 0 to 1", "backward 1 to 0"]
+    assert {part.total for part in boundaries} == {8 * 16 * 64 * 2}
+    assert len(boundaries.parts) == 6
+    ends = [communication(SMALL, plan, batch=8, seq=16, stage=s).collectives for s in (0, 1, 3)]
+    assert [[c.name.split()[0] for c in end] for end in ends] == [
+        ["activations"],
+        ["activations", "gradients"],
+        ["gradients"],
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
+def test_wire_is_a_sum_and_payload_does_not_depend_on_the_algorithm(
+    shape: Transformer, tensor: int, pipeline: int, zero: int
+) -> None:
+    plan = Plan(data=2, tensor=tensor, pipeline=pipeline, zero=zero, microbatches=2)
+    ring, tree = (
+        communication(even(shape), plan, batch=4, seq=8, algorithm=a) for a in ("ring", "tree")
+    )
+    assert ring.payload.total == tree.payload.total
+    assert ring.wire.total == sum(c.wire for c in ring) <= tree.wire.total
+    larger = communication(even(shape), plan, batch=8, seq=8)
+    assert larger.wire.total >= ring.wire.total

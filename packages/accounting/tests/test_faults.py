@@ -1,0 +1,229 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import accounting
+import pytest
+import torch
+from accounting import Plan, Transformer, communication, flops, kv_cache, mfu, training_memory
+from accounting.goodput import Run
+from accounting.hardware import find
+from accounting.mesh import compute_bound_batch
+from accounting.step_time import step_time
+from reference import Model
+
+SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}
+MODEL = Transformer(**SIZES)
+MOE = Transformer(**SIZES, experts=6, experts_per_token=2)
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layers": -1}, "layers is -1; it must be at least 1"),
+        ({"d_ff": -4}, "d_ff is -4"),
+        ({"heads": 7}, "heads is 7, which does not divide d_model=64"),
+        ({"kv_heads": 3}, "kv_heads is 3, which does not divide heads=8"),
+        ({"norm": "batch"}, "norm is 'batch'; it must be one of"),
+        ({"activation": "tanh"}, "activation is 'tanh'"),
+        ({"kv_lora_rank": 8}, "rope_head_dim must be set"),
+        ({"experts": 4}, "experts_per_token is 0; it must lie between 1 and experts=4"),
+        ({"moe_layers": (1,)}, "moe_layers is set, so experts must be set"),
+        ({"window": 4, "window_layers": (9,)}, "window_layers names layer 9"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Transformer(**SIZES | wrong)
+
+
+def test_sizes_must_be_whole_numbers() -> None:
+    with pytest.raises(TypeError, match=r"layers is 2\.5; it must be a whole number"):
+        Transformer(**SIZES | {"layers": 2.5})
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"devices": 8, "data": 2, "tensor": 2}, r"devices is 8, but .* = 2 x 2 x 1 x 1 = 4"),
+        ({"devices": 6, "tensor": 4}, "devices is 6, which .* = 4 does not divide"),
+        ({"data": 4, "expert": 3}, "expert is 3, which does not divide"),
+        ({"zero": 4}, "zero is 4; it must be one of 0, 1, 2, 3"),
+        ({"schedule": "zigzag"}, "schedule is 'zigzag'"),
+        ({"virtual_stages": 2}, "virtual_stages is 2 with schedule '1f1b'"),
+        (
+            {"pipeline": 2, "microbatches": 3, "schedule": "interleaved", "virtual_stages": 2},
+            "microbatches is 3; interleaved stages need a multiple of pipeline=2",
+        ),
+        ({"tensor": 0}, "tensor is 0; it must be at least 1"),
+    ],
+)
+def test_plans_that_cannot_be_are_named(plan: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**plan)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "batch", "message"),
+    [
+        (MODEL, Plan(pipeline=5), 1, "is 5, deeper than the model's 4 layers"),
+        (MODEL, Plan(tensor=3), 1, "tensor is 3, which does not divide heads=8"),
+        (MODEL, Plan(data=3), 4, "batch is 4 sequences, which data x microbatches = 3"),
+        (MODEL, Plan(context=3), 1, "seq is 16, which context=3 does not divide"),
+        (MODEL, Plan(data=2, expert=2), 2, "expert is 2; the model has 0 experts"),
+        (MOE, Plan(data=4, expert=4), 4, "expert is 4; the model has 6 experts"),
+        (Transformer(**SIZES, embedding_dim=32), Plan(pipeline=2), 1, "embedding_dim is 32"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model_are_named(
+    model: Transformer, plan: Plan, batch: int, message: str
+) -> None:
+    for cost in (training_memory, communication):
+        with pytest.raises(ValueError, match=message):
+            cost(model, plan, batch=batch, seq=16)
+
+
+def test_options_that_are_not_known_list_those_that_are() -> None:
+    with pytest.raises(ValueError, match="dtype is 'fp12'; it must be one of fp64, fp32"):
+        kv_cache(MODEL, dtype="fp12")
+    with pytest.raises(ValueError, match="precision is 'half'; it must be one of fp32, amp_bf16"):
+        training_memory(MODEL, batch=1, seq=1, precision="half")
+    with pytest.raises(ValueError, match="hardware is 'K80'; known are V100, A100"):
+        find("K80")
+    with pytest.raises(ValueError, match="dtype is 'fp4'; H100 lists"):
+        find("H100").peak("fp4")
+    with pytest.raises(ValueError, match="V100 has no structured sparsity for fp16"):
+        find("V100").peak("fp16", sparse=True)
+    with pytest.raises(ValueError, match="phase is 'dream'"):
+        flops(MODEL, seq=4, phase="dream")
+    with pytest.raises(ValueError, match="seq is 0; it must be at least 1"):
+        flops(MODEL, seq=0)
+    with pytest.raises(ValueError, match="give either hardware or peak_flops"):
+        mfu(MODEL, tokens_per_second=1, seq=1)
+    with pytest.raises(ValueError, match="efficiency is 2; it must lie above 0"):
+        step_time(MODEL, Plan(), batch=1, seq=4, hardware="H100", efficiency=2)
+    plain = Transformer(**SIZES, gated_mlp=False)
+    with pytest.raises(ValueError, match="lora_targets names 'gate'"):
+        training_memory(plain, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
+    with pytest.raises(ValueError, match="tensor is 64; at this width no batch"):
+        compute_bound_batch(fsdp=1, tensor=64, d_ff=1024, hardware="TPU v5p")
+    with pytest.raises(ValueError, match="work_hours is 0"):
+        Run(
+            work_hours=0,
+            devices=1,
+            failures_per_device_hour=0,
+            checkpoint_hours=1,
+            restart_hours=0,
+        )
+
+
+@pytest.mark.parametrize("missing", [field for field in LLAMA if field != "model_type"])
+def test_a_config_without_a_size_is_refused_by_its_name(missing: str) -> None:
+    config = {field: value for field, value in LLAMA.items() if field != missing}
+    with pytest.raises(ValueError, match=rf"{missing} is missing from this llama config\.json"):
+        Transformer.from_hf(config)
+
+
+def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model_type is missing: this is not a model's"):
+        Transformer.from_hf({"hidden_size": 64})
+    with pytest.raises(ValueError, match="model_type is 'bert', a family not known here"):
+        Transformer.from_hf({"model_type": "bert"})
+    with pytest.raises(ValueError, match="hidden_act is 'mish'"):
+        Transformer.from_hf(LLAMA | {"hidden_act": "mish"})
+    (tmp_path / "config.json").write_text("not json")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Transformer.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    with pytest.raises(ValueError, match="a model config is a JSON object, not list"):
+        Transformer.from_hf(tmp_path)
+    with pytest.raises(TypeError, match=r"expected a Transformer or an nn\.Module, got dict"):
+        accounting.parameters(LLAMA)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MODEL,
+        Transformer(**SIZES | {"kv_heads": 2, "d_ff": 96}, tied=True),
+        Transformer(**SIZES | {"head_dim": 5, "layers": 1}, gated_mlp=False, activation="gelu"),
+    ],
+)
+def test_a_shape_is_read_off_a_module_or_refused(shape: Transformer) -> None:
+    with torch.device("meta"):
+        module = Model(shape)
+    found = Transformer.from_module(module, heads=shape.heads)
+    from dataclasses import replace
+
+    assert replace(found, name=shape.name) == shape
+    assert Transformer.from_module(module) == found
+    module.extra = torch.nn.Linear(3, 3, device="meta")
+    with pytest.raises(ValueError, match=r"holds .* parameters and the shape read off it"):
+        Transformer.from_module(module)
+    with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
+        Transformer.from_module(torch.nn.Linear(3, 3))
+
+
+def test_importing_takes_fifty_milliseconds_and_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; t = time.process_time(); import accounting; "
+        "print(time.process_time() - t, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    # Bytecode is written on the first run, as it is at any installation.
+    ready = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    source = str(Path(accounting.__file__).parents[1])
+    ready["PYTHONPATH"] = source
+    runs = [
+        subprocess.run([sys.executable, "-c", code], env=ready, capture_output=True, text=True)
+        for _ in range(6)
+    ]
+    outputs = [run.stdout.split() for run in runs]
+    assert all(words[1:] == ["False", "False"] for words in outputs)
+    assert min(float(words[0]) for words in outputs) <= 0.050
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    source = str(Path(accounting.__file__).parents[1])
+    command = [sys.executable, "-m", "accounting", *arguments]
+    environment = os.environ | {"PYTHONPATH": source}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_the_command_prints_a_table_json_or_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    page = tmp_path / "page.html"
+    plan = ("--gpus", "8", "--tp", "2", "--zero", "1", "--seq", "128")
+    shown = run(str(tmp_path), *plan, "--html", str(page))
+    assert shown.returncode == 0, shown.stderr
+    assert "llama on 8 x H100: data 4, tensor 2" in shown.stdout
+    assert "fits" in shown.stdout
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert 'class="bar"' in text
+    assert "<script" not in text
+    assert "http" not in text
+    assert not list(tmp_path.glob("*.part"))
+    result = json.loads(run(str(tmp_path), *plan, "--json").stdout)
+    assert result["parameters"]["value"] == accounting.parameters(Transformer.from_hf(LLAMA)).total
+    for cost in ("parameters", "flops", "memory", "communication", "step_time"):
+        parts = result[cost]["parts"]
+        assert sum(part["value"] for part in parts) == pytest.approx(result[cost]["value"])
+
+
+def test_the_command_says_what_is_wrong_and_what_does_not_fit() -> None:
+    large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
+    assert run(large).returncode == 1
+    wrong = run(large, "--gpus", "6", "--tp", "4")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: devices is 6")
+    assert "'depth' is no field of a model" in run("depth=3").stderr

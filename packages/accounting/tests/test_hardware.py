@@ -1,0 +1,122 @@
+import math
+
+import pytest
+from accounting import HARDWARE, fermi, roofline
+from accounting.fermi import Range
+from accounting.hardware import find
+from accounting.mesh import best_mesh, compute_bound_batch
+from accounting.roofline import intensity, plot
+from hypothesis import given
+from hypothesis import strategies as st
+
+# TFLOP/s as the data sheets print them, dense.
+SHEETS = {
+    ("V100", "fp16"): 125,
+    ("A100", "fp32"): 19.5,
+    ("A100", "tf32"): 156,
+    ("A100", "bf16"): 312,
+    ("A100", "int8"): 624,
+    ("H100", "fp32"): 66.9,
+    ("H100", "bf16"): 989.4,
+    ("H100", "fp8"): 1978.9,
+    ("H200", "bf16"): 989.4,
+    ("B200", "bf16"): 2250,
+    ("B200", "fp4"): 9000,
+    ("MI300X", "bf16"): 1307.4,
+    ("MI300X", "fp8"): 2614.9,
+    ("MI300X", "fp32"): 163.4 / 1,
+    ("TPU v4", "bf16"): 275,
+    ("TPU v5e", "bf16"): 197,
+    ("TPU v5e", "int8"): 394,
+    ("TPU v5p", "bf16"): 459,
+}
+
+
+@pytest.mark.parametrize(("device", "dtype"), SHEETS)
+def test_derived_peaks_are_those_of_the_data_sheets(device: str, dtype: str) -> None:
+    assert HARDWARE[device].peak(dtype) / 1e12 == pytest.approx(SHEETS[device, dtype], rel=0.003)
+
+
+def test_every_entry_says_where_it_is_from() -> None:
+    for name, entry in HARDWARE.items():
+        assert len(entry.source) > 20
+        assert entry.name == name
+        assert entry.node_link.bandwidth > entry.network.bandwidth
+        for dtype, peak in entry.peaks.items():
+            assert "Hz" in peak.derivation or "published" in peak.derivation
+            if peak.sparsity:
+                assert entry.peak(dtype, sparse=True) == 2 * entry.peak(dtype)
+    assert find("tpu-v5p") is HARDWARE["TPU v5p"]
+
+
+@given(m=st.integers(1, 9999), k=st.integers(1, 9999), n=st.integers(1, 9999))
+def test_an_operation_is_under_its_roof(m: int, k: int, n: int) -> None:
+    place = roofline("H100", shape=(m, k, n), dtype="bf16")
+    moved = 2 * (m * k + k * n + m * n)
+    assert place.flops == 2 * m * k * n
+    assert place.intensity == pytest.approx(2 * m * k * n / moved)
+    assert place.seconds == pytest.approx(place.flops / place.attainable_flops)
+    assert (place.bound == "compute") == (place.intensity >= place.ridge)
+    # No matmul moves fewer bytes for its work than half its shortest side says.
+    assert intensity(m, k, n) <= min(m, k, n)
+
+
+def test_the_plot_draws_the_roof_and_every_operation() -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    places = [roofline("A100", shape=shape) for shape in ((4096, 4096, 4096), (1, 4096, 4096))]
+    axes = plot(places, "A100")
+    assert len(axes.lines) == 3
+    assert axes.lines[0].get_ydata()[-1] == HARDWARE["A100"].peak("fp16")
+    assert [p.bound for p in places] == ["compute", "memory"]
+    mpl.pyplot.close("all")
+
+
+@given(
+    x=st.integers(1, 64), y=st.integers(1, 16), mx=st.integers(1, 2), f=st.integers(60_000, 200_000)
+)
+def test_at_the_least_batch_arithmetic_and_links_take_the_same_time(
+    x: int, y: int, mx: int, f: int
+) -> None:
+    c, w, d = 4.6e14, 1.8e11, 1.0
+    links = {"flops_per_second": c, "axis_bytes_per_second": w, "fsdp_axes": mx}
+    found = compute_bound_batch(fsdp=x, tensor=y, d_ff=f, **links)
+    b = found.tokens
+    arithmetic = 4 * b * d * f / (x * y * c)
+    assert arithmetic == pytest.approx(4 * d * f / (y * w * mx) + 4 * b * d / (x * w))
+    overlapped = compute_bound_batch(fsdp=x, tensor=y, d_ff=f, comms="overlapped", **links)
+    assert overlapped.tokens < b
+    assert best_mesh(x * y, d_ff=f, **links).per_device <= found.per_device * (1 + 1e-9)
+
+
+def test_an_uncertain_input_gives_an_uncertain_answer() -> None:
+    price = fermi.training_usd(
+        fermi.training_flops(175e9, 300e9),
+        utilisation=Range(0.2, 0.5),
+        usd_per_hour=Range(1.5, 3.0),
+    )
+    least = fermi.training_usd(3.15e23, utilisation=0.5, usd_per_hour=1.5)
+    most = fermi.training_usd(3.15e23, utilisation=0.2, usd_per_hour=3.0)
+    assert price.low == pytest.approx(least)
+    assert price.high == pytest.approx(most)
+    assert price.middle == pytest.approx(math.sqrt(least * most))
+    exact = fermi.carbon_usd(usd_per_tonne=Range(50, 250).middle)
+    assert exact == pytest.approx(61_715, abs=1)
+    assert fermi.carbon_usd(usd_per_tonne=Range(50, 250)) == Range(552 * 50, 552 * 250)
+    assert (1 / Range(2, 4)) == Range(0.25, 0.5)
+    assert Range(1, 4) ** 0.5 == Range(1, 2)
+
+
+@pytest.mark.parametrize("flops", [1e20, 5.76e23])
+def test_the_closed_form_optimum_beats_its_neighbours(flops: float) -> None:
+    n, d = fermi.chinchilla(flops)
+    assert 6 * n * d == pytest.approx(flops)
+
+    def loss(n: float) -> float:
+        return 406.4 / n**0.34 + 410.7 / (flops / 6 / n) ** 0.28
+
+    assert loss(n) < min(loss(1.01 * n), loss(0.99 * n))
+    if flops == 5.76e23:
+        assert n == pytest.approx(3.2190e10, rel=1e-4)
+        assert d == pytest.approx(2.9823e12, rel=1e-4)

@@ -1,0 +1,49 @@
+from fractions import Fraction
+
+import torch
+from accounting import Transformer, kv_cache
+from accounting.kv_cache import kv_entries
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_a_cache_holds_the_tensors_that_decoding_keeps() -> None:
+    shape = Transformer(layers=3, d_model=24, heads=6, kv_heads=2, v_head_dim=5, vocab_size=0)
+    keys = torch.empty(3, 2, 7, 2, 4, dtype=torch.bfloat16)
+    values = torch.empty(3, 2, 7, 2, 5, dtype=torch.bfloat16)
+    assert kv_cache(shape, seq=7, batch=2).total == keys.nbytes + values.nbytes
+
+
+@given(heads=st.sampled_from([4, 8]), seq=st.integers(1, 100))
+def test_grouping_divides_and_a_latent_does_without_heads(heads: int, seq: int) -> None:
+    def cache(**sizes: int) -> float:
+        shape = Transformer(layers=2, d_model=64, heads=heads, vocab_size=0, **sizes)
+        return kv_cache(shape, seq=seq).total
+
+    assert cache() == 2 * cache(kv_heads=heads // 2) == heads * cache(kv_heads=1)
+    assert cache(kv_lora_rank=20, rope_head_dim=4) == 2 * seq * 24 * 2
+
+
+@given(seq=st.integers(1, 60), window=st.integers(1, 40))
+def test_windowed_layers_saturate_and_the_others_do_not(seq: int, window: int) -> None:
+    shape = Transformer(
+        layers=6, d_model=16, heads=2, vocab_size=0, window=window, window_layers=(0, 1, 3, 4)
+    )
+    token = 2 * 16 * 2
+    assert kv_cache(shape, seq=seq).total == token * (2 * seq + 4 * min(seq, window))
+    grows = kv_cache(shape, seq=seq + 1).total - kv_cache(shape, seq=seq).total
+    assert grows == token * (6 if seq < window else 2)
+
+
+def test_quantised_caches_keep_their_scales() -> None:
+    shape = Transformer(layers=1, d_model=64, heads=1, vocab_size=0)
+    assert kv_cache(shape, dtype="int4", scale_block=32).total == 128 * (
+        Fraction(1, 2) + Fraction(1, 8)
+    )
+    assert kv_cache(shape, dtype="fp8").total == kv_entries(shape).total == 128
+
+
+def test_tensor_parallel_devices_share_heads_until_each_has_one() -> None:
+    shape = Transformer(layers=1, d_model=64, heads=8, kv_heads=2, vocab_size=0)
+    held = [kv_cache(shape, tensor=t).total for t in (1, 2, 4, 8)]
+    assert held == [held[0], held[0] / 2, held[0] / 2, held[0] / 2]

@@ -1,0 +1,335 @@
+"""Held against what eager torch keeps: bytes of saved tensors, and the peak of live storages."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import pytest
+import torch
+from accounting import PRECISIONS, Plan, Transformer, parameters, training_memory
+from accounting.activations import activations, head_activations
+from accounting.memory import device_parameters, model_states
+from accounting.peak import peak_memory, tensor_bytes
+from accounting.search import fewest_devices, plans_that_fit, smallest_machine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Model
+from test_parameters import shapes
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# CPU kernels: math keeps the probabilities, flash the log-sum-exp.
+KERNELS = {False: SDPBackend.MATH, True: SDPBackend.FLASH_ATTENTION}
+SHAPES = [
+    Transformer(layers=2, d_model=24, heads=4, d_ff=40, vocab_size=31),
+    Transformer(layers=3, d_model=32, heads=2, vocab_size=50, gated_mlp=False, activation="gelu"),
+]
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
+    """Bytes of every storage that a forward saves, parameters aside, each once."""
+    model = Model(shape)
+    tokens, targets = torch.randint(shape.vocab_size, (2, batch, seq)).unbind()
+    targets = targets.clone()
+    tokens = tokens.clone()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model, tokens, targets)
+    assert loss.isfinite()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
+    kept = activations(shape, batch=batch, seq=seq, fused_norm=False, **options)
+    precision = options.get("precision", "fp32")
+    head = head_activations(shape, tokens=batch * seq, precision=precision, fused_norm=False)
+    later = ("its gradient", "gradient of the logits", "logits before the cast")
+    return kept.total + sum(part.total for part in head if part.name not in later)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("flash", [False, True])
+def test_saved_activations_are_those_of_eager_torch_to_the_byte(
+    shape: Transformer, flash: bool
+) -> None:
+    with sdpa_kernel(KERNELS[flash]):
+        assert saved_bytes(shape, 3, 13) == predicted_saved_bytes(shape, 3, 13, flash=flash)
+
+
+def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:
+    shape = SHAPES[0]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cpu", torch.bfloat16):
+        kept = saved_bytes(shape, 3, 13)
+    cast = peak_memory(shape, batch=3, seq=400, precision="amp_bf16")["cast weights"].total
+    assert kept == cast + predicted_saved_bytes(shape, 3, 13, precision="amp_bf16")
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensor storage that are alive at one time."""
+
+    def __init__(self, *there: torch.Tensor) -> None:
+        super().__init__()
+        self.alive: set[int] = set()
+        self.now = self.most = 0
+        for tensor in there:
+            self.see(tensor)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.alive:
+            return
+        self.alive.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def gone() -> None:
+            self.alive.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, gone)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.see(leaf)
+        return result
+
+
+@contextmanager
+def kernel(flash: bool) -> Iterator[None]:
+    with sdpa_kernel(KERNELS[flash]):
+        yield
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "batch", "seq"),
+    [
+        (Transformer(layers=4, d_model=64, heads=4, d_ff=172, vocab_size=500), 4, 64),
+        (Transformer(layers=6, d_model=96, heads=4, d_ff=256, vocab_size=100), 8, 64),
+        (Transformer(layers=4, d_model=128, heads=4, d_ff=512, vocab_size=1000), 1, 32),
+    ],
+    ids=["logits", "activations", "optimizer"],
+)
+def test_peak_of_training_is_predicted_within_three_percent(
+    shape: Transformer, batch: int, seq: int, flash: bool, foreach: bool
+) -> None:
+    model = Model(shape)
+    tokens, targets = (torch.randint(shape.vocab_size, (batch, seq)) for _ in range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    with kernel(flash), Peak(tokens, targets, *model.parameters()) as peak:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(model, tokens, targets).backward()
+            optimizer.step()
+    predicted = peak_memory(
+        shape, batch=batch, seq=seq, flash=flash, fused_norm=False, foreach=foreach
+    )
+    assert predicted.total == pytest.approx(peak.most, rel=0.03)
+
+
+@given(s=st.integers(1, 64), b=st.integers(1, 8), a=st.integers(1, 8), e=st.integers(1, 16))
+def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int) -> None:
+    # Reducing Activation Recomputation, equations 1, 2, 4 and table 2: bytes a layer in 16 bits.
+    h, t = a * e * 4, 4
+    shape = Transformer(
+        layers=1,
+        d_model=h,
+        heads=a * 4,
+        vocab_size=0,
+        gated_mlp=False,
+        activation="gelu",
+        norm="layernorm",
+    )
+
+    def layer(plan: Plan, **options: object) -> float:
+        kept = activations(
+            shape, plan, batch=b, seq=s, precision="bf16", dropout=True, flash=False, **options
+        )
+        # The paper leaves out the two numbers a norm keeps for a token.
+        return kept.total - sum(x.total for x in kept.leaves() if x.name == "norm statistics")
+
+    sbh, scores = s * b * h, 5 * a * 4 * s * s * b
+    assert layer(Plan()) == 34 * sbh + scores
+    assert layer(Plan(tensor=t)) == 10 * sbh + (24 * sbh + scores) / t
+    assert layer(Plan(tensor=t, sequence_parallel=True)) == (34 * sbh + scores) / t
+    assert layer(Plan(recompute="selective")) == 34 * sbh
+    assert layer(Plan(recompute="full")) == 2 * sbh
+
+
+def test_zero_shards_as_figure_1_of_its_paper_says() -> None:
+    for stage, published in enumerate((120, 31.4, 16.6, 1.88)):
+        states = model_states(7_500_000_000, data=64, zero=stage)
+        assert states.total / 1e9 == pytest.approx(published, rel=0.01)
+
+
+def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
+    expected = {
+        "fp32": 16,
+        "amp_bf16": 16,
+        "mixed_bf16": 16,
+        "megatron_bf16": 18,
+        "deepseek_v3": 13,
+        "adam_8bit": 10 + Fraction(8, 256),
+        "bf16": 8,
+        "sgd_fp32": 8,
+    }
+    assert {name: p.bytes_per_parameter for name, p in PRECISIONS.items()} == expected
+    assert PRECISIONS["deepseek_v3"].master == "fp32"
+    assert PRECISIONS["deepseek_v3"].moments == ("bf16", "bf16")
+
+
+def even(shape: Transformer) -> Transformer:
+    """The same shape with sizes that four devices share."""
+    from dataclasses import replace
+
+    return replace(
+        shape,
+        layers=4,
+        heads=shape.heads * 4,
+        kv_heads=shape.kv_heads * 4,
+        d_ff=shape.d_ff * 4,
+        d_expert=shape.d_expert * 4,
+        vocab_size=shape.vocab_size * 4,
+        moe_layers=(1, 2) if shape.experts else None,
+        window_layers=None,
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes(),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+)
+def test_no_plan_loses_a_byte(
+    shape: Transformer, tensor: int, pipeline: int, expert: int, zero: int
+) -> None:
+    shape = even(shape)
+    expert = expert if shape.experts else 1
+    plan = Plan(data=4, tensor=tensor, pipeline=pipeline, expert=expert, zero=zero)
+    held = split = 0
+    for stage in range(pipeline):
+        dense, routed = device_parameters(shape, plan, stage)
+        held += tensor * (dense + routed * expert)
+        memory = training_memory(shape, plan, batch=0, seq=1, stage=stage, precision="sgd_fp32")
+        split += plan.devices // pipeline * memory["weights"].total
+    tied_copy = shape.tied and pipeline > 1
+    everything = parameters(shape).total + tied_copy * shape.vocab_size * shape.d_model
+    assert held >= everything
+    if tensor == 1:
+        # Only tensor parallelism copies (norms, routers); a cut by layers or experts must be exact.
+        assert held == everything
+        if zero == 3:
+            assert 4 * everything <= split <= 4 * (everything + 3 * 2 * pipeline)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shapes(), st.integers(1, 8), st.integers(1, 32))
+def test_memory_is_a_sum_and_grows_with_every_size(
+    shape: Transformer, batch: int, seq: int
+) -> None:
+    from dataclasses import replace
+
+    def need(model: Transformer, **sizes: int) -> float:
+        sizes = {"batch": batch, "seq": seq} | sizes
+        memory = training_memory(model, **sizes)
+        assert memory.total == sum(leaf.total for leaf in memory.leaves())
+        return memory.total
+
+    least = need(shape)
+    assert need(shape, batch=batch + 1) >= least
+    assert need(shape, seq=seq + 1) >= least
+    for field in ("d_model", "d_ff", "vocab_size", "head_dim"):
+        assert need(replace(shape, **{field: getattr(shape, field) + 1})) >= least
+    assert need(replace(shape, layers=shape.layers + 1)) > least
+
+
+def test_more_sharding_and_less_keeping_need_less_memory() -> None:
+    shape = Transformer(layers=8, d_model=64, heads=8, vocab_size=256)
+
+    def need(**plan: object) -> float:
+        return training_memory(shape, Plan(**plan), batch=32, seq=64, flash=False).total
+
+    by_stage = [need(data=4, zero=stage) for stage in range(4)]
+    assert by_stage == sorted(by_stage, reverse=True)
+    assert len(set(by_stage)) == 4
+    kept = [need(recompute=how) for how in ("none", "selective", "full")]
+    assert kept == sorted(kept, reverse=True)
+    assert need(tensor=4) > need(tensor=4, sequence_parallel=True)
+    assert need(offload="optimizer") == need() - 8 * parameters(shape).total
+    assert need(recompute="full", offload="activations") < need(recompute="full")
+    assert need(data=4, context=2) < need(data=4)
+
+
+def test_schedules_hold_what_is_in_flight() -> None:
+    shape = Transformer(layers=8, d_model=64, heads=8, vocab_size=0)
+
+    def kept(stage: int, **plan: object) -> float:
+        plan = Plan(pipeline=4, microbatches=8, **plan)
+        memory = training_memory(shape, plan, batch=8, seq=64, stage=stage)
+        return memory["activations"].total
+
+    one = activations(shape, batch=1, seq=64).total / 4
+    assert [kept(s, schedule="gpipe") / one for s in range(4)] == [8, 8, 8, 8]
+    assert [kept(s, schedule="1f1b") / one for s in range(4)] == [4, 3, 2, 1]
+    # Narayanan et al. 2021: interleaving holds 1 + (p - 1)/(p v) times 1F1B's first stage.
+    first = kept(0, schedule="interleaved", virtual_stages=2)
+    assert first == 4 * one * (1 + Fraction(3, 8))
+
+
+def test_lora_trains_its_updates_alone() -> None:
+    shape = Transformer(layers=3, d_model=64, heads=4, kv_heads=2, vocab_size=0)
+    memory = training_memory(shape, batch=0, seq=1, lora_rank=2, precision="mixed_bf16")
+    update = 3 * (2 * (64 + 64) + 2 * (64 + 32))
+    assert memory["frozen weights"].total == 2 * parameters(shape).total
+    assert memory["adapters"].total == 16 * update
+
+
+def test_the_search_gives_plans_that_fit_and_no_smaller_machine_has_any() -> None:
+    model = Transformer(
+        layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256
+    )
+    run = {"hardware": "H100", "batch": 16, "seq": 4096}
+    found = smallest_machine(model, **run)
+    devices = found[0].plan.devices
+    assert devices > 1
+    assert not plans_that_fit(model, devices=devices // 2, **run)
+    assert found == sorted(found, key=lambda candidate: candidate.step_seconds)
+    for candidate in found:
+        need = training_memory(model, candidate.plan, batch=16, seq=4096, precision="mixed_bf16")
+        assert need.total == candidate.memory_bytes <= 0.9 * 80e9
+    with pytest.raises(ValueError, match="fits no plan on up to 1 H100"):
+        smallest_machine(model, **run, most=1)
+
+
+def test_searches_give_the_smallest_that_fits() -> None:
+    shape = Transformer(layers=4, d_model=256, heads=4, vocab_size=1000)
+    limit = 30e6
+    count = fewest_devices(shape, memory_bytes=limit)
+
+    def need(devices: int) -> float:
+        return training_memory(shape, Plan(data=devices, zero=3), batch=0, seq=1).total
+
+    assert need(count) <= limit < need(count - 1)
+    assert tensor_bytes(8, 16384, 16384) == 8 * 2**30

@@ -1,0 +1,89 @@
+import torch
+from accounting import Transformer, parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+def shapes() -> st.SearchStrategy[Transformer]:
+    """Random transformers, with and without grouped queries, experts, windows, biases and ties."""
+
+    @st.composite
+    def build(draw: st.DrawFn) -> Transformer:
+        layers, group, kv = (
+            draw(st.integers(1, 5)),
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 3)),
+        )
+        experts = draw(st.sampled_from([0, 4]))
+        return Transformer(
+            layers=layers,
+            d_model=draw(st.integers(1, 40)),
+            heads=group * kv,
+            kv_heads=kv,
+            head_dim=draw(st.integers(1, 16)),
+            d_ff=draw(st.integers(1, 64)),
+            vocab_size=draw(st.integers(0, 99)),
+            gated_mlp=draw(st.booleans()),
+            norm=draw(st.sampled_from(["rmsnorm", "layernorm", "none"])),
+            tied=draw(st.booleans()),
+            qkv_bias=draw(st.booleans()),
+            mlp_bias=draw(st.booleans()),
+            experts=experts,
+            experts_per_token=2 if experts else 0,
+            moe_layers=tuple(range(1, layers)) if experts else None,
+            window=draw(st.sampled_from([0, 5])),
+        )
+
+    return build()
+
+
+def test_attention_and_mlp_equal_torchs_own_layers() -> None:
+    block = nn.TransformerEncoderLayer(24, 4, 56, device="meta")
+    ours = Transformer(
+        layers=1,
+        d_model=24,
+        heads=4,
+        d_ff=56,
+        vocab_size=0,
+        gated_mlp=False,
+        norm="layernorm",
+        final_norm=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+    )
+    assert parameters(ours).total == sum(p.numel() for p in block.parameters())
+
+
+def test_a_module_is_counted_with_shared_weights_once() -> None:
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4), nn.Linear(4, 11, bias=False))
+    model[2].weight = model[0].weight
+    counted = parameters(model)
+    assert counted.total == sum(p.numel() for p in model.parameters()) == 44 + 20
+    assert [part.total for part in counted] == [44, 20]
+    with torch.device("meta"):
+        assert parameters(nn.Linear(10**5, 10**5)).total == 10**10 + 10**5
+
+
+@settings(deadline=None)
+@given(shapes())
+def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer) -> None:
+    for active in (False, True):
+        counted = parameters(shape, active=active)
+        assert counted.total == sum(leaf.total for leaf in counted.leaves())
+        assert counted.to_dict()["value"] == counted.total
+        for _, _, value, why in counted.lines():
+            if "×" in why:
+                factors = [int(f.split()[0].replace(",", "")) for f in why.split(" × ")]
+                assert value == torch.tensor(factors).prod()
+
+
+@settings(deadline=None)
+@given(shapes())
+def test_active_is_all_without_the_experts_not_chosen(shape: Transformer) -> None:
+    everything, active = parameters(shape).total, parameters(shape, active=True).total
+    idle = (shape.experts - shape.experts_per_token) * len(shape.expert_layers)
+    bias = (shape.mlp_matrices - 1) * shape.d_expert + shape.d_model if shape.mlp_bias else 0
+    each = shape.mlp_matrices * shape.d_model * shape.d_expert + bias
+    assert everything - active == idle * each

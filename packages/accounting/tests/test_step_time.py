@@ -1,0 +1,100 @@
+from dataclasses import replace
+
+import pytest
+from accounting import HARDWARE, Plan, Transformer, flops
+from accounting.hardware import Link
+from accounting.step_time import (
+    bucket_overhead_seconds,
+    group_link,
+    optimal_bucket_bytes,
+    scaling_curve,
+    step_time,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+MODEL = Transformer(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256)
+H100 = HARDWARE["H100"]
+NO_NETWORK = replace(
+    H100,
+    node_link=Link(name="free", bandwidth=1e30, latency=0),
+    network=Link(name="free", bandwidth=1e30, latency=0),
+)
+
+
+def test_alone_a_device_takes_the_time_of_its_arithmetic() -> None:
+    seconds = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100", efficiency=0.4)
+    work = flops(MODEL, seq=4096, flash=True).total
+    assert seconds.total == pytest.approx(work / (0.4 * H100.peak("bf16")))
+    assert [part.name for part in seconds] == ["compute"]
+
+
+def test_the_bubble_is_that_of_its_paper() -> None:
+    # Narayanan et al. 2021, section 2.2: (p - 1) / m of the ideal time, over v if interleaved.
+    shape = replace(MODEL, vocab_size=0)
+
+    def bubble(**plan: object) -> float:
+        plan = Plan(pipeline=4, microbatches=16, **plan)
+        seconds = step_time(shape, plan, batch=16, seq=1024, hardware=NO_NETWORK)
+        return seconds["bubble"].total / seconds["compute"].total
+
+    assert bubble() == pytest.approx(3 / 16)
+    assert bubble(schedule="gpipe") == pytest.approx(3 / 16)
+    assert bubble(schedule="interleaved", virtual_stages=2) == pytest.approx(3 / 32)
+
+
+def test_what_hides_and_what_shows_adds_up() -> None:
+    plan = Plan(data=8, tensor=8)
+    run = {"batch": 64, "seq": 4096, "hardware": "H100"}
+    shown = step_time(MODEL, plan, **run)["exposed communication"]
+    nothing_hides = dict.fromkeys(("data", "tensor", "pipeline", "context", "expert"), 0.0)
+    bare = step_time(MODEL, plan, overlap=nothing_hides, **run)["exposed communication"]
+    assert "gradients" not in shown
+    assert "gradients" in bare
+    assert bare["tensor-parallel forward"].total == shown["tensor-parallel forward"].total > 0
+    # A ring of 65 all-reduces over NVLink, by hand.
+    each = 8 * 4096 * 4096 * 2
+    by_hand = 65 * (14 * 2e-6 + 1.75 * each / 450e9)
+    assert shown["tensor-parallel forward"].total == pytest.approx(by_hand)
+
+
+def test_groups_take_the_link_they_span() -> None:
+    assert group_link(H100, stride=1, ranks=8) == H100.node_link
+    assert group_link(H100, stride=8, ranks=4).bandwidth == H100.network.bandwidth
+    assert group_link(H100, stride=2, ranks=16).bandwidth == 4 * H100.network.bandwidth
+    assert group_link(H100, stride=1, ranks=64).bandwidth == 8 * H100.network.bandwidth
+
+
+def test_curves_run_from_one_device_to_a_hundred_thousand() -> None:
+    weak = scaling_curve(MODEL, hardware="H100", batch=1, seq=512)
+    assert [point.devices for point in weak] == [1, 10, 100, 1_000, 10_000, 100_000]
+    strong = scaling_curve(MODEL, hardware="H100", batch=100_000, seq=512, mode="strong")
+    assert [p.batch for p in weak] == [p.devices for p in weak]
+    for curve in (weak, strong):
+        shares = [round(point.efficiency, 9) for point in curve]
+        assert shares == sorted(shares, reverse=True)
+        # One sequence a device hides little: what the gradients take shows.
+        assert shares[0] == 1
+        assert 0.3 < shares[-1] < 0.9
+    times = [point.step_seconds for point in strong]
+    assert times == sorted(times, reverse=True)
+
+
+def test_without_a_network_scaling_is_perfect() -> None:
+    for mode in ("weak", "strong"):
+        curve = scaling_curve(
+            MODEL, hardware=NO_NETWORK, batch=1000, seq=64, mode=mode, devices=(1, 10, 1000)
+        )
+        assert [point.efficiency for point in curve] == pytest.approx([1, 1, 1])
+
+
+@given(s=st.floats(1e6, 1e12), w=st.floats(1e8, 1e12), o=st.floats(1e-6, 1e-2))
+def test_the_best_bucket_beats_twice_and_half_as_many(s: float, w: float, o: float) -> None:
+    best = s / optimal_bucket_bytes(s, bandwidth=w, latency=o)
+
+    def overhead(buckets: float) -> float:
+        return s / (buckets * w) + buckets * o
+
+    assert overhead(best) == pytest.approx(2 * (s * o / w) ** 0.5)
+    assert overhead(best) < min(overhead(best * 2), overhead(best / 2))
+    assert bucket_overhead_seconds(s, bandwidth=w, latency=o, num_buckets=3) == overhead(3)

@@ -1,0 +1,147 @@
+"""From a collective and an algorithm's name to the function that does it.
+
+A call picks its algorithm, compares itself with the other ranks' where that is due, and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from collectives import halving_doubling, hierarchical, ring, shared_memory, tree
+from collectives.communicator import Communicator
+from collectives.cost import CostModel, candidates
+from collectives.fingerprint import Call, compare_by_messages
+from collectives.tuning import tune
+
+BY_MESSAGES: dict[str, ModuleType] = {
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "tree": tree,
+}
+
+
+def all_reduce(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> None:
+    """Reduce the flat tensor over all ranks, in place."""
+    _all_reduce(comm, start(comm, call, packed, _size(flat)), call.op, packed, flat)
+
+
+def _all_reduce(comm: Communicator, algorithm: str, op: str, packed: bytes, flat: Tensor) -> None:
+    topology = comm.topology
+    if algorithm == "shared_memory":
+        shared_memory.all_reduce(topology.require(), flat, op, packed, topology.shared(flat))
+    elif algorithm == "hierarchical":
+        hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, op, packed)
+    else:
+        BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, op)
+
+
+def reduce_scatter(
+    comm: Communicator, call: Call, packed: bytes, out: Tensor, flat: Tensor
+) -> None:
+    """out = this rank's slice of the reduction of `flat`."""
+    algorithm = start(comm, call, packed, _size(flat))
+    if algorithm == "shared_memory":
+        shared_memory.reduce_scatter(comm.topology.require(), out, flat, call.op, packed)
+    else:
+        BY_MESSAGES[algorithm].reduce_scatter(comm.wire, out, flat, call.op)
+
+
+def all_gather(comm: Communicator, call: Call, packed: bytes, out: Tensor, own: Tensor) -> None:
+    """out = every rank's `own`, one after the other."""
+    algorithm = start(comm, call, packed, _size(out))
+    if algorithm == "shared_memory":
+        shared_memory.all_gather(comm.topology.require(), out, own, packed)
+    else:
+        BY_MESSAGES[algorithm].all_gather(comm.wire, out, own)
+
+
+def broadcast(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> None:
+    """Give every rank the tensor of rank `call.root`."""
+    algorithm = start(comm, call, packed, _size(flat))
+    if algorithm == "shared_memory":
+        shared_memory.broadcast(comm.topology.require(), flat, call.root, packed)
+    elif algorithm == "hierarchical":
+        topology = comm.topology
+        hierarchical.broadcast(topology.arena, comm.wire, topology.hosts, flat, call.root, packed)
+    else:
+        BY_MESSAGES[algorithm].broadcast(comm.wire, flat, call.root)
+
+
+def all_to_all(
+    comm: Communicator,
+    call: Call,
+    packed: bytes,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+) -> None:
+    """outputs[i] on rank j = inputs[j] on rank i."""
+    # Sizes may differ between ranks, so they cannot be what the choice depends on.
+    algorithm = start(comm, call, packed, 1 << 20)
+    if algorithm == "shared_memory":
+        shared_memory.all_to_all(comm.topology.require(), outputs, inputs, packed)
+    else:
+        BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
+
+
+def barrier(comm: Communicator, packed: bytes) -> None:
+    """Return when every rank is here."""
+    agree(comm, packed)
+    if not comm.topology.one_host:
+        tree.all_reduce(comm.wire, torch.zeros(1), "SUM")
+
+
+def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+    """Pick the algorithm for this call, and compare the call with the other ranks'."""
+    algorithm = call.algorithm
+    if algorithm == "auto":
+        algorithm = _choose(comm, call, size)
+    if algorithm != "shared_memory":
+        # Shared memory compares by itself, at a tick that it needs anyway.
+        agree(comm, packed)
+    return algorithm
+
+
+def agree(comm: Communicator, packed: bytes) -> None:
+    """Compare this rank's call with the others', where that is due."""
+    if comm.topology.one_host:
+        shared_memory.barrier(comm.topology.require(), packed)
+    elif comm.comparing:
+        compare_by_messages(comm.wire, packed)
+
+
+def _choose(comm: Communicator, call: Call, size: int) -> str:
+    hosts, known = comm.topology.ranks_per_host, (call.kind, size)
+    if comm.model is None:
+        if comm.topology.one_host:
+            # Nothing to measure: memory costs less than messages at every size.
+            comm.model = CostModel()
+        else:
+            probe = Call("all_reduce", (), torch.float32, "SUM").packed
+            comm.model = tune(
+                lambda name, flat: _all_reduce(comm, name, "SUM", probe, flat),
+                hosts,
+                comm.store,
+                comm.rank,
+            )
+    if known not in comm.choices:
+        comm.choices[known] = comm.model.choose(call.kind, size, hosts)
+    return comm.choices[known]
+
+
+def validate(comm: Communicator, kind: str, algorithm: str) -> None:
+    """Raise ValueError if the group cannot run `kind` by `algorithm`."""
+    topology = comm.topology
+    possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    if algorithm not in (*possible, "auto"):
+        raise ValueError(
+            f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
+            f'use one of {", ".join(possible)}, or "auto"'
+        )
+
+
+def _size(flat: Tensor) -> int:
+    return flat.numel() * flat.element_size()

@@ -1,0 +1,191 @@
+"""What a group needs to run collectives: messages, shared memory, and a thread for progress.
+
+One communicator is made for each process group, by its first collective, and kept with it.
+
+Notable:
+- operations of one group run one at a time, in the order of the calls. Synchronous ones run in the
+  caller's thread; asynchronous ones on the group's progress thread, where sums and copies release
+  the interpreter, so that they overlap with the caller's computation;
+- an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch,
+  found before data moves, leaves it as it was.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from collectives.cost import CostModel
+from collectives.faults import GRACE_SECONDS, RankLost, Roll
+from collectives.fingerprint import Call, Mismatch, has_nan
+from collectives.point_to_point import PeerError, PointToPoint
+from collectives.topology import Topology
+from collectives.work import Work
+
+_known: dict[Any, Communicator] = {}
+
+
+def communicator(group: Any = None) -> Communicator:
+    """The communicator of a process group (torch's default one if None)."""
+    pg: Any = dist.group.WORLD if group is None else group
+    if pg is None:
+        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+    own = getattr(pg, "communicator", None)
+    if isinstance(own, Communicator):
+        return own
+    if not isinstance(pg, dist.ProcessGroup):
+        raise ValueError("this rank is not a member of the given group; do not call from here")
+    if pg in _known:
+        return _known[pg]
+    _forget_destroyed_groups()
+    made = Communicator(
+        pg,
+        store=dist.distributed_c10d._get_process_group_store(pg),
+        timeout=pg._get_backend(pg._device_types[0]).options._timeout,
+    )
+    _known[pg] = made
+    return made
+
+
+def _forget_destroyed_groups() -> None:
+    for pg in [pg for pg in _known if pg not in dist.distributed_c10d._world.pg_map]:
+        _known.pop(pg).close()
+
+
+class Communicator:
+    """One rank's means to talk to the others of a group."""
+
+    def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
+        self.rank, self.world = group.rank(), group.size()
+        self.timeout = timeout.total_seconds()
+        # A store may outlive its group: the next group must not find this one's addresses.
+        generation = (store.add("collectives", 1) - 1) // self.world
+        self.store = PrefixStore(f"collectives/{generation}", store)
+        self.wire = PointToPoint(group, range(self.world), self.rank)
+        self.topology = Topology(self.store, self.rank, self.world, self.timeout)
+        self.model: CostModel | None = None
+        self.choices: dict[tuple[str, int], str] = {}
+        self.compare_always = False
+        self.comparing = False
+        self.look_for_nan = False
+        self._calls = 0
+        self._broken: RankLost | None = None
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Work | None = None
+
+    def run(
+        self,
+        call: Call,
+        tensor: Tensor,
+        body: Callable[[bytes], None],
+        *,
+        async_op: bool,
+        result: Tensor | None = None,
+    ) -> Work | None:
+        """Do `body` after all earlier operations: now, or on the progress thread.
+
+        `call` describes it, `tensor` is what this rank brings to it and `result` what it gets (the
+        same if not given); `body` is called with the packed call.
+        """
+        # What `checked` says holds for the calls made inside it, whenever they are done.
+        compare, look_for_nan = self.compare_always, self.look_for_nan
+
+        def operation() -> None:
+            found = look_for_nan and has_nan(tensor)
+            with self._lock, self._naming_the_lost():
+                self.comparing = compare
+                body((replace(call, has_nan=True) if found else call).packed)
+
+        if not async_op:
+            last, self._last = self._last, None
+            if last is not None:
+                last.join()
+            operation()
+            return None
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_progress, args=(self._queue,), daemon=True, name="collectives"
+            )
+            self._thread.start()
+        work = self._last = Work(operation, [tensor if result is None else result])
+        self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        """Stop the thread and release what the kernel holds."""
+        self._queue.put(None)
+        self.topology.close()
+
+    @contextmanager
+    def _naming_the_lost(self) -> Iterator[None]:
+        if self._broken is not None:
+            raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
+        self._calls += 1
+        # What is left of the timeout is for finding out who is lost.
+        self.wire.finish_within(0.8 * self.timeout)
+        try:
+            yield
+        except Mismatch:
+            raise
+        except PeerError as error:
+            self._give_up(self._who_is_lost(error))
+            raise self._broken from error  # type: ignore[misc]
+        except RankLost as error:
+            self._give_up(error)
+            raise
+        except BaseException as error:
+            self._give_up(RankLost([self.rank], f"rank {self.rank} failed: {error!r}"))
+            raise
+
+    def _give_up(self, reason: RankLost) -> None:
+        self._broken = reason
+        if self.topology.arena is not None:
+            self.topology.arena.leave(reason.ranks[0])
+
+    def _who_is_lost(self, error: PeerError) -> RankLost:
+        arena = self.topology.arena
+        if arena is not None and (dead := arena.dead()):
+            ranks = [arena.names[i] for i in dead]
+            return RankLost(ranks, f"rank {ranks[0]} died (call {self._calls})")
+        roll = Roll(self.store, self._calls, self.rank, self.world)
+        roll.sign()
+        self.wire.hang_up()
+        seconds = min(GRACE_SECONDS, 0.15 * self.timeout)
+        absent = roll.absent(seconds)
+        ranks = absent or [error.peer]
+        who = f"rank {', '.join(map(str, ranks))}"
+        what = f"gave no sign of life for {seconds:g} s after" if absent else "broke off:"
+        return RankLost(ranks, f"{who} {what} messages failed in call {self._calls}: {error}")
+
+
+def _progress(works: queue.SimpleQueue[Work | None]) -> None:
+    while (work := works.get()) is not None:
+        work.run()
+        del work
+
+
+@contextmanager
+def checked(group: Any = None, *, nan: bool = False) -> Iterator[None]:
+    """Inside, ranks compare every call before data moves, and look for NaNs if asked.
+
+    Every rank must enter it. A difference raises `Mismatch` on all ranks, with the odd rank's
+    number; a NaN does so too, before it has spread.
+    """
+    comm = communicator(group)
+    before = comm.compare_always, comm.look_for_nan
+    comm.compare_always, comm.look_for_nan = True, nan
+    try:
+        yield
+    finally:
+        comm.compare_always, comm.look_for_nan = before

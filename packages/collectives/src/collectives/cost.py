@@ -1,0 +1,199 @@
+"""What a collective costs: the alpha-beta model, fitted to a measurement, and the choice it makes.
+
+An algorithm's time is linear in five prices (Thakur, Rabenseifner and Gropp, 2005):
+
+    seconds = messages alpha + wire bytes beta + reduced bytes gamma + ticks tau + copied bytes mu
+
+where alpha is the latency of a message, 1/beta the bandwidth of a link, gamma the time to combine a
+byte, tau a tick of shared memory and mu the time to copy a byte through it. What an algorithm
+spends of each is counted here from its definition (`terms`), so a fit is linear least squares.
+
+Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from collectives.arena import SLOT_BYTES
+from collectives.point_to_point import PIECE_BYTES
+from collectives.shared_memory import ONE_SHOT_BYTES
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one rank spends, on the critical path."""
+
+    messages: float = 0.0
+    wire_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    ticks: float = 0.0
+    copied_bytes: float = 0.0
+
+    def __add__(self, other: Terms) -> Terms:
+        return Terms(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[float, ...]:
+        """The five numbers in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    collective: str
+    algorithm: str
+    size_bytes: int
+    hosts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Five prices. The defaults are a loopback's; `fit` finds those of a machine."""
+
+    message_seconds: float = 1.5e-4
+    wire_seconds_per_byte: float = 8e-10
+    reduce_seconds_per_byte: float = 1e-10
+    tick_seconds: float = 1e-5
+    copy_seconds_per_byte: float = 1e-10
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample]) -> CostModel:
+        """The prices, none below zero, that make the relative errors smallest (least squares)."""
+        if not samples:
+            raise ValueError("no samples to fit; measure at least one size for each algorithm")
+        rows = np.array([terms(s.collective, s.algorithm, s.size_bytes, s.hosts).values()
+                         for s in samples])  # fmt: skip
+        rows /= np.array([s.seconds for s in samples])[:, None]
+        prices = _non_negative_least_squares(rows, np.ones(len(samples)))
+        return cls(*(float(price) for price in prices))
+
+    def predict(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """Seconds on hosts with so many ranks each: (4,) is one host, (1, 1) two of one rank."""
+        spent = terms(collective, algorithm, size_bytes, tuple(hosts)).values()
+        return sum(a * b for a, b in zip(spent, self._prices(), strict=True))
+
+    def choose(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
+        """The algorithm with the lowest predicted time."""
+        return min(
+            candidates(collective, hosts),
+            key=lambda algorithm: self.predict(collective, algorithm, size_bytes, hosts),
+        )
+
+    def explain(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
+        """The choice and the reasons: every candidate's terms and time, the best first."""
+        times = {
+            algorithm: self.predict(collective, algorithm, size_bytes, hosts)
+            for algorithm in candidates(collective, hosts)
+        }
+        ranked = sorted(times, key=times.__getitem__)
+        lines = [f"{collective} of {size_bytes} bytes, ranks per host {tuple(hosts)}: {ranked[0]}"]
+        for algorithm in ranked:
+            spent = terms(collective, algorithm, size_bytes, tuple(hosts))
+            parts = [
+                f"{value:.4g} {field.name} x {price:.3g} s"
+                for field, value, price in zip(
+                    fields(Terms), spent.values(), self._prices(), strict=True
+                )
+                if value
+            ]
+            lines.append(f"  {algorithm}: {times[algorithm] * 1e6:.1f} us = {' + '.join(parts)}")
+        return "\n".join(lines)
+
+    def _prices(self) -> tuple[float, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def candidates(
+    collective: str, hosts: Sequence[int], *, shared: bool | None = None
+) -> tuple[str, ...]:
+    """The algorithms that can run this collective on these hosts.
+
+    `shared` says whether all ranks share memory (by default, whether there is one host).
+    """
+    names = ["shared_memory"] if (len(hosts) == 1 if shared is None else shared) else []
+    if collective in ("all_reduce", "broadcast") and 1 < len(hosts) < sum(hosts):
+        names.append("hierarchical")
+    names += ["ring", "halving_doubling"]
+    if collective != "all_to_all":
+        # Every pair has data of its own there: nothing to gain at a root.
+        names.append("tree")
+    return tuple(names)
+
+
+def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
+    """What a rank spends on `size` bytes."""
+    world = sum(hosts)
+    if world == 1:
+        return Terms()
+    if algorithm == "shared_memory":
+        return _shared_memory(collective, size, world)
+    if algorithm == "hierarchical":
+        inside = _shared_memory("broadcast", size, max(hosts))
+        if collective == "all_reduce":
+            inside += _shared_memory(collective, size, max(hosts))
+        return inside + _by_messages(collective, "ring", size, len(hosts), 1)
+    # Ranks of one host send to another one over the same link.
+    return _by_messages(collective, algorithm, size, world, max(hosts) if len(hosts) > 1 else 1)
+
+
+def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing: int) -> Terms:
+    part, steps = (world - 1) / world * size, math.ceil(math.log2(world))
+    pieces = max(1, math.ceil(size / PIECE_BYTES))
+    spent = {
+        ("all_reduce", "ring"): Terms(2 * (world - 1), 2 * part, part),
+        ("reduce_scatter", "ring"): Terms(world - 1, part, part),
+        ("all_gather", "ring"): Terms(world - 1, part),
+        ("broadcast", "ring"): Terms(pieces + world - 2, size * (pieces + world - 2) / pieces),
+        ("all_to_all", "ring"): Terms(world - 1, part * sharing),
+        ("all_reduce", "halving_doubling"): Terms(2 * steps, 2 * part * sharing, part),
+        ("reduce_scatter", "halving_doubling"): Terms(steps, part * sharing, part),
+        ("all_gather", "halving_doubling"): Terms(steps, part * sharing),
+        ("broadcast", "halving_doubling"): Terms(2 * steps, part * (1 + sharing)),
+        ("all_to_all", "halving_doubling"): Terms(2 * steps, size / 2 * steps * sharing),
+        ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size),
+        ("reduce_scatter", "tree"): Terms(2 * steps, steps * size + part, steps * size),
+        ("all_gather", "tree"): Terms(2 * steps, steps * size + part),
+        ("broadcast", "tree"): Terms(steps, steps * size),
+    }
+    if (collective, algorithm) not in spent:
+        raise ValueError(f"there is no {collective} by {algorithm!r}")
+    return spent[collective, algorithm]
+
+
+def _shared_memory(collective: str, size: int, world: int) -> Terms:
+    chunks = max(1, math.ceil(size / SLOT_BYTES))
+    if collective == "all_reduce":
+        if size <= ONE_SHOT_BYTES or world == 2:
+            return Terms(reduced_bytes=(world - 1) * size, ticks=chunks, copied_bytes=size)
+        return Terms(
+            reduced_bytes=(world - 1) / world * size, ticks=2 * chunks, copied_bytes=2 * size
+        )
+    if collective == "reduce_scatter":
+        return Terms(reduced_bytes=(world - 1) / world * size, ticks=chunks, copied_bytes=size)
+    if collective == "all_gather":
+        chunks = max(1, math.ceil(size / world / SLOT_BYTES))
+        return Terms(ticks=chunks, copied_bytes=size + size / world)
+    return Terms(ticks=chunks, copied_bytes=2 * size)
+
+
+def _non_negative_least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with x >= 0: drop the most negative column until none is."""
+    columns = [j for j in range(rows.shape[1]) if rows[:, j].any()]
+    solution = np.zeros(rows.shape[1])
+    while columns:
+        scale = np.linalg.norm(rows[:, columns], axis=0)
+        found = np.linalg.lstsq(rows[:, columns] / scale, target, rcond=None)[0] / scale
+        if (found >= 0).all():
+            solution[columns] = found
+            break
+        columns.pop(int(np.argmin(found * scale)))
+    return solution

@@ -1,0 +1,146 @@
+"""What a rank is about to do, compared across ranks before data moves.
+
+Without it a mismatch is a hang, an abort or, worst, a wrong sum: messages are only bytes. In shared
+memory the comparison rides on a tick that is needed anyway, so there it is always on. Between hosts
+it costs ceil(log2 n) short messages a call, and is on inside `checked`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from collectives.point_to_point import PointToPoint
+
+KINDS = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "broadcast",
+    "all_to_all",
+    "barrier",
+    "shared_empty",
+)
+ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree")
+OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+DTYPES = tuple(
+    sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda d: str(d))
+)
+MOST_DIMS = 8
+_LAYOUT = struct.Struct(f"<6hi{MOST_DIMS}q")
+BYTES = _LAYOUT.size
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call as a rank sees it: everything that must be the same on all ranks."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    op: str = ""
+    root: int = 0
+    algorithm: str = "auto"
+    has_nan: bool = False
+
+    @cached_property
+    def packed(self) -> bytes:
+        """`BYTES` bytes that are equal exactly where the calls are."""
+        dims = self.shape
+        if len(dims) > MOST_DIMS:
+            # The last dims are told by their product.
+            dims = (*dims[: MOST_DIMS - 1], torch.Size(dims[MOST_DIMS - 1 :]).numel())
+        return _LAYOUT.pack(
+            KINDS.index(self.kind),
+            DTYPES.index(self.dtype),
+            OPS.index(self.op),
+            ALGORITHMS.index(self.algorithm),
+            self.has_nan,
+            len(self.shape),
+            self.root,
+            *dims,
+            *(0,) * (MOST_DIMS - len(dims)),
+        )
+
+    @staticmethod
+    def unpack(raw: bytes) -> Call:
+        """The call that `packed` tells."""
+        kind, dtype, op, algorithm, has_nan, ndim, root, *dims = _LAYOUT.unpack(raw)
+        return Call(
+            KINDS[kind],
+            tuple(dims[:ndim]),
+            DTYPES[dtype],
+            OPS[op],
+            root,
+            ALGORITHMS[algorithm],
+            bool(has_nan),
+        )
+
+    def __str__(self) -> str:
+        parts = [f"shape {self.shape}", str(self.dtype)]
+        if self.op:
+            parts.append(self.op)
+        if self.kind == "broadcast":
+            parts.append(f"from rank {self.root}")
+        if self.algorithm != "auto":
+            parts.append(f"algorithm {self.algorithm}")
+        return f"{self.kind}({', '.join(parts)})"
+
+
+class Mismatch(RuntimeError):
+    """Ranks met with different calls, or with a NaN; no data has moved, the group still works."""
+
+
+def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
+    """Raise Mismatch, the same on every rank, unless all ranks packed the same sound call.
+
+    `names` are the ranks' numbers, in the order of `packed`.
+    """
+    if packed.count(packed[0]) == len(packed) and not Call.unpack(packed[0]).has_nan:
+        return
+    calls = [Call.unpack(raw) for raw in packed]
+    with_nan = [rank for rank, call in zip(names, calls, strict=True) if call.has_nan]
+    calls = [replace(call, has_nan=False) for call in calls]
+    usual, times = Counter(calls).most_common(1)[0]
+    if times == len(calls):
+        raise Mismatch(f"{_ranks(with_nan)} brought a NaN to {usual}")
+    odd = [f"rank {r} called {c}" for r, c in zip(names, calls, strict=True) if c != usual]
+    raise Mismatch(
+        f"ranks disagree: {'; '.join(odd)}; rank {names[calls.index(usual)]} called {usual}. "
+        "All ranks must make the same calls in the same order"
+    )
+
+
+def compare_by_messages(wire: PointToPoint, call: bytes) -> None:
+    """Compare over messages: at step k every rank tells rank+2^k all that it has heard."""
+    rank, world = wire.rank, wire.world
+    heard = torch.zeros(world, BYTES, dtype=torch.uint8)
+    heard[0] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
+    have = 1
+    while have < world:
+        more = min(have, world - have)
+        wire.exchange(
+            [((rank - have) % world, heard[:more].view(-1))],
+            [((rank + have) % world, heard[have : have + more].view(-1))],
+        )
+        have += more
+    # Row i is rank+i's.
+    rows = heard.roll(rank, dims=0)
+    compare([bytes(row.tolist()) for row in rows], range(world))
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether any element is a NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    return bool(tensor.isnan().any())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,54 @@
+"""Two levels: shared memory inside a host, a ring between the hosts' first ranks.
+
+The link between hosts carries each tensor once per host, not once per rank: for H hosts a first
+rank sends 2(H-1)/H S and all others nothing. Sums of 16-bit floats are rounded once per level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from collectives import ring, shared_memory
+from collectives.arena import Arena
+from collectives.point_to_point import PointToPoint
+from collectives.reduction import average
+
+
+def all_reduce(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    name: str,
+    call: bytes,
+) -> None:
+    """Reduce the flat tensor over all ranks, in place."""
+    partial = "SUM" if name == "AVG" else name
+    heads = [host[0] for host in hosts]
+    if arena is not None:
+        shared_memory.all_reduce(arena, flat, partial, call)
+    if wire.rank in heads:
+        ring.all_reduce(wire.among(heads), flat, partial)
+        average(name, flat, wire.world)
+    if arena is not None:
+        shared_memory.broadcast(arena, flat, 0, call)
+
+
+def broadcast(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    source: int,
+    call: bytes,
+) -> None:
+    """Give every rank the tensor of rank `source`."""
+    # The source speaks for its host; elsewhere the first rank does.
+    heads = [source if source in host else host[0] for host in hosts]
+    if wire.rank in heads:
+        ring.broadcast(wire.among(heads), flat, heads.index(source))
+    if arena is not None:
+        head = next(rank for rank in heads if rank in arena.names)
+        shared_memory.broadcast(arena, flat, arena.names.index(head), call)

@@ -1,0 +1,92 @@
+"""Reduce ops on tensors: what each does, in which dtype it accumulates, what it refuses.
+
+Notable:
+- 16-bit and 8-bit floats accumulate in float32 and are rounded once, at the end;
+- the ranks' values are combined in rank order wherever one process sees them all, so that a
+  result does not depend on the size of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Combine = Callable[..., Tensor]
+
+COMBINE: dict[str, Combine] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def op_name(op: object) -> str:
+    """ "SUM" for ReduceOp.SUM, and so on."""
+    return _name(getattr(op, "op", op))
+
+
+@lru_cache
+def _name(kind: object) -> str:
+    name = str(getattr(kind, "name", kind)).rsplit(".", 1)[-1]
+    if name not in COMBINE:
+        raise ValueError(f"reduce op {name} is not supported; use one of {', '.join(COMBINE)}")
+    return name
+
+
+def check(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError if `dtype` has no such reduction."""
+    real = dtype.is_floating_point
+    if name == "AVG" and not (real or dtype.is_complex):
+        raise TypeError(f"AVG of {dtype} has no exact result; use SUM and divide")
+    if name in ("MIN", "MAX") and dtype.is_complex:
+        raise TypeError(f"{name} of {dtype} is not defined: complex numbers have no order")
+    if name in ("BAND", "BOR", "BXOR") and (real or dtype.is_complex):
+        raise TypeError(f"{name} of {dtype} is not defined; it takes integers and bool")
+
+
+def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
+    """Views of `length` elements each, the last one shorter; an empty tensor is one piece."""
+    return [flat[start : start + length] for start in range(0, max(1, flat.numel()), length)]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for floats of 16 and 8 bits, else the dtype itself."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def average(name: str, tensor: Tensor, world: int) -> None:
+    """Divide a finished sum by `world` if the op is AVG."""
+    if name == "AVG":
+        # A complex quotient is not the correctly rounded one; that of each part is.
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        # For a power of two the product with its inverse is the same, and three times as fast.
+        tensor.mul_(1 / world) if world & (world - 1) == 0 else tensor.div_(world)
+
+
+def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:
+    """out = parts[0] op parts[1] op ...
+
+    `scratch` holds at least as many elements in the accumulation dtype where that is not the
+    dtype itself (see `accumulation_dtype`); without it `out` must be none of parts[2:].
+    """
+    combine, world = COMBINE[name], len(parts)
+    total = out if scratch is None else scratch[: out.numel()]
+    if scratch is not None:
+        parts = [parts[0].to(total.dtype), *parts[1:]]
+    if world == 1:
+        total.copy_(parts[0])
+    else:
+        combine(parts[0], parts[1].to(total.dtype), out=total)
+    for part in parts[2:]:
+        combine(total, part.to(total.dtype), out=total)
+    average(name, total, world)
+    if scratch is not None:
+        out.copy_(total)

@@ -1,0 +1,238 @@
+"""Every algorithm of every collective gives the float64 result, whatever the tensor."""
+
+import itertools
+import random
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from collectives.communicator import communicator
+from collectives.cost import candidates
+from worker_pool import run_ranks
+
+WORLDS = (1, 2, 3, 4, 5, 6)
+SEQUENCES = 1000
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.int8, torch.uint8, torch.bool, torch.complex64,
+)  # fmt: skip
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+# Around a slice, a slot and a piece, and what divides by nothing.
+SIZES = (0, 1, 2, 7, 64, 1000, 4099)
+LARGE = (70_001, 150_000)
+
+
+def small_values(generator, shape, dtype):
+    """Values whose sums and products over six ranks every dtype holds exactly."""
+    low = 0 if dtype in (torch.uint8, torch.bool) else -2
+    values = torch.randint(low, 3, shape, generator=generator)
+    if dtype == torch.bool:
+        return values > 0
+    return values.to(dtype)
+
+
+def reference(op, parts):
+    """The reduction in float64 (or complex128), in the plainest way."""
+    wide = torch.complex128 if parts.is_complex() else torch.float64
+    dtype, parts = parts.dtype, parts.to(wide)
+    result = {
+        "SUM": lambda: parts.sum(0),
+        "AVG": lambda: parts.sum(0) / len(parts),
+        "PRODUCT": lambda: parts.prod(0),
+        "MIN": lambda: parts.amin(0),
+        "MAX": lambda: parts.amax(0),
+    }[op]()
+    return (result != 0) if dtype == torch.bool else result.to(dtype)
+
+
+def awkward(tensor, how):
+    """The same values in another layout."""
+    if how == "strided":
+        return torch.stack([tensor, tensor], dim=-1)[..., 0]
+    if how == "transposed" and tensor.dim() == 1 and tensor.numel() % 2 == 0:
+        return tensor.view(2, -1).t().contiguous().t()
+    if how == "scalar" and tensor.numel() == 1:
+        return tensor.view(())
+    return tensor
+
+
+def poisoned(shape, dtype):
+    return torch.full(shape, 99).to(dtype)
+
+
+def one_call(choose, generator, group):
+    """One random collective, the same on every rank, compared with its reference."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    kind = choose.choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"])
+    by_messages = candidates(kind, (world,), shared=False)
+    algorithm = "auto" if choose.random() < 0.5 else choose.choice(by_messages)
+    dtype, size = choose.choice(DTYPES), choose.choice(SIZES)
+    if choose.random() < 0.02:
+        size = choose.choice(LARGE)
+    real = dtype.is_floating_point
+    ops = [
+        op
+        for op in OPS
+        if not (op == "AVG" and not (real or dtype.is_complex))
+        and not (op in ("MIN", "MAX") and dtype.is_complex)
+    ]
+    op, root = choose.choice(ops), choose.randrange(world)
+    how, asynchronous = (
+        choose.choice(["", "strided", "transposed", "scalar"]),
+        choose.random() < 0.3,
+    )
+    go = {"group": group, "async_op": asynchronous, "algorithm": algorithm}
+    if kind in ("reduce_scatter", "all_to_all"):
+        everyone = small_values(generator, (world, world * size), dtype)
+    else:
+        everyone = small_values(generator, (world, size), dtype)
+    mine = awkward(everyone[rank].clone(), how)
+    redop = getattr(dist.ReduceOp, op)
+    if kind == "all_reduce":
+        out, want = mine, reference(op, everyone)
+        work = collectives.all_reduce(mine, redop, **go)
+    elif kind == "reduce_scatter":
+        out, want = poisoned((size,), dtype), reference(op, everyone).view(world, size)[rank]
+        work = collectives.reduce_scatter_tensor(out, mine, redop, **go)
+    elif kind == "all_gather":
+        out, want = poisoned((world * size,), dtype), everyone
+        work = collectives.all_gather_into_tensor(out, mine, **go)
+    elif kind == "broadcast":
+        out, want = mine, everyone[root]
+        work = collectives.broadcast(out, group_src=root, **go)
+    else:
+        out = poisoned((world * size,), dtype)
+        want = everyone.view(world, world, size)[:, rank]
+        work = collectives.all_to_all_single(out, mine.reshape(-1), **go)
+    return work, out, want, f"{kind} {algorithm} {op} {dtype} {size} {how} world {world}"
+
+
+def random_sequences(first, last):
+    """Sequences of up to three calls in flight, on groups of the first 1..6 ranks."""
+    groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
+    calls = 0
+    for number in range(first, last):
+        choose = random.Random(number)
+        generator = torch.Generator().manual_seed(number)
+        world = choose.choices(WORLDS, weights=(1, 5, 3, 3, 1, 1))[0]
+        if dist.get_rank() >= world:
+            continue
+        for work, out, want, what in [
+            one_call(choose, generator, groups[world]) for _ in range(choose.randint(1, 3))
+        ]:
+            if work is not None:
+                work.wait()
+            assert torch.equal(out.reshape(-1), want.reshape(-1)), f"sequence {number}: {what}"
+            calls += 1
+    return calls
+
+
+def test_a_thousand_random_sequences_equal_the_float64_result():
+    counts = run_ranks(random_sequences, max(WORLDS), 0, SEQUENCES, timeout=300)
+    assert counts[0] > SEQUENCES
+
+
+def every_combination():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for kind, size in itertools.product(
+        ("all_reduce", "reduce_scatter", "all_gather"), (5, 300_001)
+    ):
+        for algorithm in candidates(kind, (world,)):
+            generator = torch.Generator().manual_seed(size)
+            if kind == "all_reduce":
+                parts = torch.randn(world, size, generator=generator)
+                out = parts[rank].clone()
+                collectives.all_reduce(out, algorithm=algorithm)
+                want = parts.double().sum(0)
+            elif kind == "reduce_scatter":
+                parts = torch.randn(world, world * size, generator=generator)
+                out = torch.full((size,), torch.nan)
+                collectives.reduce_scatter_tensor(out, parts[rank], algorithm=algorithm)
+                want = parts.double().sum(0).view(world, size)[rank]
+            else:
+                parts = torch.randn(world, size, generator=generator)
+                out = torch.full((world * size,), torch.nan)
+                collectives.all_gather_into_tensor(out, parts[rank], algorithm=algorithm)
+                want = parts.double().view(-1)
+            torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=2e-6)
+
+
+def test_long_float_tensors_agree_with_float64():
+    run_ranks(every_combination, 3)
+
+
+def same_bits(algorithm):
+    tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(dist.get_rank()))
+    collectives.all_reduce(tensor, dist.ReduceOp.AVG, algorithm=algorithm)
+    return tensor.view(torch.int32).sum(dtype=torch.int64).item()
+
+
+@pytest.mark.parametrize("algorithm", candidates("all_reduce", (3,)))
+def test_all_ranks_get_the_same_bits(algorithm):
+    assert len(set(run_ranks(same_bits, 3, algorithm))) == 1
+
+
+def narrow_sum(algorithm):
+    """1 and five values of half its last place: summed in bfloat16, they would all be lost."""
+    rank = dist.get_rank()
+    step = torch.finfo(torch.bfloat16).eps / 2
+    tensor = torch.full((1000,), 1.0 if rank == 0 else step, dtype=torch.bfloat16)
+    collectives.all_reduce(tensor, algorithm=algorithm)
+    return set(tensor.tolist())
+
+
+@pytest.mark.parametrize("algorithm", candidates("all_reduce", (6,)))
+def test_bfloat16_is_summed_in_float32(algorithm):
+    step = torch.finfo(torch.bfloat16).eps / 2
+    want = torch.tensor(1.0 + 5 * step, dtype=torch.float64).to(torch.bfloat16).item()
+    assert want > 1.0
+    assert run_ranks(narrow_sum, 6, algorithm) == [{want}] * 6
+
+
+def uneven_exchange():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Rank i sends i + 2 j rows of two to rank j.
+    for algorithm in ("auto", *candidates("all_to_all", (world,))):
+        for scale in (1, 40_000):
+            send = [scale * (rank + 2 * j) for j in range(world)]
+            receive = [scale * (i + 2 * rank) for i in range(world)]
+            rows = torch.full((sum(send), 2), float(rank))
+            out = torch.full((sum(receive), 2), torch.nan)
+            collectives.all_to_all_single(out, rows, receive, send, algorithm=algorithm)
+            want = torch.cat([torch.full((n, 2), float(i)) for i, n in enumerate(receive)])
+            assert torch.equal(out, want)
+
+
+def test_all_to_all_takes_splits_of_any_length():
+    run_ranks(uneven_exchange, 3)
+
+
+def wire_bytes(world):
+    """Bytes each rank sends for a tensor of 1 MiB."""
+    comm, size = communicator(), 1 << 20
+    flat = torch.zeros(size // 4)
+    sent = {}
+    calls = {
+        "all_reduce": lambda a: collectives.all_reduce(flat, algorithm=a),
+        "reduce_scatter": lambda a: collectives.reduce_scatter_tensor(
+            flat[: size // 4 // world].clone(), flat, algorithm=a
+        ),
+        "all_gather": lambda a: collectives.all_gather_into_tensor(
+            flat, flat[: size // 4 // world].clone(), algorithm=a
+        ),
+    }
+    for kind, call in calls.items():
+        for algorithm in ("ring", "halving_doubling"):
+            before = comm.wire.sent_bytes
+            call(algorithm)
+            sent[kind, algorithm] = (comm.wire.sent_bytes - before) / size
+    return sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_byte_is_sent_twice(world):
+    part = (world - 1) / world
+    for sent in run_ranks(wire_bytes, world, world):
+        for (kind, _), share in sent.items():
+            assert share == (2 * part if kind == "all_reduce" else part)

@@ -1,0 +1,37 @@
+"""The bench returns checked rows with nccl-tests' columns."""
+
+from collectives import bench
+from collectives.plot import plot
+from worker_pool import run_ranks
+
+COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "busbw_gbps", "wrong",
+           "p99_us", "wire_bytes", "ratio_p50", "ratio_p10", "model_us"}  # fmt: skip
+IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "in_place_wrong"}
+
+
+def small_bench():
+    return bench.bench(quick=True, sizes=(1 << 10, 64 << 10))
+
+
+def test_rows_have_the_columns_of_nccl_tests_and_no_wrong_element(tmp_path):
+    rows, nothing = run_ranks(small_bench, 2)
+    assert nothing == []
+    assert {row["case"] for row in rows} == {"all_reduce", "reduce_scatter", "all_gather"}
+    reduced = {row["algorithm"] for row in rows if row["case"] == "all_reduce"}
+    assert reduced >= {"gloo", "auto", "ring", "halving_doubling", "tree", "shared_empty"}
+    for row in rows:
+        assert set(row) >= COLUMNS
+        assert row["wrong"] == 0
+        factor = {"all_reduce": 1.0}.get(str(row["case"]), 0.5)
+        assert abs(row["busbw_gbps"] - factor * row["algbw_gbps"]) < 1e-9
+        if row["case"] == "all_reduce":
+            assert set(row) >= IN_PLACE
+            assert row["in_place_wrong"] == 0
+    # Shared memory sends nothing; a ring of two sends the tensor once, plus headers.
+    long = {r["algorithm"]: r for r in rows
+            if r["case"] == "all_reduce" and r["size_bytes"] == 64 << 10}  # fmt: skip
+    assert long["shared_empty"]["wire_bytes"] < 0.1 * (64 << 10)
+    assert 0.99 < long["ring"]["wire_bytes"] / (64 << 10) < 1.5
+    assert "busbw_gbps" in bench.table(rows)
+    plot(rows, tmp_path / "bandwidth.png")
+    assert (tmp_path / "bandwidth.png").stat().st_size > 10_000

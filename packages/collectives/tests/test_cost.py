@@ -1,0 +1,87 @@
+"""The cost model: exact counts, a fit that recovers prices, choices that can be explained."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from collectives.cost import CostModel, Sample, candidates, terms
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10)
+
+
+def test_the_terms_are_the_textbooks():
+    ring = terms("all_reduce", "ring", 1000, (1, 1, 1, 1))
+    assert (ring.messages, ring.wire_bytes, ring.reduced_bytes) == (6, 1500, 750)
+    halving = terms("all_reduce", "halving_doubling", 1000, (1, 1, 1, 1))
+    assert (halving.messages, halving.wire_bytes) == (4, 1500)
+    tree = terms("broadcast", "tree", 1000, (1,) * 8)
+    assert (tree.messages, tree.wire_bytes) == (3, 3000)
+    assert terms("reduce_scatter", "ring", 1000, (1, 1)).wire_bytes == 500
+    # Two hosts of four: the link carries S (2(H-1)/H), not 7/4 S.
+    assert terms("all_reduce", "hierarchical", 1000, (4, 4)).wire_bytes == 1000
+
+
+def samples(model, noise=0.0):
+    generator = np.random.default_rng(0)
+    return [
+        Sample("all_reduce", a, size, hosts,
+               model.predict("all_reduce", a, size, hosts) * (1 + noise * generator.normal()))
+        for hosts in ((2,), (1, 1), (2, 2))
+        for a in candidates("all_reduce", hosts)
+        for size in (1 << 10, 1 << 15, 1 << 20, 1 << 24)
+    ]  # fmt: skip
+
+
+def test_a_fit_recovers_the_prices_it_was_made_from():
+    fitted = CostModel.fit(samples(PRICES))
+    for field in dataclasses.fields(CostModel):
+        assert getattr(fitted, field.name) == pytest.approx(getattr(PRICES, field.name), rel=1e-6)
+
+
+def test_a_fit_to_noise_has_no_negative_price_and_predicts_well():
+    fitted = CostModel.fit(samples(PRICES, noise=0.1))
+    assert all(getattr(fitted, f.name) >= 0 for f in dataclasses.fields(CostModel))
+    for sample in samples(PRICES):
+        predicted = fitted.predict("all_reduce", sample.algorithm, sample.size_bytes, sample.hosts)
+        assert predicted == pytest.approx(sample.seconds, rel=0.25)
+
+
+def test_short_messages_take_few_steps_and_long_ones_few_bytes():
+    apart = (1,) * 8
+    assert PRICES.choose("all_reduce", 64, apart) in ("tree", "halving_doubling")
+    assert PRICES.choose("broadcast", 64, apart) == "tree"
+    assert PRICES.choose("broadcast", 1 << 28, apart) == "ring"
+    assert PRICES.choose("all_to_all", 64, apart) == "halving_doubling"
+    assert PRICES.choose("all_to_all", 1 << 28, apart) == "ring"
+    assert PRICES.choose("all_reduce", 1 << 28, (4, 4)) == "hierarchical"
+
+
+def test_the_choice_is_never_behind_another_candidate():
+    for kind in KINDS:
+        for hosts in ((2,), (6,), (1, 1), (1, 1, 1), (2, 2), (4, 2)):
+            for size in (1, 1 << 10, 1 << 20, 1 << 30):
+                choice = PRICES.choose(kind, size, hosts)
+                times = [PRICES.predict(kind, a, size, hosts) for a in candidates(kind, hosts)]
+                assert PRICES.predict(kind, choice, size, hosts) == min(times)
+                # What is chosen without a measurement on one host.
+                if len(hosts) == 1:
+                    assert CostModel().choose(kind, size, hosts) == "shared_memory"
+
+
+def test_an_explanation_names_the_choice_and_adds_up():
+    text = PRICES.explain("all_reduce", 1 << 20, (1, 1))
+    first, *lines = text.splitlines()
+    choice = PRICES.choose("all_reduce", 1 << 20, (1, 1))
+    assert first.endswith(choice)
+    assert lines[0].strip().startswith(choice)
+    assert len(lines) == len(candidates("all_reduce", (1, 1)))
+    us = PRICES.predict("all_reduce", choice, 1 << 20, (1, 1)) * 1e6
+    assert f"{us:.1f} us" in lines[0]
+
+
+def test_what_cannot_be_predicted_is_refused():
+    with pytest.raises(ValueError, match="no all_to_all by 'tree'"):
+        PRICES.predict("all_to_all", "tree", 8, (1, 1))
+    with pytest.raises(ValueError, match="no samples"):
+        CostModel.fit([])

@@ -1,0 +1,217 @@
+"""Whatever goes wrong, every surviving rank gets an error in time that names the rank."""
+
+import os
+import time
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import segment
+from collectives.communicator import communicator
+from worker_pool import run_ranks, try_ranks
+
+TIMEOUT = 2.0
+# "apart": every rank a host of its own, so that nothing but messages can tell.
+PLACES = ("together", "apart")
+
+
+def alone():
+    return f"host of {os.getpid()}"
+
+
+def place(where):
+    if where == "apart":
+        segment.host_identity = alone
+
+
+def fail(where, algorithm, how):
+    place(where)
+    rank, tensor = dist.get_rank(), torch.ones(50_000)
+    collectives.all_reduce(tensor, algorithm=algorithm)
+    if rank == 1:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(TIMEOUT + 1)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(collectives.RankLost, match="rank 1") as caught:
+        collectives.all_reduce(tensor, algorithm=algorithm)
+    seconds = time.monotonic() - start
+    with pytest.raises(collectives.RankLost, match="earlier call"):
+        collectives.all_reduce(tensor)
+    return caught.value.ranks, seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "algorithm"),
+    [
+        ("dies", "together", "auto"),
+        ("dies", "together", "ring"),
+        ("dies", "apart", "ring"),
+        ("dies", "apart", "halving_doubling"),
+        ("dies", "apart", "tree"),
+        ("hangs", "together", "auto"),
+        ("hangs", "apart", "ring"),
+        ("hangs", "apart", "tree"),
+    ],
+)
+def test_a_lost_rank_is_named_by_all_others(how, where, algorithm):
+    outcomes = try_ranks(fail_within, 3, where, algorithm, how, backend="")
+    for rank in (0, 2):
+        assert not outcomes[rank].failed, outcomes[rank].trace
+        ranks, seconds = outcomes[rank].value
+        assert ranks == (1,)
+        assert seconds < TIMEOUT + 1
+
+
+def fail_within(where, algorithm, how):
+    start(TIMEOUT)
+    found = fail(where, algorithm, how)
+    # A survivor that left at once would be taken for lost by one that looks later.
+    time.sleep(1)
+    return found
+
+
+def start(seconds):
+    from datetime import timedelta
+
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.environ["STORE_FILE"], world),
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def disagree(where, algorithm):
+    """Rank 1 differs in one thing after the other; the group survives each."""
+    place(where)
+    odd, tensor, said = dist.get_rank() == 1, torch.ones(1000), {}
+    go = {"algorithm": algorithm}
+    all_reduce = collectives.all_reduce
+    calls = {
+        "shape": lambda: all_reduce(torch.ones(1001) if odd else tensor, **go),
+        "layout": lambda: all_reduce(torch.ones(10, 100) if odd else tensor, **go),
+        "dtype": lambda: all_reduce(tensor.int() if odd else tensor, **go),
+        "op": lambda: all_reduce(tensor, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, **go),
+        "order": lambda: (
+            collectives.broadcast(tensor, 0, **go) if odd else all_reduce(tensor, **go)
+        ),
+        "root": lambda: collectives.broadcast(tensor, 2 if odd else 0, **go),
+    }
+    with collectives.checked():
+        for what, call in calls.items():
+            with pytest.raises(collectives.Mismatch) as caught:
+                call()
+            said[what] = str(caught.value)
+        all_reduce(tensor, **go)
+    assert tensor.sum().item() == 3000, "no data may have moved"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "algorithm"),
+    [("together", "auto"), ("together", "ring"), ("apart", "auto"), ("apart", "tree")],
+)
+def test_a_mismatch_is_an_error_on_every_rank_that_names_the_odd_one(where, algorithm):
+    first, *others = run_ranks(disagree, 3, where, algorithm)
+    assert all(said == first for said in others)
+    assert "rank 1 called all_reduce(shape (1001,), torch.float32, SUM" in first["shape"]
+    assert "shape (10, 100)" in first["layout"]
+    assert "rank 1 called all_reduce(shape (1000,), torch.int32" in first["dtype"]
+    assert "rank 1 called all_reduce(shape (1000,), torch.float32, MAX" in first["op"]
+    assert "rank 1 called broadcast(" in first["order"]
+    assert "from rank 2" in first["root"]
+
+
+def bring_nan(where):
+    place(where)
+    tensor = torch.ones(1000)
+    if dist.get_rank() == 2:
+        tensor[77] = torch.nan
+    with collectives.checked(nan=True):
+        with pytest.raises(collectives.Mismatch, match="rank 2 brought a NaN to all_reduce"):
+            collectives.all_reduce(tensor)
+        with pytest.raises(collectives.Mismatch, match="ranks 0, 1, 2 brought a NaN"):
+            collectives.broadcast(torch.full((2,), torch.nan), 0)
+    # Outside, NaNs are data.
+    collectives.all_reduce(tensor)
+    assert tensor[77].isnan()
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_nan_is_traced_to_its_rank(where):
+    run_ranks(bring_nan, 3, where)
+
+
+def late_error():
+    """An asynchronous failure is raised by wait, on the thread that waits."""
+    collectives.all_reduce(torch.ones(10))
+    if dist.get_rank() == 1:
+        os._exit(0)
+    work = collectives.all_reduce(torch.ones(10), async_op=True)
+    with pytest.raises(collectives.RankLost, match="rank 1"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="rank 1"):
+        work.get_future().wait()
+    return work.is_completed(), work.is_success()
+
+
+def test_an_asynchronous_failure_is_raised_by_wait():
+    assert try_ranks(late_error, 2)[0].value == (True, False)
+
+
+def dead_from_the_start():
+    start(TIMEOUT)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(collectives.RankLost, match="rank 1 did not come"):
+        collectives.all_reduce(torch.ones(10))
+    return time.monotonic() - begin < TIMEOUT + 1
+
+
+def test_a_rank_that_never_comes_is_named():
+    assert try_ranks(dead_from_the_start, 3, backend="")[2].value is True
+
+
+def bad_arguments():
+    t = torch.ones(4)
+    raises = pytest.raises
+    with raises(ValueError, match="cannot run by 'rinf'.*use one of.*\"auto\""):
+        collectives.all_reduce(t, algorithm="rinf")
+    with raises(ValueError, match="all_to_all cannot run by 'tree'"):
+        collectives.all_to_all_single(t, t, algorithm="tree")
+    with raises(TypeError, match=r"AVG of torch\.int64.*use SUM"):
+        collectives.all_reduce(t.long(), dist.ReduceOp.AVG)
+    with raises(TypeError, match=r"MAX of torch\.complex64"):
+        collectives.all_reduce(t.cfloat(), dist.ReduceOp.MAX)
+    with raises(TypeError, match="BAND of"):
+        collectives.all_reduce(t, dist.ReduceOp.BAND)
+    with raises(ValueError, match="input has 4 elements; 2 ranks with 3 each in output need 6"):
+        collectives.reduce_scatter_tensor(torch.ones(3), t)
+    with raises(TypeError, match="make them the same"):
+        collectives.all_gather_into_tensor(torch.ones(8), t.double())
+    with raises(ValueError, match="either src"):
+        collectives.broadcast(t)
+    with raises(ValueError, match="source rank 7 is not one"):
+        collectives.broadcast(t, 7)
+    with raises(ValueError, match="input has 3 rows, not a multiple of 2 ranks"):
+        collectives.all_to_all_single(t, torch.ones(3))
+    with raises(ValueError, match=r"input_split_sizes \[1, 2\] must be 2 numbers that sum to 4"):
+        collectives.all_to_all_single(t, t, None, [1, 2])
+    # None of that has touched the group.
+    collectives.all_reduce(t)
+    return communicator().topology.hosts, t.tolist()
+
+
+def test_bad_arguments_are_told_before_anything_is_sent():
+    assert run_ranks(bad_arguments, 2) == [([[0, 1]], [2.0] * 4)] * 2
+
+
+def test_a_group_is_needed():
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        collectives.all_reduce(torch.ones(1))

@@ -1,0 +1,30 @@
+"""CUDA tensors go to NCCL's own collective, or by messages over NCCL if asked."""
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from worker_pool import run_ranks
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
+
+
+def on_nccl():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    for algorithm in ("auto", "ring", "halving_doubling", "tree"):
+        tensor = torch.full((100_003,), rank + 1.0, device="cuda")
+        collectives.all_reduce(tensor, algorithm=algorithm)
+        assert (tensor == world * (world + 1) / 2).all()
+        gathered = torch.full((world * 5,), torch.nan, device="cuda")
+        collectives.all_gather_into_tensor(
+            gathered, gathered.new_full((5,), rank), algorithm=algorithm
+        )
+        assert torch.equal(gathered.view(world, 5)[:, 0].cpu(), torch.arange(float(world)))
+    with pytest.raises(ValueError, match="shared_memory"):
+        collectives.all_reduce(tensor, algorithm="shared_memory")
+
+
+def test_cuda_tensors_are_reduced():
+    run_ranks(on_nccl, GPUS, backend="nccl")

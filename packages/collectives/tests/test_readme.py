@@ -1,0 +1,30 @@
+"""The README's first example runs as it stands, and its claims name tests that exist."""
+
+import re
+from pathlib import Path
+
+import torch.distributed as dist
+from worker_pool import run_ranks
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def use():
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.S)
+    assert code is not None
+    names = {}
+    exec(code[1], names)
+    assert (names["gradients"] == (dist.get_world_size() - 1) / 2).all()
+
+
+def test_the_example_runs():
+    run_ranks(use, 2)
+
+
+def test_every_claim_names_a_test_that_exists():
+    last = ""
+    cited = re.findall(r"`(tests/\w+\.py)?(?:::(\w+))?`", README.read_text())
+    for file, name in (pair for pair in cited if any(pair)):
+        last = file or last
+        text = (README.parent / last).read_text()
+        assert not name or f"def {name}(" in text, f"{last}::{name}"

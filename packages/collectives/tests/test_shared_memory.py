@@ -1,0 +1,205 @@
+"""Shared memory: in-place tensors, mixtures of shared and private ones, nothing left behind."""
+
+import ctypes
+import dataclasses
+import gc
+import os
+import resource
+import signal
+import subprocess
+import time
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import segment
+from collectives.arena import ARENA_BYTES
+from collectives.communicator import communicator
+from collectives.shared_memory import ONE_SHOT_BYTES
+from collectives.topology import group_by_host
+from worker_pool import run_ranks, try_ranks
+
+
+def in_place():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for numel in (1, 1000, ONE_SHOT_BYTES // 4 + 1, 300_001):
+        for dtype in (torch.float32, torch.bfloat16, torch.int32):
+            tensor = collectives.shared_empty(numel, dtype=dtype)
+            assert not tensor.any()
+            everyone = torch.randint(
+                -3, 4, (world, numel), generator=torch.Generator().manual_seed(numel)
+            )
+            want = everyone.sum(0).to(dtype)
+            for view in (slice(None), slice(numel // 3, None)):
+                tensor.copy_(everyone[rank])
+                collectives.all_reduce(tensor[view])
+                assert torch.equal(tensor[view], want[view])
+                untouched = everyone[rank].to(dtype)[: view.start or 0]
+                assert torch.equal(tensor[: view.start or 0], untouched)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_shared_tensors_and_parts_of_them_are_reduced(world):
+    run_ranks(in_place, world)
+
+
+def mixture():
+    """Shared on one rank, private on the others; or different parts of one allocation."""
+    rank, world, numel = dist.get_rank(), dist.get_world_size(), 200_000
+    shared = collectives.shared_empty(2 * numel)
+    private = torch.empty(numel)
+    for owner in range(world):
+        tensor = shared[:numel] if rank == owner else private
+        tensor.fill_(rank + 1)
+        collectives.all_reduce(tensor)
+        assert (tensor == world * (world + 1) / 2).all()
+    tensor = shared[numel:] if rank == 0 else shared[:numel]
+    tensor.fill_(rank + 1)
+    collectives.all_reduce(tensor)
+    assert (tensor == world * (world + 1) / 2).all()
+
+
+def test_ranks_need_not_agree_on_what_is_shared():
+    run_ranks(mixture, 3)
+
+
+def released():
+    comm = communicator()
+    tensor = collectives.shared_empty(100)
+    view = tensor[10:20]
+    del tensor
+    gc.collect()
+    assert comm.topology.shared(view) is not None
+    del view
+    gc.collect()
+    return len(comm.topology._shared)
+
+
+def test_memory_goes_with_the_last_view_of_it():
+    assert run_ranks(released, 2) == [0, 0]
+
+
+def overlap():
+    """The caller computes while a long reduction runs; the reduction ends by itself."""
+    tensor = collectives.shared_empty(8 << 20)
+    work = collectives.all_reduce(tensor, async_op=True)
+    end = time.monotonic() + 20
+    spent = 0
+    while not work.is_completed() and time.monotonic() < end:
+        spent += 1
+        torch.randn(64, 64) @ torch.randn(64, 64)
+    assert work.is_completed()
+    work.wait()
+    return spent
+
+
+def test_asynchronous_operations_progress_while_the_caller_computes():
+    assert min(run_ranks(overlap, 2)) > 0
+
+
+def in_order():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((1000,), 1.0)
+    works = [collectives.all_reduce(tensor, async_op=True) for _ in range(3)]
+    collectives.all_reduce(tensor)
+    assert all(work.is_completed() for work in works)
+    assert works[0].get_future().wait()[0] is tensor
+    other = torch.tensor([rank])
+    collectives.broadcast(other, 1)
+    return tensor[0].item() == world**4 and other.item() == 1
+
+
+def test_operations_run_in_the_order_of_the_calls():
+    assert all(run_ranks(in_order, 2))
+
+
+def extra_memory():
+    tensor = torch.zeros(32 << 20)
+    collectives.all_reduce(tensor[:1000])
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    collectives.all_reduce(tensor)
+    collectives.all_reduce(tensor, algorithm="ring")
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+def test_extra_memory_does_not_grow_with_the_tensor():
+    # 128 MiB pass through chunks of one; allocators and sockets round up.
+    assert max(run_ranks(extra_memory, 2)) < 8 * ARENA_BYTES
+
+
+def without_room():
+    """A process that may not make files of this size: the system's own refusal, not a mock."""
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ARENA_BYTES // 2, resource.RLIM_INFINITY))
+    tensor = torch.ones(1000)
+    collectives.all_reduce(tensor)
+    shared = collectives.shared_empty(1000)
+    shared.fill_(1)
+    collectives.all_reduce(shared)
+    return communicator().topology.hosts, tensor.sum().item(), shared.sum().item()
+
+
+def test_a_host_without_room_falls_back_to_messages():
+    assert run_ranks(without_room, 2) == [([[0], [1]], 2000.0, 2000.0)] * 2
+
+
+def tiny_dev_shm():
+    clone_new_mounts = 0x20000
+    if ctypes.CDLL(None).unshare(clone_new_mounts) != 0:
+        return "may not unshare"
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", "/dev/shm"], check=True)
+    tensor = collectives.shared_empty(1 << 20)
+    tensor.fill_(1)
+    collectives.all_reduce(tensor)
+    return communicator().topology.hosts, tensor.sum().item()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
+def test_the_size_of_dev_shm_does_not_matter():
+    assert run_ranks(tiny_dev_shm, 2) == [([[0, 1]], 2.0 * (1 << 20))] * 2
+
+
+def crash():
+    tensor = collectives.shared_empty(1000)
+    collectives.all_reduce(tensor)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_in_dev_shm_after_a_crash():
+    before = set(os.listdir("/dev/shm"))
+    outcomes = try_ranks(crash, 2)
+    assert all(outcome.exit_code == -signal.SIGKILL for outcome in outcomes)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "collectives" in name}
+
+
+def elsewhere():
+    """An address is believed only if the very same memory is found there."""
+    own = segment.Segment(4096)
+    address = own.address
+    assert segment.open_segment(address) is not None
+    for lie in (
+        {"host": "another kernel"},
+        {"inode": address.inode + 1},
+        {"token": "00" * segment.TOKEN_BYTES},
+        {"pid": 1 << 22},
+    ):
+        assert segment.open_segment(dataclasses.replace(address, **lie)) is None
+    own.seal()
+    assert segment.open_segment(address) is None
+
+
+def test_sharing_memory_is_proved_by_opening_it():
+    run_ranks(elsewhere, 1)
+
+
+def test_hosts_are_the_ranks_that_reach_each_other():
+    assert group_by_host([[0, 1], [0, 1], [2, 3], [2, 3]]) == [[0, 1], [2, 3]]
+    assert group_by_host([[0, 2], [1, 3], [0, 2], [1, 3]]) == [[0, 2], [1, 3]]
+    # Reaching is not enough, being reached neither.
+    assert group_by_host([[0, 1], [1]]) == [[0], [1]]
+    assert group_by_host([[0], [0, 1]]) == [[0], [1]]
+    assert group_by_host([[], [1]]) == [[0], [1]]

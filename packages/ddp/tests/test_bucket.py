@@ -1,0 +1,49 @@
+"""Buckets hold every parameter once, one dtype each, in order, and are as large as asked."""
+
+import math
+
+import torch
+from ddp.bucket import assign_buckets, make_bucket
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+shapes = st.lists(st.integers(0, 7), max_size=3)
+models = st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12)
+
+
+@given(model=models, bucket_bytes=st.sampled_from([0, 1, 64, 200, 10**6]), data=st.data())
+def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
+    parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in model]
+    order = data.draw(st.permutations(range(len(parameters))))
+    runs = assign_buckets(parameters, order, bucket_bytes)
+
+    assert sorted(index for run in runs for index in run) == sorted(order)
+    position = {index: at for at, index in enumerate(order)}
+    completed = [position[run[-1]] for run in runs]
+    assert completed == sorted(completed)
+    for run in runs:
+        assert len({parameters[index].dtype for index in run}) == 1
+        assert [position[index] for index in run] == sorted(position[index] for index in run)
+        size = sum(parameters[i].numel() * parameters[i].element_size() for i in run)
+        assert len(run) == 1 or (bucket_bytes and size <= bucket_bytes)
+    if bucket_bytes == 0:
+        assert len(runs) == len(parameters)
+    if bucket_bytes == 10**6:
+        assert len(runs) == len({dtype for _, dtype in model})
+
+
+@given(model=models)
+def test_views_lie_in_the_buffer_and_do_not_overlap(model):
+    parameters = [nn.Parameter(torch.empty(shape)) for shape, _ in model]
+    bucket = make_bucket(range(len(parameters)), parameters, None, None)
+    numel = sum(math.prod(shape) for shape, _ in model)
+    assert bucket.buffer.numel() == numel + 1 + len(parameters)
+    for value, view in enumerate(bucket.views):
+        view.fill_(value)
+    bucket.flags[0] = 1.0
+    bucket.write_flags(taking_part=True)
+    expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
+    assert bucket.gradients.tolist() == expected
+    assert bucket.buffer[numel:].tolist() == [1.0, 1.0] + [0.0] * (len(parameters) - 1)

@@ -1,0 +1,145 @@
+"""Fewer bytes on the wire: bfloat16 summed in float32, and low-rank products with memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP, PowerSGD
+from torch import nn
+from worker_pool import run_ranks
+
+MIB = 2**20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
+
+
+def gradients(compression: dict, steps: int = 1) -> tuple:
+    """Gradients of this rank alone, the mean that DDP made of them, and what was sent."""
+    model = DDP(net(), 2000 / MIB, **compression)
+    x = torch.randn(16, 24, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(steps):
+        model.zero_grad()
+        own = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        model(x).square().mean().backward()
+        model.finish_gradient_synchronization()
+    mean = [p.grad.numpy() for p in model.parameters()]
+    last = model.meter.last
+    return [g.numpy() for g in own], mean, (last.gradient_bytes, last.extra_bytes, last.calls)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
+    ranks = run_ranks(gradients, world, {"gradient_dtype": torch.bfloat16})
+    numel = sum(g.size for g in ranks[0][0])
+    for at in range(4):
+        shares = [torch.from_numpy(own[at]) / world for own, _, _ in ranks]
+        rounded = [share.bfloat16().float() for share in shares]
+        exact = torch.stack(rounded).sum(0).bfloat16().float()
+        for _, mean, _ in ranks:
+            # One unit of bfloat16 where the order of three or four float32 terms tips the rounding.
+            torch.testing.assert_close(torch.from_numpy(mean[at]), exact, rtol=2**-8, atol=0)
+            if world <= 2:
+                assert torch.from_numpy(mean[at]).equal(exact)
+            assert mean[at].tobytes() == ranks[0][1][at].tobytes()
+    for *_, (gradient_bytes, extra_bytes, calls) in ranks:
+        assert gradient_bytes == 2 * numel
+        assert extra_bytes < 100
+        assert calls == 2 * 2
+
+
+def sums_small_terms(given: bool) -> tuple:
+    """Rank 0 has 256, the others 1: in bfloat16 256 + 1 = 256."""
+    module = nn.Linear(1, 1, bias=False)
+    handed = []
+
+    def all_reduce(tensor, **kwargs):
+        handed.append(tensor.dtype)
+        return dist.all_reduce(tensor, **kwargs)
+
+    model = DDP(module, gradient_dtype=torch.bfloat16, all_reduce=all_reduce if given else None)
+    value = 256.0 if dist.get_rank() == 0 else 1.0
+    # Shares of the mean are a quarter of these.
+    model(torch.tensor([[4 * value]])).sum().backward()
+    model.finish_gradient_synchronization()
+    return module.weight.grad.item(), handed
+
+
+def test_small_terms_survive_the_sum_in_float32() -> None:
+    # 259 lies between 258 and 260 and rounds to the even one.
+    assert run_ranks(sums_small_terms, 4, False) == [(260.0, [])] * 4
+
+
+def test_an_all_reduce_that_is_passed_in_gets_the_rounded_buffer() -> None:
+    # How precisely it adds is its own affair.
+    assert [sent for _, sent in run_ranks(sums_small_terms, 2, True)] == [[torch.bfloat16]] * 2
+
+
+def test_powersgd_of_full_rank_is_exact_and_of_low_rank_sends_less() -> None:
+    ranks = run_ranks(gradients, 2, {"compression": PowerSGD(1)}, 1)
+    own, mean, (gradient_bytes, _, calls) = ranks[0]
+    assert calls == 2 * 2
+    whole, thin = 40 + 8, (40 + 24) + (8 + 40)
+    assert gradient_bytes == 4 * (whole + thin)
+    for at in (0, 2):
+        average = (torch.from_numpy(own[at]) + torch.from_numpy(ranks[1][0][at])) / 2
+        approximation = torch.from_numpy(mean[at])
+        assert torch.linalg.matrix_rank(approximation) == 1
+        error = (average - approximation).norm() / average.norm()
+        # Never worse than nothing; how good one iteration is depends on the spectrum.
+        assert 0.01 < error < 1
+        assert mean[at].tobytes() == ranks[1][1][at].tobytes()
+    for at in (1, 3):
+        average = (torch.from_numpy(own[at]) + torch.from_numpy(ranks[1][0][at])) / 2
+        torch.testing.assert_close(torch.from_numpy(mean[at]), average)
+
+
+def remembers(rank: int, steps: int) -> float:
+    """How far the sum of `steps` compressed gradients is from that of the true ones."""
+    module = nn.Linear(12, 12, bias=False)
+    model = DDP(module, compression=PowerSGD(rank))
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    target = torch.randn(12, 12, generator=generator)
+    total = torch.zeros(12, 12)
+    for _ in range(steps):
+        model.zero_grad()
+        (model(torch.eye(12)).T * target).sum().backward()
+        model.finish_gradient_synchronization()
+        total += module.weight.grad / steps
+    mean = target.clone()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    return float((total - mean).norm() / mean.norm())
+
+
+def test_powersgd_sends_later_what_it_left_out() -> None:
+    once, often = run_ranks(remembers, 2, 3, 1)[0], run_ranks(remembers, 2, 3, 60)[0]
+    assert once > 0.3
+    assert often < once / 5
+
+
+def trains(compression: dict) -> float:
+    model = DDP(net(), 2000 / MIB, **compression)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    teacher = torch.randn(24, 8, generator=torch.Generator().manual_seed(9))
+    for _ in range(150):
+        x = torch.randn(32, 24, generator=generator)
+        loss = (model(x) - torch.tanh(x @ teacher / 5)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+    return loss.item()
+
+
+def test_compressed_training_learns_about_as_well() -> None:
+    plain = run_ranks(trains, 2, {})[0]
+    assert run_ranks(trains, 2, {"gradient_dtype": torch.bfloat16})[0] < 1.2 * plain
+    assert run_ranks(trains, 2, {"compression": PowerSGD(2)})[0] < 2 * plain < 0.1
+
+
+def test_a_rank_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank is 0"):
+        PowerSGD(0)

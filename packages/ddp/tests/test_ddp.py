@@ -1,0 +1,144 @@
+"""Every design leaves the same weights, and those of one process that saw the whole batch."""
+
+import ddp
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from worker_pool import run_ranks
+
+MIB = 2**20
+
+
+class Net(nn.Module):
+    """Tied, frozen, unused and float64 parameters, a scalar, an empty one, and a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        width = int(torch.randint(3, 9, (), generator=generator))
+        depth = int(torch.randint(1, 4, (), generator=generator))
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.unused = nn.Linear(width, width)
+        self.wide = nn.Linear(width, width, bias=False, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.randn(width, generator=generator))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.shift
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        x = self.norm(self.frozen(x)) * self.scale + self.empty.sum()
+        return self.head(self.wide(x.double()).float())
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def rank_order_all_reduce(tensor, op=None, group=None, async_op=False):
+    """Adds rank 0, 1, 2 ... at every element, wherever it lies: gloo's ring does not above 2."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    tensor.copy_(sum(parts[1:], parts[0]))
+    done = torch.futures.Future()
+    done.set_result(tensor)
+    return done if async_op else None
+
+
+DESIGNS = {
+    "naive": ddp.all_reduce_gradients,
+    "flat": ddp.all_reduce_gradients_flat,
+    "overlapped": None,
+    "small buckets": 300 / MIB,
+    "large buckets": 25.0,
+}
+
+
+def train(
+    design: str, seed: int, steps: int, accumulate: int, all_reduce, device: str = "cpu"
+) -> dict:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Net(seed).to(device)
+    if callable(DESIGNS[design]):
+        wrapped, sync = model, lambda: DESIGNS[design](model, all_reduce=all_reduce)
+    else:
+        wrapped = ddp.DDP(model, DESIGNS[design], all_reduce=all_reduce)
+        sync = wrapped.finish_gradient_synchronization
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=(seed + step) % 3 > 0)
+        batch = batches(seed, step, world, accumulate)[rank].to(device)
+        for i, tokens in enumerate(batch):
+            last = i == accumulate - 1
+            if isinstance(wrapped, ddp.DDP) and not last:
+                with wrapped.no_sync():
+                    (loss_of(wrapped, tokens) / accumulate).backward()
+            else:
+                (loss_of(wrapped, tokens) / accumulate).backward()
+        sync()
+        optimizer.step()
+    return {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
+
+
+def batches(seed: int, step: int, world: int, accumulate: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    return torch.randint(11, (world, accumulate, 2, 6), generator=generator)
+
+
+def all_designs(seed: int, steps: int, accumulate: int, ordered: bool) -> dict:
+    all_reduce = rank_order_all_reduce if ordered else None
+    return {d: train(d, seed, steps, accumulate, all_reduce) for d in DESIGNS}
+
+
+def alone(seed: int, steps: int, accumulate: int, world: int) -> dict:
+    model = Net(seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batches(seed, step, world, accumulate).flatten(0, 2)).backward()
+        optimizer.step()
+    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def all_designs_on_gpus() -> dict:
+    device = f"cuda:{dist.get_rank()}"
+    torch.cuda.set_device(device)
+    return {design: train(design, 5, 3, 2, None, device) for design in DESIGNS}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_all_designs_give_the_same_bits_on_nccl() -> None:
+    world = min(2, torch.cuda.device_count())
+    ranks = run_ranks(all_designs_on_gpus, world, backend="nccl", timeout=120)
+    for rank in ranks:
+        for weights in rank.values():
+            for name, weight in weights.items():
+                assert weight.tobytes() == ranks[0]["naive"][name].tobytes(), name
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_designs_give_the_same_bits_and_match_one_process(world: int, accumulate: int) -> None:
+    seed, steps = 10 * world + accumulate, 3
+    ranks = run_ranks(all_designs, world, seed, steps, accumulate, world > 2)
+    reference = ranks[0]["naive"]
+    expected = alone(seed, steps, accumulate, world)
+    for rank in ranks:
+        for design, weights in rank.items():
+            assert weights.keys() == reference.keys()
+            for name, weight in weights.items():
+                assert weight.tobytes() == reference[name].tobytes(), (design, name)
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            torch.from_numpy(reference[name]), torch.from_numpy(weight), rtol=2e-4, atol=2e-5
+        )

@@ -1,0 +1,322 @@
+"""What goes wrong is said on every rank, in time, with the rank and parameter that caused it."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
+from torch import nn
+from worker_pool import try_ranks
+
+TIMEOUT = 6.0  # of the group, seconds
+SMALL = 100 / 2**20  # MiB: a bucket or two a layer
+
+
+class Branches(nn.Module):
+    """Uses `left` or `right`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(5, 5)
+        self.left = nn.Linear(5, 5)
+        self.right = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, right: bool = False) -> torch.Tensor:
+        return (self.right if right else self.left)(self.trunk(x)).square().mean()
+
+
+def messages(function, world, *args, timeout=TIMEOUT) -> list[str]:
+    """Each rank's error as text; "" for one that ended by itself."""
+    # A rank that still runs after the timeout is killed, and then it has no error to show.
+    outcomes = try_ranks(function, world, *args, timeout=timeout)
+    return [str(o.error) if o.error else "" for o in outcomes]
+
+
+def step(model: DDP, **kwargs) -> None:
+    model.zero_grad()
+    model(torch.ones(2, 5), **kwargs).backward()
+    model.finish_gradient_synchronization()
+
+
+# ----- models that differ -----
+
+
+def differing(kind: str) -> None:
+    rank = dist.get_rank()
+    a, b = nn.Linear(4, 3), nn.Linear(3, 4)
+    options = {}
+    if kind == "shape" and rank == 1:
+        b = nn.Linear(3, 5)
+    if kind == "dtype" and rank == 1:
+        a = a.double()
+    if kind == "frozen" and rank == 1:
+        a.weight.requires_grad_(False)
+    module = nn.Sequential(a, b)
+    if kind == "order" and rank == 1:
+        module = nn.ModuleDict({"1": b, "0": a})
+    elif kind == "order":
+        module = nn.ModuleDict({"0": a, "1": b})
+    if kind == "more" and rank == 1:
+        module.append(nn.Linear(4, 4))
+    if kind == "buffer":
+        module.register_buffer("table", torch.zeros(3 + rank))
+    if kind == "bucket":
+        options["bucket_size_mb"] = 1.0 + rank
+    DDP(module, **options)
+
+
+DIFFERENCES = {
+    "shape": ("rank 1 has parameter '1.weight' (5, 3)", "rank 0 has parameter '1.weight' (4, 3)"),
+    "dtype": ("rank 1 has parameter '0.weight' (3, 4) torch.float64", "torch.float32"),
+    "frozen": ("rank 1 has parameter '0.weight' (3, 4) torch.float32 frozen",),
+    "order": ("rank 1 has parameter '1.weight'", "where rank 0 has parameter '0.weight'"),
+    "more": ("rank 1 has parameter '2.weight' (4, 4)", "where rank 0 has nothing"),
+    "buffer": ("rank 1 has buffer 'table' (4,)", "rank 0 has buffer 'table' (3,)"),
+    "bucket": ("bucket_size_mb is 2.0 on rank 1 and 1.0 on rank 0",),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_models_that_differ_are_refused_on_every_rank(kind: str) -> None:
+    for message in messages(differing, 2, kind):
+        for part in DIFFERENCES[kind]:
+            assert part in message
+
+
+# ----- gradients that differ -----
+
+
+def uses_different_parts(design: str) -> list[str]:
+    right = dist.get_rank() == 1
+    module, said = Branches(), []
+    model = DDP(module, SMALL) if design == "ddp" else module
+    functions = {"naive": all_reduce_gradients, "flat": all_reduce_gradients_flat}
+    for take_right in (right, False):
+        model.zero_grad()
+        model(torch.ones(2, 5), right=take_right).backward()
+        try:
+            if isinstance(model, DDP):
+                model.finish_gradient_synchronization()
+            else:
+                functions[design](module)
+            said.append("fine")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("design", ["ddp", "naive", "flat"])
+def test_a_gradient_on_some_ranks_only_names_parameter_and_rank(design: str) -> None:
+    for outcome in try_ranks(uses_different_parts, 3, design, timeout=TIMEOUT):
+        first, second = outcome.value
+        assert "'right.weight', 'right.bias' got no gradient on rank 0, but did on rank 1" in first
+        # Nothing is broken by it: the next step is good.
+        assert second == "fine"
+
+
+def makes_nan() -> list[str]:
+    rank, said = dist.get_rank(), []
+    model = DDP(Branches(), SMALL, check_nan=True)
+    for poisoned in (True, False):
+        model.zero_grad()
+        x = torch.ones(2, 5)
+        hook = None
+        if poisoned and rank == 1:
+            hook = model.module.trunk.bias.register_hook(lambda grad: grad * float("nan"))
+        model(x).backward()
+        try:
+            model.finish_gradient_synchronization()
+            said.append("fine")
+        except RuntimeError as error:
+            said.append(str(error))
+        if hook:
+            hook.remove()
+    return said
+
+
+def test_nan_names_parameter_and_rank_on_every_rank() -> None:
+    for outcome in try_ranks(makes_nan, 2, timeout=TIMEOUT):
+        first, second = outcome.value
+        assert "the gradient of 'trunk.bias' holds NaN on rank 1" in first
+        assert second == "fine"
+
+
+def makes_infinities() -> bool:
+    model = DDP(Branches(), check_nan=True)
+    model.module.trunk.bias.register_hook(
+        lambda grad: torch.tensor([float("inf"), -float("inf"), 0, 0, 0])
+    )
+    step(model)
+    return bool(model.module.trunk.bias.grad.isinf().any())
+
+
+def test_infinities_are_not_taken_for_nan() -> None:
+    # A loss scaler looks for them itself.
+    assert [o.value for o in try_ranks(makes_infinities, 2, timeout=TIMEOUT)] == [True, True]
+
+
+# ----- misuse -----
+
+
+def second_backward(which: str) -> None:
+    model = DDP(Branches(), SMALL)
+    step(model)
+    model.zero_grad()
+    if dist.get_rank() == 1 and which == "forward":
+        model(torch.ones(2, 5)).backward()
+        model(torch.ones(2, 5))
+    elif dist.get_rank() == 1:
+        one, two = model(torch.ones(2, 5)), model(torch.ones(2, 5))
+        one.backward()
+        if which == "no_sync":
+            with model.no_sync():
+                two.backward()
+        two.backward()
+    else:
+        model(torch.ones(2, 5)).backward()
+    model.finish_gradient_synchronization()
+    step(model)
+
+
+@pytest.mark.parametrize("which", ["forward", "backward", "no_sync"])
+def test_a_second_backward_without_synchronising_is_an_error_everywhere(which: str) -> None:
+    other, own = messages(second_backward, 2, which)
+    what = "a forward pass began" if which == "forward" else "a second backward pass reached 'left"
+    assert f"rank 1: {what}" in own
+    assert f"rank 1: {what}" in other
+    assert "before finish_gradient_synchronization()" in other
+
+
+def leaves_no_sync() -> list[str]:
+    model = DDP(Branches())
+    said = []
+    step(model)
+    try:
+        with model.no_sync():
+            model(torch.ones(2, 5)).backward()
+            if dist.get_rank() == 1:
+                raise ValueError("bad batch")
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        model(torch.ones(2, 5)).backward()
+        model.finish_gradient_synchronization()
+        said.append("fine")
+    except RuntimeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_an_exception_inside_no_sync_reaches_every_rank() -> None:
+    first, second = (o.value for o in try_ranks(leaves_no_sync, 2, timeout=TIMEOUT))
+    reason = "rank 1: no_sync() was left by ValueError: bad batch"
+    assert second[0] == "bad batch"
+    assert reason in second[1]
+    assert reason in first[0]
+
+
+# ----- ranks that are gone -----
+
+
+def loses_rank_one(how: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = DDP(Branches(), SMALL, group=group)
+    step(model)
+    step(model)
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(7)
+        if how == "dies in backward":
+            model.module.trunk.weight.register_hook(lambda _: os._exit(7))
+        if how == "hangs":
+            time.sleep(4.5)
+    try:
+        step(model)
+    except RuntimeError as error:
+        # The group's timeout, and two seconds to hear from the others.
+        assert time.monotonic() - begin < 2 + 2 + 1 or dist.get_rank() == 1
+        # It stays an error: nobody trains on alone.
+        with pytest.raises(RuntimeError, match="out of step"):
+            model(torch.ones(2, 5))
+        raise RuntimeError(str(error)) from None
+
+
+@pytest.mark.parametrize(("how", "world"), [("dies", 2), ("dies in backward", 3), ("hangs", 3)])
+def test_a_lost_rank_is_named_by_every_survivor(how: str, world: int) -> None:
+    said = messages(loses_rank_one, world, how, timeout=20)
+    for rank, message in enumerate(said):
+        if rank != 1:
+            assert "no word from rank 1: dead or hanging" in message
+            assert "could not finish the sum of the gradients of" in message
+    if how == "hangs":
+        # It wakes up to find the others gone, and says so instead of going on alone.
+        assert "rank 0 gave up" in said[1]
+
+
+def loses_the_store(port: int) -> None:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    loses = DDP(Branches(), SMALL)
+    step(loses)
+    if rank == 0:
+        os._exit(7)
+    step(loses)
+
+
+def test_a_dead_rank_that_hosted_the_store_is_named_too() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outcomes = try_ranks(loses_the_store, 3, port, timeout=20, backend="")
+    assert outcomes[0].exit_code == 7
+    for outcome in outcomes[1:]:
+        assert "rank 0" in str(outcome.error)
+        assert "could not finish" in str(outcome.error)
+
+
+# ----- bad arguments -----
+
+
+def bad_arguments() -> list[str]:
+    said = []
+    for arguments in (
+        {"bucket_size_mb": 0},
+        {"bucket_size_mb": float("nan")},
+        {"gradient_dtype": torch.bfloat16, "compression": object()},
+        {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
+    ):
+        try:
+            DDP(nn.Linear(2, 2), **arguments)
+        except ValueError as error:
+            said.append(str(error))
+    model = DDP(nn.Embedding(5, 2, sparse=True))
+    try:
+        model(torch.tensor([1])).sum().backward()
+    except TypeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_bad_arguments_say_what_to_pass() -> None:
+    (outcome,) = try_ranks(bad_arguments, 1)
+    zero, nan, both, short, sparse = outcome.value
+    assert "bucket_size_mb is 0; it must be above zero, or None" in zero
+    assert "bucket_size_mb is nan" in nan
+    assert "two ways to send" in both
+    assert "allocate returned (8,)" in short
+    assert "need (9,) torch.float32" in short
+    assert "sparse=False" in sparse
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        DDP(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        all_reduce_gradients(nn.Linear(2, 2))

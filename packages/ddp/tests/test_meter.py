@@ -1,0 +1,175 @@
+"""The meter: bytes and calls are those that were sent, and overlap is there where it should be."""
+
+import json
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
+from torch import nn
+from worker_pool import run_ranks
+
+MIB = 2**20
+LAYERS, COMPUTE, TRAVEL = 6, 0.06, 0.02  # seconds a layer
+
+
+class Slow(torch.autograd.Function):
+    """Identity whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(COMPUTE)
+        return grad
+
+
+class SlowNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Slow.apply(layer(x))
+        return x.sum()
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.future = torch.futures.Future()
+
+    def wait(self) -> None:
+        self.future.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+
+class SlowLink:
+    """One call at a time, TRAVEL seconds for 64 gradients; counts what it is given."""
+
+    def __init__(self) -> None:
+        self.bytes, self.calls, self._busy = 0, 0, threading.Lock()
+
+    def __call__(self, tensor, op, group, async_op):
+        self.bytes += tensor.numel() * tensor.element_size()
+        self.calls += 1
+        handle = Handle()
+
+        def travel() -> None:
+            with self._busy:
+                time.sleep(TRAVEL * (tensor.numel() // 64))
+            handle.future.set_result(None)
+
+        thread = threading.Thread(target=travel)
+        thread.start()
+        return handle if async_op else handle.wait()
+
+
+def metered(design: str, folder: str) -> dict:
+    module, link, meter = SlowNet(), SlowLink(), Meter()
+    x = torch.ones(1, 8)
+    if design in ("naive", "flat"):
+        with meter.forward():
+            loss = module(x)
+        loss.backward()
+        function = all_reduce_gradients if design == "naive" else all_reduce_gradients_flat
+        function(module, all_reduce=link, meter=meter)
+    else:
+        size = {"overlapped": None, "two a bucket": 512 / MIB, "one bucket": 1.0}[design]
+        model = DDP(module, size, all_reduce=link)
+        meter = model.meter
+        model(x).backward()
+        model.finish_gradient_synchronization()
+    path = Path(folder, "trace.json")
+    meter.write_trace(path, rank=3)
+    step = meter.last
+    assert [link.bytes, link.calls] == [step.gradient_bytes + step.extra_bytes, step.calls]
+    assert [p.name for p in Path(folder).iterdir()] == ["trace.json"]
+    return {
+        "bytes": step.gradient_bytes,
+        "extra": step.extra_bytes,
+        "calls": step.calls,
+        "exposed": step.exposed_seconds,
+        "hidden": step.hidden_seconds,
+        "buckets": [(b.hidden_seconds, b.exposed_seconds) for b in step.buckets],
+        "trace": json.loads(path.read_text()),
+    }
+
+
+def run(design: str, folder: Path) -> dict:
+    return run_ranks(metered, 1, design, str(folder))[0]
+
+
+CALLS = {"naive": LAYERS, "flat": 1, "overlapped": LAYERS, "two a bucket": LAYERS // 2}
+
+
+@pytest.mark.parametrize("design", CALLS)
+def test_bytes_and_calls_are_those_the_collective_was_handed(design, tmp_path) -> None:
+    got = run(design, tmp_path)
+    assert got["bytes"] == LAYERS * 8 * 8 * 4
+    assert got["calls"] == CALLS[design]
+    # A flag a parameter and one a bucket; the designs without overlap agree in a call before.
+    expected = 0 if design in ("naive", "flat") else 4 * (LAYERS + CALLS[design])
+    assert got["extra"] == expected
+
+
+def test_overlap_hides_all_but_the_last_bucket(tmp_path) -> None:
+    got = run("overlapped", tmp_path)
+    assert TRAVEL <= got["exposed"] < 3 * TRAVEL
+    assert got["hidden"] >= (LAYERS - 1) * TRAVEL
+    for hidden, exposed in got["buckets"][:-1]:
+        assert hidden >= TRAVEL
+        assert exposed < TRAVEL / 2
+
+
+@pytest.mark.parametrize("design", ["naive", "flat", "one bucket"])
+def test_without_overlap_everything_is_exposed(design: str, tmp_path: Path) -> None:
+    got = run(design, tmp_path)
+    # One bucket leaves in the last hook, an instant before the backward pass returns.
+    assert got["exposed"] > (LAYERS - 1) * TRAVEL
+    assert got["hidden"] < TRAVEL if design == "one bucket" else got["hidden"] == 0
+
+
+@pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
+def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) -> None:
+    events = [e for e in run(design, tmp_path)["trace"]["traceEvents"] if e["ph"] == "X"]
+    assert {event["pid"] for event in events} == {3}
+    (backward,) = (e for e in events if e["name"] == "loss and backward")
+    assert backward["dur"] >= 1e6 * LAYERS * COMPUTE
+    buckets = [e for e in events if e["name"].startswith("bucket")]
+    end = backward["ts"] + backward["dur"]
+    assert any(e["ts"] + e["dur"] < end for e in buckets) == overlaps
+    assert all("weight" in e["args"]["parameters"] for e in buckets)
+    # Ranges of one lane do not overlap, or the viewer would nest them.
+    for lane in {event["tid"] for event in events}:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
+        assert all(a[1] <= b[0] + 1 for a, b in pairwise(spans))
+
+
+def real_link() -> tuple:
+    model = DDP(nn.Linear(100, 100), None)
+    model(torch.ones(1, 100)).sum().backward()
+    time.sleep(0.05 * dist.get_rank())
+    model.finish_gradient_synchronization()
+    weight = model.meter.last.buckets[1]
+    return weight.sent, weight.done, weight.exposed_seconds, model.meter.last.waiting
+
+
+def test_the_end_of_a_call_is_when_it_ended_not_when_somebody_looked() -> None:
+    # Rank 1 turns to its gradients 50 ms after they have arrived.
+    sent, done, exposed, waiting = run_ranks(real_link, 2)[1]
+    assert sent <= done <= waiting[0] + 0.01
+    assert exposed < 0.02
+
+
+def test_there_is_no_last_step_before_the_first() -> None:
+    with pytest.raises(RuntimeError, match="no step was recorded"):
+        _ = Meter().last

@@ -1,0 +1,46 @@
+"""The overhead model: its formula, its optimum, and a fit that recovers what made the sweep."""
+
+import pytest
+from ddp import fit, optimal_bucket_bytes, overhead_seconds
+from hypothesis import given
+from hypothesis import strategies as st
+
+positive = st.floats(1e-3, 1e3)
+
+
+@given(size=positive, bandwidth=positive, latency=positive)
+def test_the_optimum_is_the_smallest_overhead(size, bandwidth, latency):
+    best = size / optimal_bucket_bytes(size, bandwidth, latency)
+    least = overhead_seconds(size, bandwidth, latency, best)
+    assert least == pytest.approx(2 * (size * latency / bandwidth) ** 0.5)
+    for factor in (0.5, 0.9, 1.1, 2.0):
+        assert overhead_seconds(size, bandwidth, latency, best * factor) > least
+
+
+def test_the_formula_by_hand():
+    # 100 MB in 4 buckets over 1 GB/s: the last 25 MB take 25 ms; 4 calls of 1 ms are 4 ms.
+    assert overhead_seconds(100e6, 1e9, 1e-3, 4) == pytest.approx(0.029)
+    # sqrt(100e6 B * 1e-3 s * 1e9 B/s) = 10 MB
+    assert optimal_bucket_bytes(100e6, 1e9, 1e-3) == pytest.approx(10e6)
+
+
+@given(bandwidth=st.floats(1e7, 1e11), latency=st.floats(1e-5, 1e-2), floor=st.floats(0, 0.1))
+def test_fit_recovers_the_link_that_made_the_sweep(bandwidth, latency, floor):
+    size = 80e6
+    best = size / optimal_bucket_bytes(size, bandwidth, latency)
+    counts = [best / 8, best / 2, best, best * 3, best * 8]
+    seconds = [floor + overhead_seconds(size, bandwidth, latency, n) for n in counts]
+    fitted = fit(size, counts, seconds)
+    assert fitted.bucket_bytes == pytest.approx(
+        optimal_bucket_bytes(size, bandwidth, latency), 0.02
+    )
+    assert fitted.seconds(best) == pytest.approx(seconds[2], 1e-3)
+
+
+def test_a_sweep_without_a_trade_off_is_refused():
+    with pytest.raises(ValueError, match="no optimum"):
+        fit(80e6, [1, 2, 4, 8], [1.0, 0.6, 0.4, 0.3])
+    with pytest.raises(ValueError, match="use 3"):
+        fit(80e6, [1, 2, 2], [1.0, 0.6, 0.7])
+    with pytest.raises(ValueError, match="bandwidth is 0"):
+        optimal_bucket_bytes(1e6, 0, 1e-3)

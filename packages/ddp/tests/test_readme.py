@@ -1,0 +1,33 @@
+"""The README's example runs as it stands, and its claims name tests that exist."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+from worker_pool import run_ranks
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def run_example(code: str, port: int) -> list[float]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    return [float(p.detach().sum()) for p in names["model"].parameters()]
+
+
+def test_the_example_runs_and_leaves_equal_weights() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, second = run_ranks(run_example, 2, code, port, backend="")
+    assert first == second
+
+
+def test_every_claim_names_a_test_that_exists() -> None:
+    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", README.read_text())
+    assert len(named) > 15
+    for file, test in named:
+        assert f"def {test}(" in (Path(__file__).parent / f"{file}.py").read_text(), (file, test)

@@ -1,0 +1,92 @@
+"""Uneven work: parameters that only some ranks use, and ranks that run out of inputs."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from worker_pool import run_ranks
+
+MIB = 2**20
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of three experts; the last is never asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.trunk = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        return self.experts[expert](self.trunk(x)).square().mean()
+
+
+def routes() -> bool:
+    rank, x = dist.get_rank(), torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(5))
+    module = Experts()
+    alone = copy.deepcopy(module)
+    model = DDP(module, 50 / MIB, find_unused_parameters=True)
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(x[rank], expert=rank % 2).backward()
+        model.finish_gradient_synchronization()
+        (sum(alone(x[r], expert=r % 2) for r in range(3)) / 3).backward()
+        for (name, p), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
+            assert (p.grad is None) == (theirs.grad is None) == name.startswith("experts.2")
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, theirs.grad)
+    return True
+
+
+def test_a_gradient_that_some_ranks_lack_counts_as_zero_if_asked() -> None:
+    assert run_ranks(routes, 3) == [True] * 3
+
+
+def runs_out(by_initial: bool, accumulate: bool) -> dict:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Rank r has r + 1 inputs; a parameter is unused on all ranks.
+    inputs = torch.randn(world, world, 2, 4, generator=torch.Generator().manual_seed(7))
+    module = Experts()
+    alone = copy.deepcopy(module)
+    model = DDP(module, 50 / MIB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    with model.join(divide_by_initial_world_size=by_initial):
+        for step in range(rank + 1):
+            optimizer.zero_grad()
+            if accumulate:
+                with model.no_sync():
+                    model(inputs[rank, step], 0).backward()
+            model(inputs[rank, step], 0).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+    for step in range(world):
+        reference.zero_grad()
+        active = [r for r in range(world) if r >= step]
+        losses = [(1 + accumulate) * alone(inputs[r, step], 0) for r in active]
+        (sum(losses) / (world if by_initial else len(active))).backward()
+        reference.step()
+    # Afterwards steps are ordinary again: no call but the buckets'.
+    calls = []
+    monitored = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), monitored(*args, **kwargs))[1]
+    optimizer.zero_grad()
+    model(inputs[0, 0], 0).backward()
+    model.finish_gradient_synchronization()
+    dist.all_reduce = monitored
+    assert len(calls) <= model.meter.last.calls
+    for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return {name: p.tolist() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_ranks_that_run_out_of_inputs_keep_the_others_company(by_initial, accumulate) -> None:
+    ranks = run_ranks(runs_out, 3, by_initial, accumulate)
+    assert ranks[0] == ranks[1] == ranks[2]

@@ -1,0 +1,208 @@
+"""What wrapping does: weights, buffers, where gradients lie, what is imported."""
+
+import copy
+import ctypes
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from worker_pool import run_ranks
+
+MIB = 2**20
+
+
+def norm_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def broadcasts() -> list[list]:
+    torch.manual_seed(dist.get_rank())
+    module = norm_net()
+    module[1].running_mean += dist.get_rank()
+    module[1].num_batches_tracked += dist.get_rank()
+    module.register_buffer("mask", torch.rand(3) > 0.5)
+    module[0].weight.data = module[0].weight.data.t().contiguous().t()
+    before = {name: tensor.tolist() for name, tensor in module.state_dict().items()}
+    DDP(module)
+    return [before, {name: tensor.tolist() for name, tensor in module.state_dict().items()}]
+
+
+def test_weights_and_buffers_are_those_of_rank_0() -> None:
+    ranks = run_ranks(broadcasts, 3)
+    assert ranks[0][0] == ranks[0][1]
+    assert ranks[1][0] != ranks[0][0]
+    assert all(after == ranks[0][1] for _, after in ranks)
+
+
+def lies_in_buckets() -> None:
+    allocated = []
+
+    def allocate(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+        assert dist.get_world_size(group) == 2
+        allocated.append(torch.full((numel,), float("nan"), dtype=dtype))
+        return allocated[-1]
+
+    model = DDP(norm_net(), 100 / MIB, allocate=allocate)
+    for keep in (False, True, True):
+        model.zero_grad(set_to_none=not keep)
+        model(torch.randn(4, 6)).square().mean().backward()
+        model.finish_gradient_synchronization()
+        storages = {tensor.untyped_storage().data_ptr() for tensor in allocated}
+        for parameter in model.parameters():
+            assert parameter.grad.untyped_storage().data_ptr() in storages
+            assert parameter.grad.isfinite().all()
+
+
+def test_gradients_are_views_of_the_memory_that_was_passed_in() -> None:
+    run_ranks(lies_in_buckets, 2)
+
+
+def peak_memory() -> float:
+    def kilobytes(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+    # Memory that is freed goes back at once, so that the peak is what was needed at one time.
+    m_mmap_threshold = -3
+    assert ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**18)
+    # 32 layers of 2 MiB. Another is trained first, so that what torch keeps for itself is there.
+    module = nn.Sequential(*(nn.Linear(724, 724, bias=False) for _ in range(32)))
+    x = torch.randn(2, 724)
+    warm = DDP(nn.Linear(724, 724))
+    for _ in range(3):
+        warm.zero_grad()
+        warm(x).sum().backward()
+        warm.finish_gradient_synchronization()
+    before = kilobytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    model = DDP(module, 4.0)
+    for _ in range(4):
+        model.zero_grad()
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        model.finish_gradient_synchronization()
+    gradients = sum(p.numel() * p.element_size() for p in module.parameters()) / 1024
+    return (kilobytes("VmHWM") - before) / gradients
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from linux's /proc")
+def test_memory_is_parameters_and_one_set_of_gradients() -> None:
+    # On top of it one gradient of 32 on its way into its bucket, and gloo's own buffers.
+    for sets in run_ranks(peak_memory, 2):
+        assert 0.98 < sets < 1.16
+
+
+def rebuilds() -> tuple[list, list]:
+    class Backwards(nn.Module):
+        """Uses its layers in another order than it declares them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.c(self.a(x)))
+
+    model = DDP(Backwards(), None)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        model.finish_gradient_synchronization()
+    return [[b.parameters[0] for b in step.buckets] for step in model.meter.steps]
+
+
+def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
+    declared, real = ["c.weight", "b.weight", "a.weight"], ["b.weight", "c.weight", "a.weight"]
+    assert run_ranks(rebuilds, 2) == [[declared, real, real]] * 2
+
+
+def several_forwards() -> bool:
+    torch.manual_seed(1)
+    module = norm_net()
+    module[1].eval()
+    alone = copy.deepcopy(module)
+    model = DDP(module, 100 / MIB)
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        x = torch.randn(3, 2, 6)
+        (model(x[0]).sum() * model(x[1]).sum() + model(x[2]).square().sum()).backward()
+        model.finish_gradient_synchronization()
+        (alone(x[0]).sum() * alone(x[1]).sum() + alone(x[2]).square().sum()).backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    return True
+
+
+def test_several_forwards_before_a_backward() -> None:
+    assert run_ranks(several_forwards, 2) == [True, True]
+
+
+def wraps_again() -> list[int]:
+    module = nn.Linear(3, 3)
+    first = DDP(module)
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None
+    model = DDP(module, None)
+    model(torch.ones(1, 3)).sum().backward()
+    model.finish_gradient_synchronization()
+    gc.collect()
+    return [model.meter.last.calls, int(module.bias.grad[0])]
+
+
+def test_a_dropped_wrapper_sends_nothing_more() -> None:
+    assert run_ranks(wraps_again, 2) == [[2, 1], [2, 1]]
+
+
+def compiled() -> bool:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    alone = copy.deepcopy(module)
+    model = DDP(torch.compile(module, backend="aot_eager"), 100 / MIB)
+    whole = DDP(copy.deepcopy(module), 100 / MIB)
+    run_whole = torch.compile(whole, backend="aot_eager")
+    batch = torch.randn(4, 6)
+    share = batch[2 * dist.get_rank() :][:2]
+    for _ in range(3):
+        for net in (model, whole, alone):
+            net.zero_grad()
+        model(share).square().mean().backward()
+        run_whole(share).square().mean().backward()
+        model.finish_gradient_synchronization()
+        whole.finish_gradient_synchronization()
+        alone(batch).square().mean().backward()
+        for one, two, theirs in zip(*(m.parameters() for m in (model, whole, alone)), strict=True):
+            torch.testing.assert_close(one.grad, theirs.grad)
+            assert one.grad.equal(two.grad)
+    return True
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_module_inside_and_a_compiled_wrapper() -> None:
+    assert run_ranks(compiled, 2, timeout=120) == [True, True]
+
+
+def test_importing_and_wrapping_do_not_import_the_compiler() -> None:
+    program = """
+import sys, tempfile, torch, torch.distributed as dist
+from torch import nn
+from ddp import DDP
+with tempfile.NamedTemporaryFile() as file:
+    dist.init_process_group("gloo", store=dist.FileStore(file.name, 1), rank=0, world_size=1)
+    model = DDP(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    model.finish_gradient_synchronization()
+    dist.destroy_process_group()
+print([name for name in ("torch._dynamo", "sympy", "matplotlib") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.stdout.strip() == "[]", run.stderr

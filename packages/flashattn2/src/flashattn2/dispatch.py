@@ -1,0 +1,110 @@
+"""Which implementation runs, and why; the public functions ask here and so does `explain`."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashattn2 import aten
+from flashattn2.problem import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, Score
+
+BACKENDS = ("auto", "triton", "aten", "torch")
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+
+
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compiler.assume_constant_result`, which would import the compiler to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class Method(NamedTuple):
+    """Which implementation runs, and how: the last arguments of both operators."""
+
+    backend: str
+    precision: str
+    deterministic: bool
+
+
+class Choice(NamedTuple):
+    """A method, and the rule that chose it."""
+
+    method: Method
+    reason: str
+
+
+def choose(
+    q: Tensor,
+    k: Tensor,
+    score: Score,
+    *,
+    backend: str = "auto",
+    precision: str | None = None,
+    deterministic: bool = True,
+    packed: bool = False,
+) -> Choice:
+    """The method for ``(batch, heads, seq, dim)``; ValueError if the named backend cannot."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    if precision is None:
+        precision = _torch_s_precision()
+    elif precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
+    obstacles = {
+        "triton": _why_not_triton(q),
+        "aten": aten.why_not(q, k, score, packed),
+    }
+    if backend == "auto":
+        preferred = "aten" if q.device.type == "cpu" else "triton"
+        obstacle = obstacles[preferred]
+        backend = preferred if obstacle is None else "torch"
+        reason = f"{preferred} first on {q.device.type}"
+        if obstacle is not None:
+            reason = f"tiled PyTorch takes everything; {preferred} cannot take this: {obstacle}"
+    else:
+        reason = f'backend="{backend}" was asked for'
+        obstacle = obstacles.get(backend)
+        if obstacle is not None:
+            raise ValueError(
+                f'backend "{backend}" cannot take this: {obstacle}; use backend="torch" or "auto"'
+            )
+    return Choice(Method(backend, precision, deterministic), reason)
+
+
+@_constant
+def _torch_s_precision() -> str:
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _why_not_triton(q: Tensor) -> str | None:
+    dim = q.shape[-1]
+    if q.dtype == torch.float64:
+        return "the Triton kernels have no float64"
+    if dim > LARGEST_HEAD_DIM:
+        return (
+            f"head dim {dim} is above {LARGEST_HEAD_DIM}, the largest that the Triton kernels take"
+        )
+    if dim < SMALLEST_HEAD_DIM or dim % 8:
+        return (
+            f"head dim {dim} is not a multiple of 8 from {SMALLEST_HEAD_DIM} "
+            f"to {LARGEST_HEAD_DIM}, which the Triton kernels need"
+        )
+    obstacle: str | None = _why_no_triton_on(q.device)
+    return obstacle
+
+
+# A graph is compiled for the machine it is compiled on.
+@_constant
+def _why_no_triton_on(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"compute capability {major}.{minor} is below 8.0" if major < 8 else None
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return None
+    return f"it needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter; got {device}"

@@ -1,0 +1,179 @@
+"""Attention as differentiable functions: the general one, and the paper's two.
+
+Notable: forward mode and the double backward run in tiles whatever ran the forward pass.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flashattn2 import derivatives
+from flashattn2.dispatch import Method, choose
+from flashattn2.operators import backward_op, by_sequence, forward_op, scalars
+from flashattn2.problem import Score, check_dense, make_score
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    score: Score,
+    method: Method,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, both differentiable."""
+    if torch.compiler.is_compiling():
+        out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+        return out, lse
+    out, lse = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        score: Score,
+        method: Method,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_q, cu_k, ctx.score, ctx.method = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+        ctx.save_for_forward(q, k, v, *output, cu_q, cu_k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        grad_out, grad_lse = grads
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        d_qkv = _AttentionBackward.apply(
+            q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.score, ctx.method
+        )
+        return *d_qkv, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+        t_q, t_k, t_v = (
+            torch.zeros_like(x) if t is None else t
+            for x, t in zip((q, k, v), tangents[:3], strict=True)
+        )
+        t_out, t_lse = by_sequence(
+            lambda q, out, lse, t_q, k, v, t_k, t_v: derivatives.tangent(
+                q, k, v, out, lse, t_q, t_k, t_v, ctx.score
+            ),
+            [q, out, lse, t_q],
+            [k, v, t_k, t_v],
+            cu_q,
+            cu_k,
+        )
+        return t_out, t_lse
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The gradients as functions of q, k, v, dO and dL: out and lse stand for what q, k, v make."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        score: Score,
+        method: Method,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.score = score
+        ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
+        dq, dk, dv = backward_op(
+            q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, t_q: Tensor, t_k: Tensor, t_v: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+        g_q, g_out, g_lse, g_k, g_v = by_sequence(
+            lambda q, out, lse, grad_out, grad_lse, t_q, k, v, t_k, t_v: _rows_first(
+                derivatives.double_backward(
+                    q, k, v, out, lse, grad_out, grad_lse, t_q, t_k, t_v, ctx.score
+                )
+            ),
+            [q, out, lse, grad_out, grad_lse, t_q],
+            [k, v, t_k, t_v],
+            cu_q,
+            cu_k,
+        )
+        nones = (None,) * 6
+        return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
+
+
+def _rows_first(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    g_q, g_k, g_v, g_out, g_lse = grads
+    return g_q, g_out, g_lse, g_k, g_v
+
+
+class _PaperFunction(torch.autograd.Function):
+    backend: ClassVar[str]
+
+    @classmethod
+    def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
+        """Attention of ``Q (batch, seq_q, dim)`` over ``K`` and ``V (batch, seq_k, dim)``."""
+        check_dense(Q, K, V)
+        if Q.dim() != 3:
+            raise ValueError(f"Q has shape {tuple(Q.shape)}; give (batch, seq, dim)")
+        score = make_score(Q.shape[-1], is_causal, None, None, None)
+        method, _ = choose(Q.unsqueeze(1), K.unsqueeze(1), score, backend=cls.backend)
+        out: Tensor = super().apply(Q, K, V, score, method)
+        return out
+
+    @staticmethod
+    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, score: Score, method: Method) -> Tensor:
+        q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
+        out, lse = forward_op(q, k, v, None, None, *scalars(score), *method)
+        ctx.score, ctx.method = score, method
+        output: Tensor = out.squeeze(1)
+        ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
+        d_qkv = _AttentionBackward.apply(
+            q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.score, ctx.method
+        )
+        return *(d.squeeze(1) for d in d_qkv), None, None
+
+
+class FlashAttentionTorch(_PaperFunction):
+    """Algorithms 1 and 2 of FlashAttention-2 in tiled PyTorch, on ``(batch, seq, dim)``.
+
+    ``FlashAttentionTorch.apply(Q, K, V, is_causal=False)``.  For the backward pass it saves Q, K,
+    V, the output and one ``(batch, seq_q)`` tensor, the log-sum-exp.
+    """
+
+    backend = "torch"
+
+
+class FlashAttentionTriton(_PaperFunction):
+    """The same in Triton kernels; on a CPU they need Triton's interpreter (TRITON_INTERPRET=1)."""
+
+    backend = "triton"

@@ -1,0 +1,131 @@
+"""The gradient of q: one tile of queries against the keys that it sees."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from flashattn2.kernels.tiles import key_ranges, load_rows, load_tile, power, seen, store_tile, tanh
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, grad_out, lse, delta, dq,
+    q_strides, k_strides, v_strides, grad_out_strides, dq_strides, places, cu_q, cu_k,
+    scale, inner, outer, heads, group, rows, seq_q, seq_k, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (query tiles, batch · heads, splits of the keys)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    split, kv_head = tl.program_id(2), head // group
+    q_begin, k_begin = 0, 0
+    first = tile * BLOCK_M
+    if PACKED:
+        sequence = tl.load(places + 2 * tile)
+        if sequence < 0:
+            return
+        first = tl.load(places + 2 * tile + 1)
+        q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
+        seq_q = tl.load(cu_q + sequence + 1) - q_begin
+        seq_k = tl.load(cu_k + sequence + 1) - k_begin
+
+    q_tile = load_tile(
+        q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
+    )
+    do_tile = load_tile(
+        grad_out,
+        grad_out_strides,
+        batch,
+        head,
+        q_begin,
+        first,
+        seq_q,
+        BLOCK_M,
+        D,
+        BLOCK_D,
+        TMA,
+        False,
+    )
+    line = tl.cast(tl.program_id(1), tl.int64) * rows + q_begin
+    row_lse, d = load_rows(lse, delta, line, first + tl.arange(0, BLOCK_M), seq_q, EXACT)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    last = tl.minimum(first + BLOCK_M, seq_q) - 1
+    lo, all_lo, all_hi, hi = key_ranges(
+        first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
+    )
+    if LEFT:
+        acc = _add_dq(
+            acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+            lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+        )  # fmt: skip
+    acc = _add_dq(
+        acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+        all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
+    )  # fmt: skip
+    acc = _add_dq(
+        acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+        all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+    )  # fmt: skip
+    part = split * (tl.num_programs(1) // heads) + batch
+    acc = acc * scale
+    store_tile(dq, dq_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit
+def _add_dq(
+    acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+    lo, hi, position, seq_k, inner, outer, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add dS k over the keys [lo, hi)."""
+    for start in tl.range(lo, hi, BLOCK_N):
+        k_tile = load_tile(
+            k,
+            k_strides,
+            batch,
+            kv_head,
+            k_begin,
+            start,
+            seq_k,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            TMA,
+            not MASKED,
+        )
+        v_tile = load_tile(
+            v,
+            v_strides,
+            batch,
+            kv_head,
+            k_begin,
+            start,
+            seq_k,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            TMA,
+            not MASKED,
+        )
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            raw = tanh(raw * inner)
+        p = power(raw * outer - row_lse[:, None], EXACT)
+        if MASKED:
+            positions = position + tl.arange(0, BLOCK_M)[:, None]
+            keys = start + tl.arange(0, BLOCK_N)[None, :]
+            p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        ds = p * (dp - d[:, None])
+        if SOFTCAP:
+            ds *= 1.0 - raw * raw
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+    return acc

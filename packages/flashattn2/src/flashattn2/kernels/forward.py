@@ -1,0 +1,211 @@
+"""The forward kernel: one tile of queries against the keys that it sees.
+
+Notable: the loop over keys is cut in three, so that only tiles on the edge of the band (or of the
+sequence) pay for a mask.  Where there are fewer query tiles than processors, the keys of each are
+split among several programs, and `combine_kernel` weighs their results by their log-sum-exps.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashattn2.kernels import launch
+from flashattn2.kernels.tiles import key_ranges, load_tile, power, seen, store_tile, tanh
+from flashattn2.problem import Score
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, places, cu_q, cu_k,
+    inner, outer, heads, group, rows, seq_q, seq_k, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (query tiles, batch · heads, splits)."""
+    # The last tiles see the most keys of a causal problem: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    split, kv_head = tl.program_id(2), head // group
+    q_begin, k_begin = 0, 0
+    first = tile * BLOCK_M
+    if PACKED:
+        sequence = tl.load(places + 2 * tile)
+        if sequence < 0:
+            return
+        first = tl.load(places + 2 * tile + 1)
+        q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
+        seq_q = tl.load(cu_q + sequence + 1) - q_begin
+        seq_k = tl.load(cu_k + sequence + 1) - k_begin
+
+    q_tile = load_tile(
+        q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
+    )
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    last = tl.minimum(first + BLOCK_M, seq_q) - 1
+    lo, all_lo, all_hi, hi = key_ranges(
+        first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
+    )
+    if LEFT:
+        acc, maximum, total = _attend(
+            acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+            lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+        )  # fmt: skip
+    acc, maximum, total = _attend(
+        acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+        all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
+    )  # fmt: skip
+    acc, maximum, total = _attend(
+        acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+        all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+    )  # fmt: skip
+
+    # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    acc = acc / total[:, None]
+    part = split * (tl.num_programs(1) // heads) + batch
+    store_tile(out, out_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
+    lines = first + tl.arange(0, BLOCK_M)
+    line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
+    # In base e, whatever the scores were in.
+    sums = maximum + tl.log(total) if EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + line, sums, mask=lines < seq_q)
+
+
+@triton.jit
+def _attend(
+    acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+    lo, hi, position, seq_k, inner, outer, left, right,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add the keys [lo, hi) to the running output, maximum and sum."""
+    for start in tl.range(lo, hi, BLOCK_N):
+        k_tile = load_tile(
+            k,
+            k_strides,
+            batch,
+            kv_head,
+            k_begin,
+            start,
+            seq_k,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            TMA,
+            not MASKED,
+        )
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        if SOFTCAP:
+            raw = tanh(raw * inner)
+        if MASKED:
+            positions = position + tl.arange(0, BLOCK_M)[:, None]
+            keys = start + tl.arange(0, BLOCK_N)[None, :]
+            visible = seen(positions, keys, seq_k, left, right, LEFT, RIGHT)
+            raw = tl.where(visible, raw, float("-inf"))
+        new = tl.maximum(maximum, tl.max(raw, 1) * outer)
+        base = new
+        if MASKED:
+            # Nothing seen so far: -inf - -inf would be NaN.
+            base = tl.where(new == float("-inf"), 0.0, new)
+        p = power(raw * outer - base[:, None], EXACT)
+        rescale = power(maximum - base, EXACT)
+        total = total * rescale + tl.sum(p, 1)
+        v_tile = load_tile(
+            v,
+            v_strides,
+            batch,
+            kv_head,
+            k_begin,
+            start,
+            seq_k,
+            BLOCK_N,
+            D,
+            BLOCK_D,
+            TMA,
+            not MASKED,
+        )
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        maximum = new
+    return acc, maximum, total
+
+
+@triton.jit
+def combine_kernel(
+    parts, part_lse, out, lse, out_strides, heads, rows, parts_stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles, batch · heads)."""
+    lines = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_D)
+    line = tl.cast(tl.program_id(1), tl.int64) * rows + lines
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for split in range(SPLITS):
+        x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
+        maximum = tl.maximum(maximum, x)
+    base = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    inside = (lines < rows)[:, None] & (columns < D)[None, :]
+    for split in range(SPLITS):
+        x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
+        weight = tl.exp(x - base)
+        total += weight
+        part = parts + split * parts_stride * D + line[:, None] * D + columns[None, :]
+        acc += weight[:, None] * tl.load(part, inside, other=0.0)
+    safe = tl.where(total == 0.0, 1.0, total)
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    first = tl.program_id(0) * BLOCK_M
+    store_tile(
+        out, out_strides, batch, head, 0, first, rows, acc / safe[:, None], BLOCK_M, D, BLOCK_D
+    )
+    tl.store(lse + line, maximum + tl.log(safe), lines < rows)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
+    precision: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp of ``(batch, heads, seq, dim)``."""
+    out = launch.like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if q.numel() == 0 or k.numel() == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    q, k, v = launch.rows_contiguous(q, k, v)
+    plan = launch.plan("forward", precision, q, k, v, packed=cu_q is not None)
+    batch, heads, rows, dim = q.shape
+    tile, splits = plan.tile, plan.splits
+    tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
+    to_out, to_lse = out, lse
+    if splits > 1:
+        to_out = q.new_empty((splits * batch, heads, rows, dim), dtype=torch.float32)
+        to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
+    exact = launch.is_exact(q)
+    inner, outer = launch.score_factors(score, exact)
+    forward_kernel[tiles, batch * heads, splits](
+        *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
+        *(x.stride()[:3] for x in (q, k, v, to_out)), places, cu_q, cu_k,
+        inner, outer, heads, heads // k.shape[1], rows, rows, k.shape[2], score.left, score.right,
+        D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
+        PACKED=cu_q is not None, TMA=plan.tma, SPLITS=splits, PRECISION=plan.precision, EXACT=exact,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    if splits > 1:
+        combine_kernel[triton.cdiv(rows, 32), batch * heads](
+            to_out, to_lse, out, lse, out.stride()[:3], heads, rows, batch * heads * rows,
+            D=dim, BLOCK_D=plan.block_d, BLOCK_M=32, SPLITS=splits, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out, lse

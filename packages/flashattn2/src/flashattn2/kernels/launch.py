@@ -1,0 +1,151 @@
+"""From tensors to a launch: tile, splits, TMA or pointers, and where each program works.
+
+Notable: nothing here waits for the GPU.  Packed sequences are cut into tiles on the device, into as
+many places as their rows could need at most; a place that is left over ends at once.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashattn2.kernels.configs import Tile, choose
+from flashattn2.problem import Score
+
+MAX_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one kernel will be launched."""
+
+    tile: Tile
+    block_d: int
+    splits: int
+    tma: bool
+    precision: str
+
+    def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
+        """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
+        if not self.tma:
+            return [tensor for tensor, _ in tensors]
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return [
+            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, self.block_d])
+            for x, rows in tensors
+        ]
+
+
+def plan(kernel: str, precision: str, q: Tensor, *others: Tensor, packed: bool) -> Plan:
+    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
+    k = others[0]
+    device = device_of(q.device)
+    block_d = triton.next_power_of_2(q.shape[-1])
+    width = q.element_size()
+    tile, tma, precision = choose(
+        kernel,
+        precision,
+        width,
+        block_d,
+        device.has_tma and not packed and all(fits_tma(x) for x in (q, *others)),
+        device.shared_bytes,
+    )
+    by_key = kernel in ("dkdv", "atomic")
+    tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
+    if by_key:
+        tiles, loop = loop, tiles
+    programs = tiles * q.shape[0] * (k if by_key else q).shape[1]
+    splits = 1 if packed else split_count(programs, loop, device.processors)
+    return Plan(tile, block_d, splits, tma, precision)
+
+
+def split_count(programs: int, loop: int, processors: int) -> int:
+    """Splits that give every processor a program, each with at least four tiles to loop over."""
+    if programs >= processors:
+        return 1
+    return max(1, min(processors // programs, loop // 4, MAX_SPLITS))
+
+
+def fits_tma(x: Tensor) -> bool:
+    """TMA needs 16-byte strides and addresses, and dimensions that really differ in address."""
+    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+
+
+def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Copies of those whose last dimension has gaps; the other strides may be anything."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def like(x: Tensor) -> Tensor:
+    """Room for a result in the layout of ``x``, its last dimension without gaps."""
+    room = torch.empty_like(x)
+    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
+
+
+def query_tiles(q: Tensor, cu: Tensor | None, block: int) -> tuple[int, Tensor | None]:
+    """How many tiles of rows, and for packed sequences which sequence and row each starts at."""
+    rows = q.shape[2]
+    if cu is None:
+        return triton.cdiv(rows, block), None
+    # Every sequence may leave one tile partly filled.
+    most = rows // block + cu.shape[0] - 1
+    tiles = (cu.diff() + (block - 1)) // block
+    ends = tiles.cumsum(0, dtype=torch.int32)
+    place = torch.arange(most, device=cu.device, dtype=torch.int32)
+    sequence = torch.searchsorted(ends, place, right=True, out_int32=True)
+    inside = sequence < tiles.shape[0]
+    sequence = torch.where(inside, sequence, 0)
+    start = (place - (ends - tiles)[sequence]) * block
+    return most, torch.stack((torch.where(inside, sequence, -1), start), dim=1).int().contiguous()
+
+
+def parts(gradient: Tensor, splits: int) -> Tensor:
+    """Where the splits write: the gradient itself, or a float32 copy for each."""
+    if splits == 1:
+        return gradient
+    return gradient.new_empty(
+        (splits * gradient.shape[0], *gradient.shape[1:]), dtype=torch.float32
+    )
+
+
+def is_exact(q: Tensor) -> bool:
+    """Whether scores stay exponents of e: see `flashattn2.kernels.tiles`."""
+    return q.dtype == torch.float32
+
+
+def score_factors(score: Score, exact: bool) -> tuple[float, float]:
+    """``inner`` and ``outer``: see `flashattn2.kernels.tiles`."""
+    unit = 1.0 if exact else math.log2(math.e)
+    if score.softcap:
+        return score.scale / score.softcap, score.softcap * unit
+    return 1.0, score.scale * unit
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice of tiles needs to know of a GPU."""
+
+    name: str
+    shared_bytes: int
+    processors: int
+    has_tma: bool
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """A GPU's properties; the interpreter stands for one small processor with TMA."""
+    if device.type != "cuda":
+        return Device("interpreter", 227 * 1024, 1, True)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        properties.name,
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+        properties.major >= 9,
+    )

@@ -1,0 +1,150 @@
+"""What the kernels share: loading and storing a tile, scores, and the band's ranges.
+
+Notable: a tensor arrives as a TMA descriptor (TMA) or as a pointer with its strides; the rest of
+each kernel does not know which.  A tile is ``[ROWS, BLOCK_D]`` where BLOCK_D is the head dim
+rounded up to a power of two, the excess read as zeros.
+
+Scores are ``raw · outer``: raw is q·k and outer the scale, or raw is tanh(q·k · inner) and outer
+the softcap.  For half precision log2(e) is folded into outer and they are exponents of 2, which
+saves a multiplication; float32 keeps exponents of e (EXACT): that fold would round them again.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    source, strides, batch, head, begin, start, length,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``start ..`` of one head of one sequence that begins at row ``begin``; zeros outside.
+
+    WHOLE promises that all of them are inside.
+    """
+    if TMA:
+        tile = source.load([batch, head, start, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+        base += tl.cast(begin + start, tl.int64) * strides[2]
+        rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        places = source + base + rows[:, None] * strides[2] + columns[None, :]
+        if WHOLE and D == BLOCK_D:
+            tile = tl.load(places)
+        elif WHOLE:
+            tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+        elif D == BLOCK_D:
+            tile = tl.load(places, mask=(start + rows < length)[:, None], other=0.0)
+        else:
+            inside = (start + rows < length)[:, None] & (columns < D)[None, :]
+            tile = tl.load(places, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    target, strides, batch, head, begin, start, length, tile,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write the rows that exist."""
+    base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    base += tl.cast(begin + start, tl.int64) * strides[2]
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = (start + rows < length)[:, None] & (columns < D)[None, :]
+    offsets = rows[:, None] * strides[2] + columns[None, :]
+    tl.store(target + base + offsets, tile.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def power(x, EXACT: tl.constexpr):
+    """e or 2 to the x."""
+    return tl.exp2(x * 1.4426950408889634 if EXACT else x)
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x) from exp2, and from its series near zero, where 1 - exp(-2x) cancels."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    e = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(x2 < 0.0625, series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def load_rows(lse, delta, line, lines, seq_q, EXACT: tl.constexpr):
+    """L in the units of the scores, and D; L is +inf, so P is 0, where there is no row or key."""
+    x = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
+    d = tl.load(delta + line + lines, lines < seq_q, other=0.0)
+    return tl.where(x == float("-inf"), float("inf"), x if EXACT else x * 1.4426950408889634), d
+
+
+@triton.jit
+def seen(
+    positions, keys, seq_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):  # fmt: skip
+    """Whether the query at each position sees each key, both shaped to broadcast to the tile."""
+    visible = keys < seq_k
+    if RIGHT:
+        visible = visible & (keys <= positions + right)
+    if LEFT:
+        visible = visible & (keys >= positions - left)
+    return visible
+
+
+@triton.jit
+def key_ranges(
+    first, last, seq_q, seq_k, left, right, split,
+    BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """``lo, all_lo, all_hi, hi`` of the keys that the queries first..last see.
+
+    None of them sees a key outside [lo, hi), all see those in [all_lo, all_hi), whose bounds are
+    multiples of BLOCK.  A split takes its share of [lo, hi).
+    """
+    nearest, furthest = first + seq_k - seq_q, last + seq_k - seq_q
+    lo, all_lo, hi, all_hi = 0, 0, seq_k, seq_k
+    if LEFT:
+        lo = tl.maximum(nearest - left, 0) // BLOCK * BLOCK
+        all_lo = tl.cdiv(tl.maximum(furthest - left, 0), BLOCK) * BLOCK
+    if RIGHT:
+        hi = tl.maximum(tl.minimum(seq_k, furthest + right + 1), 0)
+        all_hi = tl.maximum(tl.minimum(seq_k, nearest + right + 1), 0)
+    all_hi = all_hi // BLOCK * BLOCK
+    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+
+
+@triton.jit
+def query_ranges(
+    first, last, seq_q, seq_k, left, right, split,
+    BLOCK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The same for the queries that see keys first..last; queries past the end count as seeing."""
+    shift = seq_k - seq_q
+    lo, all_lo, hi, all_hi = 0, 0, seq_q, tl.cdiv(seq_q, BLOCK) * BLOCK
+    if RIGHT:
+        lo = tl.maximum(first - right - shift, 0) // BLOCK * BLOCK
+        all_lo = tl.cdiv(tl.maximum(last - right - shift, 0), BLOCK) * BLOCK
+    if LEFT:
+        hi = tl.maximum(tl.minimum(seq_q, last + left - shift + 1), 0)
+        all_hi = tl.maximum(tl.minimum(seq_q, first + left - shift + 1), 0) // BLOCK * BLOCK
+    # The last tile of keys may reach past the end: all of its tiles are masked.
+    if last >= seq_k:
+        all_lo = hi
+    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+
+
+@triton.jit
+def share(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    """One split's part of a range, its inner bounds in order."""
+    if SPLITS > 1:
+        part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
+        lo = lo + split * part
+        hi = tl.minimum(hi, lo + part)
+    hi = tl.maximum(hi, lo)
+    all_lo = tl.minimum(tl.maximum(all_lo, lo), hi)
+    all_hi = tl.maximum(tl.minimum(all_hi, hi), all_lo)
+    return lo, all_lo, all_hi, hi

@@ -1,0 +1,166 @@
+"""Forward and backward as torch.library operators, with fake implementations and autograd.
+
+Notable: these are what stands in a compiled or exported graph; eager calls wrap them in
+`flashattn2.function`, which differentiates further.  Dense input is ``(batch, heads, seq, dim)``;
+packed sequences are the same with batch 1 and the boundaries ``cu_q`` and ``cu_k``.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn2 import aten, tiled
+from flashattn2.problem import Score
+
+
+@torch.library.custom_op("flashattn2::forward", mutates_args=())
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    backend: str,
+    precision: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    score = Score(scale, left, right, softcap)
+    if backend == "triton":
+        from flashattn2.kernels import forward
+
+        with torch.cuda.device_of(q):
+            return forward.forward(q, k, v, cu_q, cu_k, score, precision)
+    run = aten.forward if backend == "aten" else tiled.forward
+    out, lse = by_sequence(lambda q, k, v: run(q, k, v, score), [q], [k, v], cu_q, cu_k)
+    return out, lse
+
+
+@forward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    cu_q, backend = options[0], options[6]
+    if backend == "aten" and cu_q is None:
+        return aten.forward(q, k, v, Score(*options[2:6]))
+    out = q.new_empty(q.shape)
+    if backend == "triton":
+        from flashattn2.kernels import launch
+
+        out = launch.like(q)
+    return out, q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+
+
+@torch.library.custom_op("flashattn2::backward", mutates_args=())
+def backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    backend: str,
+    precision: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    score = Score(scale, left, right, softcap)
+    if backend == "triton":
+        from flashattn2.kernels import backward
+
+        with torch.cuda.device_of(q):
+            return backward.backward(
+                q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, score, precision, deterministic
+            )
+    run = aten.backward if backend == "aten" else tiled.backward
+    dq, dk, dv = by_sequence(
+        lambda q, out, lse, grad_out, grad_lse, k, v: run(
+            q, k, v, out, lse, grad_out, grad_lse, score
+        ),
+        [q, out, lse, grad_out, grad_lse],
+        [k, v],
+        cu_q,
+        cu_k,
+    )
+    return dq, dk, dv
+
+
+@backward_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, backend = options[0], options[6]
+    if backend == "aten" and cu_q is None and grad_lse is None:
+        return aten.backward(q, k, v, out, lse, grad_out, None, Score(*options[2:6]))
+    if backend == "triton":
+        from flashattn2.kernels import launch
+
+        return launch.like(q), launch.like(k), launch.like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_q, cu_k, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    d_qkv = backward_op(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *ctx.options)
+    return *d_qkv, *(None,) * (2 + len(ctx.options))
+
+
+forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def by_sequence(
+    function: Callable[..., tuple[Tensor, ...]],
+    query_side: Sequence[Tensor | None],
+    key_side: Sequence[Tensor],
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The function on each packed sequence by itself, its results packed again."""
+    if cu_q is None or cu_k is None:
+        return function(*query_side, *key_side)
+    q_bounds, k_bounds = cu_q.tolist(), cu_k.tolist()
+    parts = []
+    for n in range(len(q_bounds) - 1):
+        rows, keys = slice(*q_bounds[n : n + 2]), slice(*k_bounds[n : n + 2])
+        parts.append(
+            function(
+                *(None if x is None else x[:, :, rows] for x in query_side),
+                *(x[:, :, keys] for x in key_side),
+            )
+        )
+    return tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+
+
+def scalars(score: Score) -> tuple[float, int, int, float]:
+    """A score as the operators take it."""
+    return score.scale, score.left, score.right, score.softcap
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

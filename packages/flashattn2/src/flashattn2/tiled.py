@@ -1,0 +1,158 @@
+"""FlashAttention-2 in tiled PyTorch: Algorithms 1 and 2 of Dao (2023), arXiv 2307.08691.
+
+Notable: no score is kept, only the log-sum-exp L of each row, from which the backward pass makes
+any tile of P again.  Tiles that the band hides are skipped, tiles that it cuts are masked, all
+others pay for no mask.  The query heads of one key head lie one below the other in a tile, so
+grouped-query attention is the same matrix products with more rows.
+
+Shapes: n = batch · kv_heads, g = query heads per key head, t and u = rows of a query and key tile.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashattn2.problem import Score
+
+# Rows and columns of a tile: large enough that a CPU core spends its time in matrix products.
+TILE = 256
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: ``(batch, heads, seq, dim)`` to the output and its log-sum-exp."""
+    tiles = Tiles(score, q.shape[2], k.shape[2])
+    q_, k_, v_ = grouped(q, k), flat(k), flat(v)
+    out = q_.new_zeros(q_.shape)
+    lse = q_.new_full(q_.shape[:-1], -torch.inf)
+    for rows in tiles.queries():
+        q_i = q_[:, :, rows].flatten(1, 2) * score.scale  # [n, g·t, d]
+        o_i = torch.zeros_like(q_i)
+        m_i = q_i.new_full(q_i.shape[:2], -torch.inf)  # the row maximum so far
+        l_i = torch.zeros_like(m_i)  # the row sum so far, relative to the maximum
+        for columns, hidden in tiles.keys(rows, q.device):
+            s_ij = scores(q_i, k_[:, columns], score, hidden)  # [n, g·t, u]
+            m_new = torch.maximum(m_i, s_ij.amax(-1))
+            # Where every key so far is hidden the maximum is -inf, and -inf - -inf is NaN.
+            base = m_new.masked_fill(m_new == -torch.inf, 0.0) if hidden is not None else m_new
+            p_ij = s_ij.sub_(base[..., None]).exp_()
+            rescale = torch.exp(m_i - base)
+            l_i = rescale * l_i + p_ij.sum(-1)
+            o_i = torch.baddbmm(o_i.mul_(rescale[..., None]), p_ij, v_[:, columns])
+            m_i = m_new
+        # A row that saw no key has l = 0: its output stays 0 and its log-sum-exp -inf.
+        o_i /= l_i.masked_fill(l_i == 0, 1.0)[..., None]
+        out[:, :, rows] = o_i.view_as(out[:, :, rows])
+        lse[:, :, rows] = (m_i + l_i.log()).view_as(lse[:, :, rows])
+    return out.view(q.shape).to(q.dtype), lse.view(q.shape[:-1])
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: the gradients of q, k and v from the output, L and D = rowsum(dO · O) - dL."""
+    tiles = Tiles(score, q.shape[2], k.shape[2])
+    q_, k_, v_ = grouped(q, k) * score.scale, flat(k), flat(v)
+    do_, lse_ = grouped(grad_out, k), row_lse(lse, k)
+    delta = row_delta(out, grad_out, grad_lse, k)
+    dq, dk, dv = torch.zeros_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
+    for rows in tiles.queries():
+        q_i, do_i = q_[:, :, rows].flatten(1, 2), do_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
+        l_i, d_i = (x[:, :, rows].flatten(1, 2)[..., None] for x in (lse_, delta))
+        dq_i = torch.zeros_like(q_i)
+        for columns, hidden in tiles.keys(rows, q.device):
+            k_j, v_j = k_[:, columns], v_[:, columns]  # [n, u, d]
+            s_ij = scores(q_i, k_j, score, hidden)  # [n, g·t, u]
+            slope = 1 - (s_ij / score.softcap) ** 2 if score.softcap else None
+            p_ij = s_ij.sub_(l_i).exp_()
+            dv[:, columns] += p_ij.mT @ do_i
+            ds_ij = (do_i @ v_j.mT).sub_(d_i).mul_(p_ij)
+            if slope is not None:
+                ds_ij = torch.where(p_ij == 0, 0.0, ds_ij * slope)
+            dq_i.baddbmm_(ds_ij, k_j)
+            dk[:, columns] += ds_ij.mT @ q_i
+        dq[:, :, rows] = dq_i.view_as(dq[:, :, rows])
+    dq *= score.scale
+    return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the score matrix that the band touches."""
+
+    score: Score
+    seq_q: int
+    seq_k: int
+
+    def queries(self) -> Iterator[slice]:
+        """Row ranges, in order."""
+        for start in range(0, self.seq_q, TILE):
+            yield slice(start, min(start + TILE, self.seq_q))
+
+    def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
+        """Column ranges that these rows see, each with its mask, or None where all is seen."""
+        shift = self.seq_k - self.seq_q
+        start, all_start, all_stop, stop = self.score.keys_seen(
+            rows.start, rows.stop, shift, self.seq_k
+        )
+        for first in range(start // TILE * TILE, stop, TILE):
+            columns = slice(first, min(first + TILE, self.seq_k))
+            hidden = None
+            if columns.start < all_start or columns.stop > all_stop:
+                queries = torch.arange(rows.start, rows.stop, device=device)
+                keys = torch.arange(columns.start, columns.stop, device=device)
+                hidden = self.score.hidden(queries, keys, shift)
+            yield columns, hidden
+
+
+def scores(q_i: Tensor, k_j: Tensor, score: Score, hidden: Tensor | None) -> Tensor:
+    """One tile of scores ``[n, g·t, u]`` from scaled queries; -inf where hidden."""
+    s_ij = q_i @ k_j.mT
+    if score.softcap:
+        s_ij = s_ij.div_(score.softcap).tanh_().mul_(score.softcap)
+    if hidden is not None:
+        s_ij.view(len(s_ij), s_ij.shape[1] // len(hidden), *hidden.shape).masked_fill_(
+            hidden, -torch.inf
+        )
+    return s_ij
+
+
+def row_lse(lse: Tensor, k: Tensor) -> Tensor:
+    """L as ``[n, g, seq]``; +inf in rows that see no key, so that ``exp(s - L)`` is 0 there."""
+    rows = _rows(lse, k)
+    return rows.masked_fill(rows == -torch.inf, torch.inf)
+
+
+def row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, k: Tensor) -> Tensor:
+    """D = rowsum(dO · O) - dL as ``[n, g, seq]``: what softmax takes off every entry of dP."""
+    delta = torch.linalg.vecdot(wide(grad_out), wide(out))
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    return _rows(delta, k)
+
+
+def grouped(q: Tensor, k: Tensor) -> Tensor:
+    """``[batch, heads, seq, d]`` as ``[n, g, seq, d]``, in the precision that is summed in."""
+    return wide(q).reshape(k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], *q.shape[2:])
+
+
+def flat(k: Tensor) -> Tensor:
+    """``[batch, kv_heads, seq, d]`` as ``[n, seq, d]``, in the precision that is summed in."""
+    return wide(k).reshape(k.shape[0] * k.shape[1], *k.shape[2:])
+
+
+def wide(x: Tensor) -> Tensor:
+    """Half precision is stored, never summed in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _rows(x: Tensor, k: Tensor) -> Tensor:
+    return x.reshape(k.shape[0] * k.shape[1], x.shape[1] // k.shape[1], x.shape[2])

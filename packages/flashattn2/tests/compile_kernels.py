@@ -1,0 +1,111 @@
+"""Compile kernels for a GPU that need not be there, and say what the compiler made of them.
+
+A script of its own, since a process that interprets kernels cannot compile them: it reads a list of
+jobs as JSON from standard input, and writes one line of JSON for each.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from flashattn2.kernels import configs, dkdv, dq, forward
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KERNELS = {
+    "forward": forward.forward_kernel,
+    "dq": dq.dq_kernel,
+    "dkdv": dkdv.dkdv_kernel,
+    "atomic": dkdv.dkdv_kernel,
+}
+ALIGNED = [["tt.divisibility", 16]]
+
+
+def compile_job(job):
+    """Registers, stack and shared memory, and how often each instruction of interest occurs."""
+    kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
+    flags = {
+        "D": job["dim"],
+        "BLOCK_D": job["dim"],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "LEFT": job.get("left", False),
+        "RIGHT": job.get("right", True),
+        "SOFTCAP": job.get("softcap", False),
+        "PACKED": job.get("packed", False),
+        "TMA": job["tma"],
+        "SPLITS": job.get("splits", 1),
+        "PRECISION": job["precision"],
+        "EXACT": job["dtype"] == "fp32",
+        "ATOMIC": job["kernel"] == "atomic",
+    }
+    constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
+    if not constants["PACKED"]:
+        constants |= dict.fromkeys(("places", "cu_q", "cu_k"))
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else _type(name, job, tile)
+        if name.endswith("strides"):
+            attributes |= {(index, axis): ALIGNED for axis in range(3)}
+        elif str(signature[name]).startswith("*"):
+            attributes[index,] = ALIGNED
+    source = ASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attributes,
+    )
+    options = {
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
+    }
+    compiled = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
+    ptx = compiled.asm["ptx"]
+    return {
+        **job,
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "mma": ptx.count("mma.sync"),
+        "tma_loads": ptx.count("cp.async.bulk.tensor"),
+        "shared_bytes": compiled.metadata.shared,
+        **_resources(compiled.asm["cubin"]),
+    }
+
+
+def _type(name, job, tile):
+    rows = {"q": tile.block_m, "grad_out": tile.block_m, "k": tile.block_n, "v": tile.block_n}
+    if name in rows:
+        shape = f"[1,1,{rows[name]},{job['dim']}]"
+        return f"tensordesc<{job['dtype']}{shape}>" if job["tma"] else f"*{job['dtype']}"
+    if name.endswith("strides"):
+        return ("i32",) * 3
+    if name in ("lse", "delta") or (name == "dq" and job["kernel"] == "atomic"):
+        return "*fp32"
+    if name in ("out", "dq", "dk", "dv"):
+        return f"*{job['dtype']}" if job.get("splits", 1) == 1 else "*fp32"
+    if name in ("places", "cu_q", "cu_k"):
+        return "*i32"
+    return "fp32" if name in ("scale", "inner", "outer") else "i32"
+
+
+def _resources(cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
+    }
+
+
+if __name__ == "__main__":
+    for job in json.load(sys.stdin):
+        print(json.dumps(compile_job(job)), flush=True)

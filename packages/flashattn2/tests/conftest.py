@@ -1,0 +1,78 @@
+"""Where there is no GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# What these tests share, importable by name.
+sys.path.append(str(Path(__file__).parent))
+
+# Triton reads this when a kernel is defined, so it is set before any test file is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    """Small tiles in the interpreter, so that short sequences still need many of them.
+
+    Returns a function that sets what a real GPU would decide: splits, and TMA or pointers.
+    """
+    from flashattn2.kernels import configs, launch
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is off where there is a GPU; test_gpu.py runs the kernels")
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot_as_a_gpu_does)
+    monkeypatch.setattr(
+        launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), given[4], given[1])
+    )
+
+    def use(*, splits=1, tma=True):
+        monkeypatch.setattr(launch, "split_count", lambda *_: splits)
+        monkeypatch.setattr(
+            launch, "device_of", lambda _: launch.Device("interpreter", 227 * 1024, 1, tma)
+        )
+
+    use()
+    return use
+
+
+def _dot_as_a_gpu_does(self, a, b, d, *precision):
+    """In float32, adding one product after another: the same for ``q k`` and for ``k q``.
+
+    The interpreter's own multiplies bfloat16 bit patterns as integers, and sums in an order that
+    depends on the layout, so that scores made again differ from those that made the log-sum-exp.
+    """
+    from triton.runtime.interpreter import TensorHandle
+
+    left, right, total = _as_float32(a), _as_float32(b), d.data.astype(np.float32)
+    for i in range(left.shape[1]):
+        total = total + left[:, i, None] * right[i, None, :]
+    return TensorHandle(total, d.dtype.scalar)
+
+
+def _as_float32(handle):
+    import triton.language as tl
+
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+def pytest_collection_modifyitems(items):
+    """What torch 2.11 and triton 3.6 themselves warn of, in their own code."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            for message in ("Conversion of an array with ndim > 0", ".torch.jit.script"):
+                mark = pytest.mark.filterwarnings(f"ignore:{message}:DeprecationWarning")
+                item.add_marker(mark)

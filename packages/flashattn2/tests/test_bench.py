@@ -1,0 +1,53 @@
+"""The bench's rows: complete, with the work by one formula and the memory as predicted."""
+
+import pytest
+from flashattn2 import bench
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return bench.bench(quick=True)
+
+
+def test_every_case_reports(rows):
+    assert [r["case"] for r in rows if r["case"] == "machine"] == ["machine"]
+    assert {r["case"] for r in rows} == {"machine", "flash", "train", "naive_memory"}
+    for row in rows:
+        if row["case"] in ("flash", "train"):
+            assert row["time_ms"] > 0
+            assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
+            if row["impl"] == "ours":
+                assert row["ratio_p50"] == 1.0
+    assert bench.table(rows).count("\n\n") == 2
+
+
+def test_work_is_counted_by_the_stated_formula():
+    assert bench.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
+    assert bench.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
+
+
+def test_memory_held_by_naive_attention_is_what_was_predicted(rows):
+    memory = [r for r in rows if r["case"] == "naive_memory"]
+    assert len(memory) == 2
+    for row in memory:
+        assert row["held_mib"] == pytest.approx(row["predicted_mib"], rel=0.01)
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(bench, "memory_bytes", lambda device: 3 * 4 * 8 * 256 * 256)
+    fits, does_not = bench.naive_memory("cpu", True)
+    assert fits["held_mib"] > 0
+    assert does_not["held_mib"] == bench.OUT_OF_MEMORY
+
+
+def test_an_implementation_that_runs_out_of_memory_is_a_row_that_says_so(monkeypatch):
+    import torch
+
+    def too_large(q, k, v):
+        raise torch.OutOfMemoryError("no")
+
+    first = bench.implementations("cpu", True, 16, torch.float32)["ours"]
+    monkeypatch.setattr(bench, "implementations", lambda *_: {"ours": first, "big": too_large})
+    rows = list(bench._compare("flash", (1, 1, 16, 16), torch.float32, "cpu", True))
+    assert {r["time_ms"] for r in rows if r["impl"] == "big"} == {bench.OUT_OF_MEMORY}
+    assert len(rows) == 6

@@ -1,0 +1,136 @@
+"""What only a GPU can show: the compiled kernels against float64, in every shipped configuration.
+
+`pytest -m gpu packages/flashattn2` needs torch, triton, numpy and pytest, and no more.
+"""
+
+import itertools
+
+import pytest
+import torch
+from against_float64 import assert_as_good_as_plain
+from flashattn2 import flash_attention, flash_attention_varlen
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Every buffer that the kernels do not fill shows up as NaN."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def tensors(dim, seq_q=333, seq_k=333, dtype=torch.bfloat16, heads=4, kv_heads=2, batch=2):
+    q = torch.randn(batch, heads, seq_q, dim, device="cuda", dtype=dtype)
+    k, v = (torch.randn(batch, kv_heads, seq_k, dim, device="cuda", dtype=dtype) for _ in "kv")
+    return q, k, v
+
+
+def run(**fixed):
+    return lambda *a, **o: flash_attention(*a, **o, **fixed)
+
+
+@pytest.mark.parametrize("dim", [16, 24, 32, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype, deterministic):
+    fixed = run(backend="triton", deterministic=deterministic)
+    for lengths in ((333, 333), (100, 700), (700, 100)):
+        for options in ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0}):
+            assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pairs_of_options_are_as_good_as_plain(dim):
+    for is_causal, window, softcap, scale in itertools.product(
+        (False, True), (None, (70, None), 33), (None, 3.0), (None, 0.3)
+    ):
+        options = {"is_causal": is_causal, "window": window, "softcap": softcap, "scale": scale}
+        assert_as_good_as_plain(run(backend="triton"), tensors(dim, 257, 511), **options)
+
+
+def test_a_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
+    for dim, is_causal in itertools.product((64, 128), (False, True)):
+        few = tensors(dim, 2000, 2000, heads=1, kv_heads=1, batch=1)
+        assert_as_good_as_plain(run(backend="triton"), few, is_causal=is_causal)
+
+
+def test_two_deterministic_runs_are_bit_equal():
+    q, k, v = (x.requires_grad_() for x in tensors(64, 1000, 1000))
+    runs = []
+    for _ in range(2):
+        out = flash_attention(q, k, v, is_causal=True)
+        runs.append((out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_packed_sequences_wait_for_nothing_and_match_each_by_itself():
+    cu = torch.tensor([0, 70, 71, 400, 400, 777], dtype=torch.int32, device="cuda")
+    q, k, v = (torch.randn(777, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
+    flash_attention_varlen(q, k, v, cu, cu, is_causal=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = flash_attention_varlen(q, k, v, cu, cu, is_causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    bounds = cu.tolist()
+    for n in range(5):
+        rows = slice(*bounds[n : n + 2])
+        alone = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
+        expected = flash_attention(*alone, is_causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(out[rows], expected, atol=1e-2, rtol=1e-2)
+
+
+def test_a_cuda_graph_replays_it():
+    q, k, v = tensors(64)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        flash_attention(q, k, v)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attention(q, k, v)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    torch.testing.assert_close(out, flash_attention(q, k, v))
+
+
+def test_inductor_compiles_it_in_one_graph():
+    q, k, v = (x.requires_grad_() for x in tensors(64))
+
+    def loss(q, k, v):
+        return flash_attention(q, k, v, is_causal=True).float().square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True)
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    ours = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("tf32x3", 18), ("tf32", 8)])
+def test_tf32_precisions_are_as_good_as_their_bits(precision, bits):
+    q, k, v = tensors(64, dtype=torch.float32)
+    exact = flash_attention(*(x.double() for x in (q, k, v)), backend="torch")
+    out = flash_attention(q, k, v, precision=precision)
+    assert (out - exact).abs().max() <= 2.0**-bits * exact.abs().max()
+
+
+def test_memory_grows_with_the_sequence():
+    from flashattn2.measure import peak_extra_bytes
+
+    def extra(seq):
+        q, k, v = (x.requires_grad_() for x in tensors(64, seq, seq))
+        grad = torch.ones_like(q)
+        return peak_extra_bytes(
+            lambda: torch.autograd.grad(flash_attention(q, k, v), (q, k, v), grad), "cuda"
+        )
+
+    assert extra(8192) <= 2.2 * extra(4096)

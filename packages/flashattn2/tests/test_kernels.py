@@ -1,0 +1,142 @@
+"""The Triton kernels, run by Triton's interpreter, against float64."""
+
+import itertools
+
+import pytest
+import torch
+from against_float64 import assert_as_good_as_plain
+from flashattn2 import FlashAttentionTriton, attention_reference, flash_attention
+from flashattn2.kernels import launch
+
+# Every value of every option meets every value of every other at least once.
+SHAPES = {  # batch, heads, kv_heads, seq_q, seq_k
+    "square": (2, 2, 2, 48, 48),
+    "more keys": (1, 4, 2, 37, 70),
+    "fewer keys": (1, 2, 1, 70, 37),
+    # Many, since the errors of one row are all of a piece.
+    "one query": (8, 4, 1, 1, 65),
+}
+OPTIONS = {
+    "is_causal": (False, True),
+    "window": (None, (19, 3), (None, 5), 1, (40, None)),
+    "softcap": (None, 2.0),
+    "scale": (None, 0.7),
+    "dim": (16, 24, 40),
+    "shape": tuple(SHAPES),
+    "tma": (True, False),
+    "splits": (1, 3),
+    "deterministic": (True, False),
+}
+
+
+def pairwise(options):
+    """A short list of choices in which every pair of values of two options occurs."""
+    missing = {
+        frozenset(((a, x), (b, y)))
+        for a, b in itertools.combinations(options, 2)
+        for x in range(len(options[a]))
+        for y in range(len(options[b]))
+    }
+    rows = []
+    while missing:
+        # Sorted, so that every process makes the same list.
+        row = dict(sorted(min(missing, key=sorted)))
+        for name, values in options.items():
+            if name not in row:
+                row[name] = max(
+                    range(len(values)),
+                    key=lambda i: sum(frozenset(((name, i), p)) in missing for p in row.items()),
+                )
+        missing -= {frozenset(p) for p in itertools.combinations(row.items(), 2)}
+        rows.append({name: options[name][i] for name, i in row.items()})
+    return rows
+
+
+def tensors(shape, dim, dtype=torch.float32):
+    batch, heads, kv_heads, seq_q, seq_k = SHAPES[shape]
+    q = torch.randn(batch, heads, seq_q, dim)
+    k, v = (torch.randn(batch, kv_heads, seq_k, dim) for _ in "kv")
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+def triton(deterministic=True):
+    return lambda *a, **o: flash_attention(*a, **o, backend="triton", deterministic=deterministic)
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=str)
+def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
+    case = dict(case)
+    interpreter(splits=case.pop("splits"), tma=case.pop("tma"))
+    run = triton(case.pop("deterministic"))
+    assert_as_good_as_plain(run, tensors(case.pop("shape"), case.pop("dim")), **case)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_half_precision_is_as_good_as_plain(interpreter, dtype, deterministic):
+    ulps = 2 if dtype == torch.bfloat16 else 1
+    for options in ({"is_causal": True}, {"window": (19, 3), "softcap": 2.0}):
+        assert_as_good_as_plain(
+            triton(deterministic), tensors("more keys", 24, dtype), ulps=ulps, **options
+        )
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, dtype):
+    interpreter(splits=splits)
+    # torch fills every empty tensor with NaN in this mode.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        for deterministic in (True, False):
+            assert_as_good_as_plain(
+                triton(deterministic), tensors("fewer keys", 24, dtype), is_causal=True
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_two_deterministic_runs_are_bit_equal(interpreter):
+    interpreter(splits=3)
+    q, k, v = (x.requires_grad_() for x in tensors("more keys", 16))
+    runs = []
+    for _ in range(2):
+        out = triton()(q, k, v, is_causal=True)
+        runs.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_rows_that_see_no_key_give_zero_and_no_gradient(interpreter):
+    q, k, v = (x.requires_grad_() for x in tensors("fewer keys", 16))
+    out, lse = triton()(q, k, v, is_causal=True, return_lse=True)
+    blind = q.shape[2] - k.shape[2]
+    (grad,) = torch.autograd.grad(out.sum() + lse[:, :, blind:].sum(), q)
+    assert (out[:, :, :blind] == 0).all()
+    assert (lse[:, :, :blind] == -torch.inf).all()
+    assert (grad[:, :, :blind] == 0).all()
+    assert (grad[:, :, blind:] != 0).any()
+
+
+def test_the_paper_s_function_is_the_reference_and_saves_one_tensor_a_row(interpreter):
+    Q = torch.randn(2, 21, 16, requires_grad=True)
+    out = FlashAttentionTriton.apply(Q, Q, Q, True)
+    assert [t.shape for t in out.grad_fn.saved_tensors].count((2, 21)) == 1
+    expected = attention_reference(Q, Q, Q, is_causal=True)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
+    for ours, theirs in zip(
+        torch.autograd.grad(out.square().sum(), Q),
+        torch.autograd.grad(expected.square().sum(), Q),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("programs", "loop", "processors", "splits"),
+    [(132, 64, 132, 1), (64, 64, 132, 2), (32, 64, 132, 4), (1, 512, 132, 16), (1, 3, 132, 1)],
+)
+def test_splits_fill_the_gpu_and_keep_four_tiles_each(programs, loop, processors, splits):
+    assert launch.split_count(programs, loop, processors) == splits

@@ -1,0 +1,61 @@
+"""Extra memory grows with the sequence, never with its square."""
+
+import functools
+
+import pytest
+import torch
+from flashattn2 import attention_reference, flash_attention
+from flashattn2.measure import peak_extra_bytes
+from torch.autograd import forward_ad
+
+pytestmark = pytest.mark.filterwarnings(
+    # torch's own forward mode still scripts a few of its rules.
+    "ignore:.torch.jit.script. is deprecated:FutureWarning"
+)
+
+
+def inputs(seq):
+    return [torch.randn(1, 1, seq, 64, requires_grad=True) for _ in "qkv"]
+
+
+def gradient(function, **options):
+    def run(q, k, v):
+        torch.autograd.grad(function(q, k, v, is_causal=True, **options).sum(), (q, k, v))
+
+    return run
+
+
+def double_backward(q, k, v):
+    out = flash_attention(q, k, v, is_causal=True, backend="torch")
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
+    torch.autograd.grad(sum(g.square().sum() for g in grads), (q, k, v))
+
+
+def forward_mode(q, k, v):
+    with forward_ad.dual_level():
+        duals = (forward_ad.make_dual(x.detach(), torch.ones_like(x)) for x in (q, k, v))
+        flash_attention(*duals, is_causal=True, backend="torch")
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        gradient(flash_attention, backend="torch"),
+        gradient(flash_attention, backend="aten"),
+        double_backward,
+        forward_mode,
+    ],
+    ids=["tiled", "aten", "double backward", "forward mode"],
+)
+def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
+    small, large = (peak_extra_bytes(functools.partial(run, *inputs(seq))) for seq in (2048, 4096))
+    # A page or two more may become resident; the scores of seq 4096 alone would be 64 MiB.
+    assert large <= 2.2 * small + 2**21
+    assert large <= 32 * 2**20
+
+
+def test_the_tiled_version_takes_a_twentieth_of_plain_attention_s_memory():
+    x = inputs(4096)
+    tiled = peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
+    plain = peak_extra_bytes(lambda: gradient(attention_reference)(*x))
+    assert 20 * tiled <= plain

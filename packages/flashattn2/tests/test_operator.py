@@ -1,0 +1,129 @@
+"""The torch.library operators: opcheck, torch.compile, torch.export, autocast, fake tensors."""
+
+import pytest
+import torch
+from flashattn2 import flash_attention, flash_attention_varlen
+from flashattn2.operators import backward_op, forward_op
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytestmark = pytest.mark.filterwarnings(
+    # opcheck looks at the gradients of its own copies.
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+BACKENDS = ("torch", "aten", "triton")
+CU = torch.tensor([0, 3, 9], dtype=torch.int32)
+SCALARS = (0.25, -1, 0, 0.0)
+
+
+def tensors(layout="heads first", requires_grad=False):
+    if layout == "heads first":
+        shapes = ((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
+        return [torch.randn(s, requires_grad=requires_grad) for s in shapes]
+    shapes = ((2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    return [torch.randn(s).transpose(1, 2).requires_grad_(requires_grad) for s in shapes]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["heads first", "sequence first"])
+def test_opcheck(interpreter, backend, layout):
+    q, k, v = tensors(layout, requires_grad=True)
+    method = (backend, "ieee", True)
+    torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = forward_op(q, k, v, None, None, *SCALARS, *method)
+    for grad_lse in (None, torch.randn_like(lse)):
+        arguments = (q, k, v, out, lse, torch.randn_like(out), grad_lse, None, None)
+        torch.library.opcheck(backward_op, (*arguments, *SCALARS, *method))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_opcheck_of_packed_sequences(interpreter, backend):
+    q, k, v = (x[:1].detach().requires_grad_() for x in tensors())
+    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True)
+    torch.library.opcheck(forward_op, arguments)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+def test_compile_makes_one_graph_of_forward_and_backward(interpreter, backend):
+    def loss(q, k, v):
+        out, lse = flash_attention(q, k, v, is_causal=True, return_lse=True, backend=backend)
+        return (out * out).sum() + lse.sin().sum()
+
+    q, k, v = tensors(requires_grad=True)
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled(q, k, v), (q, k, v)), expected, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
+    def run(q, cu):
+        return flash_attention_varlen(q, q, q, cu, cu, is_causal=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for lengths in ((4, 5), (7, 1), (2, 9)):
+        cu = torch.tensor((0, *lengths)).cumsum(0).int()
+        q = torch.randn(sum(lengths), 2, 16)
+        torch.testing.assert_close(compiled(q, cu), run(q, cu))
+
+
+def test_export_keeps_the_operator():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return flash_attention(q, k, v, window=3, backend="torch")
+
+    q, k, v = tensors()
+    program = torch.export.export(Attention(), (q, k, v))
+    assert "flashattn2.forward" in str(program.graph)
+    torch.testing.assert_close(program.module()(q, k, v), Attention()(q, k, v))
+
+
+@pytest.mark.parametrize("function", ["dense", "packed"])
+def test_autocast_lowers_what_sdpa_would(function):
+    q, k, v = tensors()
+
+    def run():
+        if function == "dense":
+            return flash_attention(q, k, v, is_causal=True)
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        return flash_attention_varlen(*packed, CU, CU)
+
+    exact = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = run()
+    assert lowered.dtype == torch.bfloat16
+    torch.testing.assert_close(lowered.float(), exact, atol=0.02, rtol=0.02)
+
+
+def test_shapes_come_without_data():
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 65536, 64, dtype=torch.bfloat16)
+        out, lse = flash_attention(q, q, q, is_causal=True, return_lse=True)
+    assert (out.shape, out.dtype) == (q.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
+def test_any_strides_give_the_same_result(interpreter, backend):
+    packed = torch.randn(2, 9, 3, 2, 16)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    gaps = torch.randn(2, 2, 9, 32)[..., ::2]
+    upright = torch.randn(2, 2, 16, 9).mT
+    spread = torch.randn(2, 2, 1, 16).expand(-1, -1, 9, -1)
+    for tensors in (
+        (q, k, v),
+        (gaps, gaps.flip(2), gaps),
+        (upright, upright, upright),
+        (q, spread, spread),
+        (spread, k, v),
+    ):
+        results = []
+        for x in (tensors, [t.contiguous() for t in tensors]):
+            leaves = [t.detach().requires_grad_() for t in x]
+            out = flash_attention(*leaves, is_causal=True, backend=backend)
+            # The gradient of a sum arrives with strides of zero.
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)

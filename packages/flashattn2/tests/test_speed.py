@@ -1,0 +1,46 @@
+"""Times as ratios, each pair taken in turns."""
+
+import statistics
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flashattn2 import attention_reference, flash_attention
+
+pytestmark = [
+    pytest.mark.timing,
+    pytest.mark.skipif(torch.get_num_threads() != 1, reason="times are for one thread"),
+]
+
+
+def median_ratio(ours, theirs, turns):
+    """The median over turns of the time of ours by that of theirs."""
+
+    def seconds(run):
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    seconds(ours), seconds(theirs)
+    return statistics.median(seconds(ours) / seconds(theirs) for _ in range(turns))
+
+
+def passes(function, seq, **options):
+    q, k, v = (torch.randn(1, 1, seq, 64, requires_grad=True) for _ in "qkv")
+
+    def both():
+        torch.autograd.grad(function(q, k, v, is_causal=True, **options).sum(), (q, k, v))
+
+    return both
+
+
+def test_tiled_takes_a_third_of_plain_attention_s_time_at_4096():
+    tiled = passes(flash_attention, 4096, backend="torch")
+    assert median_ratio(tiled, passes(attention_reference, 4096), 5) <= 1 / 3
+
+
+def test_auto_on_a_cpu_takes_sdpa_s_time():
+    ours = passes(flash_attention, 2048)
+    sdpa = passes(F.scaled_dot_product_attention, 2048)
+    assert median_ratio(ours, sdpa, 31) <= 1.05

@@ -1,0 +1,97 @@
+"""Algorithms 1 and 2 in tiled PyTorch, and torch's CPU kernel beside them."""
+
+import pytest
+import torch
+from against_float64 import assert_as_good_as_plain, results
+from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention, tiled
+from flashattn2.problem import Score
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiled, "TILE", 8)
+
+
+def run(backend):
+    return lambda *a, **o: flash_attention(*a, **o, backend=backend)
+
+
+lengths = st.integers(1, 30)
+bounds = st.none() | st.integers(0, 20)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_every_option_is_the_reference_in_float64(backend):
+    @given(
+        shape=st.tuples(lengths, lengths, st.sampled_from(((2, 2), (4, 2), (3, 1)))),
+        dim=st.sampled_from((1, 3, 8)),
+        is_causal=st.booleans(),
+        window=st.none() | st.tuples(bounds, bounds),
+        softcap=st.none() | st.floats(0.5, 5.0),
+        scale=st.none() | st.floats(0.1, 2.0),
+    )
+    @settings(max_examples=60, deadline=None)
+    def check(shape, dim, **options):
+        seq_q, seq_k, (heads, kv_heads) = shape
+        q = torch.randn(2, heads, seq_q, dim, dtype=torch.float64)
+        k, v = (torch.randn(2, kv_heads, seq_k, dim, dtype=torch.float64) for _ in "kv")
+        grads = torch.randn_like(q), torch.randn(q.shape[:-1])
+        ours, theirs = (
+            results(function, (q, k, v), torch.float64, grads, **options)
+            for function in (run(backend), attention_reference)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"is_causal": True, "window": (50, None), "softcap": 3.0}],
+    ids=str,
+)
+def test_in_every_dtype_it_is_as_good_as_plain(monkeypatch, dtype, backend, options):
+    monkeypatch.setattr(tiled, "TILE", 64)
+    q = torch.randn(1, 4, 200, 40).to(dtype)
+    k, v = (torch.randn(1, 2, 200, 40).to(dtype) for _ in "kv")
+    assert_as_good_as_plain(run(backend), (q, k, v), **options)
+
+
+def test_the_paper_s_function_saves_one_tensor_a_row():
+    Q = torch.randn(2, 9, 16, requires_grad=True)
+    out = FlashAttentionTorch.apply(Q, Q, Q, is_causal=True)
+    assert [t.shape for t in out.grad_fn.saved_tensors].count((2, 9)) == 1
+    (grad,) = torch.autograd.grad(out.sum(), Q)
+    (expected,) = torch.autograd.grad(attention_reference(Q, Q, Q, is_causal=True).sum(), Q)
+    torch.testing.assert_close(grad, expected)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_tiled_backward_compiles_to_the_same_gradients():
+    q, k, v = (torch.randn(1, 1, 16, 4) for _ in "qkv")
+    score = Score(0.5, right=0)
+    out, lse = tiled.forward(q, k, v, score)
+    arguments = (q, k, v, out, lse, torch.randn_like(out), None, score)
+    compiled = torch.compile(tiled.backward, fullgraph=True)
+    for ours, theirs in zip(compiled(*arguments), tiled.backward(*arguments), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize(("seq_q", "seq_k", "batch"), [(0, 5, 1), (5, 0, 1), (5, 5, 0)])
+def test_empty_tensors_give_empty_or_zero_results(backend, seq_q, seq_k, batch):
+    q = torch.randn(batch, 2, seq_q, 8, requires_grad=True)
+    k = torch.randn(batch, 1, seq_k, 8, requires_grad=True)
+    out, lse = flash_attention(q, k, k, backend=backend, is_causal=True, return_lse=True)
+    out.sum().backward()
+    assert out.shape == q.shape
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    assert (q.grad == 0).all()
+    assert (k.grad == 0).all()

@@ -1,0 +1,85 @@
+"""Packed sequences are each attended by themselves."""
+
+import pytest
+import torch
+from against_float64 import assert_as_good_as_plain
+from flashattn2 import attention_reference, flash_attention, flash_attention_varlen
+from torch.autograd import gradcheck, gradgradcheck
+
+CU_Q = torch.tensor([0, 37, 37, 38, 90], dtype=torch.int32)
+CU_K = torch.tensor([0, 20, 41, 80, 110], dtype=torch.int32)
+
+
+def one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
+    """What packed attention means: the function on each sequence."""
+
+    def run(q, k, v, **options):
+        outs, sums = [], []
+        for n in range(len(cu_q) - 1):
+            rows, keys = slice(*cu_q[n : n + 2]), slice(*cu_k[n : n + 2])
+            parts = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
+            out, lse = function(*parts, **options)
+            outs.append(out[0].transpose(0, 1))
+            sums.append(lse[0])
+        return torch.cat(outs), torch.cat(sums, 1)
+
+    return run
+
+
+def packed(backend, cu_q=CU_Q, cu_k=CU_K):
+    return lambda q, k, v, **o: flash_attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **o)
+
+
+def tensors(dim=16, dtype=torch.float32):
+    q = torch.randn(90, 4, dim)
+    k, v = (torch.randn(110, 2, dim) for _ in "kv")
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
+)
+def test_it_is_attention_over_each_sequence(interpreter, backend, options):
+    assert_as_good_as_plain(
+        packed(backend), tensors(), reference=one_by_one(attention_reference), lse_shape=(4, 90),
+        **options,
+    )  # fmt: skip
+
+
+def test_the_atomic_backward_too(interpreter):
+    run = packed("triton")
+    assert_as_good_as_plain(
+        lambda *a, **o: run(*a, **o, deterministic=False), tensors(), is_causal=True,
+        reference=one_by_one(attention_reference), lse_shape=(4, 90),
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+
+    def run(q, k, v):
+        return packed("torch", cu, cu)(q, k, v, is_causal=True, return_lse=True)
+
+    assert gradcheck(run, tensors, check_forward_ad=True)
+    assert gradgradcheck(run, tensors)
+
+
+def test_no_value_of_another_sequence_is_touched(interpreter):
+    q, k, v = tensors()
+    k[CU_K[1] : CU_K[2]] = torch.nan
+    v[CU_K[3] :] = torch.nan
+    out = packed("triton")(q, k, v)
+    assert out[: CU_Q[1]].isfinite().all()
+    assert out[CU_Q[2] : CU_Q[3]].isfinite().all()
+    assert out[CU_Q[3] :].isnan().any()
+
+
+def test_one_sequence_is_plain_attention():
+    q, k, v = (torch.randn(12, 2, 8) for _ in "qkv")
+    cu = torch.tensor([0, 12], dtype=torch.int32)
+    out = flash_attention_varlen(q, k, v, cu, cu, is_causal=True)
+    dense = flash_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True)
+    torch.testing.assert_close(out, dense[0].transpose(0, 1))

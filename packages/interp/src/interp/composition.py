@@ -1,0 +1,97 @@
+"""How strongly one head reads what an earlier head wrote: Q-, K- and V-composition of all pairs.
+
+    score(1 -> 2) = ||W_2 W_1|| / (||W_2|| ||W_1||)          Elhage et al. 2021
+
+with W_1 = W_OV of the earlier head and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of
+the later. The d_model x d_model product is never formed, nor one operand per pair.  The Frobenius
+norm does not see an orthonormal factor, so with R from the QR of the outer thin matrices
+
+    ||a_2 b_2 a_1 b_1|| = ||(R_2 b_2) (a_1 R_1^T)||,
+
+and the inner products of one earlier layer with all heads of all later layers are one matrix
+product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from interp.low_rank import LowRank
+
+Kind = Literal["q", "k", "v"]
+
+# Numbers held at once by the product of one block of pairs, 2 MiB in float32: larger is not faster.
+_BLOCK_NUMBERS = 1 << 19
+
+
+def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) -> Tensor:
+    """Scores (layer_1, head_1, layer_2, head_2) of head 1 feeding 2; 0 unless layer_1 < layer_2.
+
+    `ov` and `qk` hold every head's circuit, batch (layers, heads); `qk` is not needed for
+    `kind="v"`. Two random circuits score about `chance(d_model)`.
+    """
+    reader = _reader(ov, qk, kind)
+    layers, heads = ov.batch_shape
+    reads, writes = _folded(reader.mT).mT, _folded(ov)
+    scores = ov.a.new_zeros(layers, heads, layers, heads)
+    for first in range(layers - 1):
+        scores[first, :, first + 1 :] = _pair_norms(reads[first + 1 :], writes[first])
+    # Folding keeps the norms of the circuits themselves, too.
+    written, read = torch.linalg.matrix_norm(writes), torch.linalg.matrix_norm(reads)
+    norms: Tensor = written[:, :, None, None] * read
+    return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
+
+
+def chance(d_model: int) -> float:
+    """The score of two circuits that have nothing to do with each other, 1 / sqrt(d_model).
+
+    With W_2 rotated at random, E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d_model.
+    """
+    return 1 / math.sqrt(d_model)
+
+
+def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
+    if kind not in ("q", "k", "v"):
+        raise ValueError(f"kind {kind!r} is not one of 'q', 'k', 'v'")
+    if kind == "v":
+        reader = ov
+    elif qk is None:
+        raise ValueError(f"kind {kind!r} reads through the QK circuits: give qk=")
+    else:
+        reader = qk if kind == "k" else qk.mT
+    if len(ov.batch_shape) != 2 or ov.batch_shape != reader.batch_shape:
+        raise ValueError(
+            f"circuits have batch shapes {tuple(ov.batch_shape)} and {tuple(reader.batch_shape)}; "
+            "both must be (layers, heads)"
+        )
+    if ov.shape[-2] != reader.shape[-1]:
+        raise ValueError(
+            f"earlier heads write {ov.shape[-2]} dimensions, later ones read {reader.shape[-1]}"
+        )
+    return reader
+
+
+def _folded(matrix: LowRank) -> Tensor:
+    """`a R^T` with R from b^T = Q R: the matrix up to an orthonormal factor on its right."""
+    triangle: Tensor = torch.linalg.qr(matrix.b.mT, mode="r").R
+    return (matrix.a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
+
+
+def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
+    """||reads[l, i] @ writes[h]|| of all, (h, l, i); the factors are (l, i, r, d) and (h, d, s)."""
+    layers, heads, rank, d_model = reads.shape
+    written = writes.movedim(0, 1).reshape(d_model, -1)
+    rows = reads.reshape(-1, rank, d_model)
+    step = max(1, _BLOCK_NUMBERS // (rank * written.shape[1]))
+    norms = [
+        torch.linalg.vector_norm(
+            (block.reshape(-1, d_model) @ written).view(len(block), rank, len(writes), -1),
+            dim=(1, 3),
+        )
+        for block in torch.split(rows, step)
+    ]
+    return torch.cat(norms).T.reshape(len(writes), layers, heads)

@@ -1,0 +1,120 @@
+"""Rewrite weights so that circuits can be read off them while the function stays the same.
+
+    fold_norm         a norm's gain and bias move into the linear layers that read it
+    center_writes     what writes to the stream leaves out its mean, which layer norms subtract
+    center_unembed    the unembedding stops adding the same number to all logits
+    fold_value_bias   the value bias moves into the output bias, as attention weights sum to 1
+
+Notable: parameters are replaced, never written to, so that a tied or shared weight keeps its
+value for the others, and a folded copy shares what did not change with the original.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from interp.gpt2 import GPT2
+
+
+@torch.no_grad()
+def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
+    """Move `norm.weight` and `norm.bias` into `readers`, which must be all that reads the norm.
+
+    For y = weight * n(x) + bias, W y + b = (W * weight) n(x) + (W bias + b). Any norm of that
+    form will do; the result is checked on a random vector. Raises ValueError, with nothing
+    changed, for other norms.
+    """
+    gain, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    if gain is None:
+        return
+    for reader in readers:
+        if reader.in_features != gain.numel():
+            raise ValueError(
+                f"a reader takes {reader.in_features} features, the norm gives {gain.numel()}"
+            )
+    # In the precision of the weights; the seed is local, so that nobody's random numbers move.
+    generator = torch.Generator(gain.device).manual_seed(0)
+    x = torch.randn(3, gain.numel(), generator=generator, device=gain.device).to(gain.dtype)
+    modules = (norm, *readers)
+    before = [dict(module._parameters) for module in modules]
+    expected = [reader(norm(x)) for reader in readers]
+    for reader in readers:
+        if shift is not None:
+            added = reader.weight @ shift
+            _set(reader, "bias", added if reader.bias is None else reader.bias + added)
+        _set(reader, "weight", reader.weight * gain)
+    _set(norm, "weight", torch.ones_like(gain))
+    if shift is not None:
+        _set(norm, "bias", torch.zeros_like(shift))
+    tolerance = torch.finfo(gain.dtype).eps ** 0.5
+    for reader, old in zip(readers, expected, strict=True):
+        if (reader(norm(x)) - old).abs().max() > tolerance * old.abs().max():
+            for module, parameters in zip(modules, before, strict=True):
+                module._parameters.update(parameters)
+            raise ValueError(
+                f"{type(norm).__name__} is not weight * n(x) + bias, so it does not fold"
+            )
+
+
+@torch.no_grad()
+def center_writes(*writers: nn.Linear | nn.Embedding) -> None:
+    """Subtract from everything that `writers` add to the stream its mean over d_model.
+
+    Keeps the function where every reader of the stream subtracts that mean itself: layer norm,
+    not RMS norm.
+    """
+    for writer in writers:
+        dim = 1 if isinstance(writer, nn.Embedding) else 0
+        _set(writer, "weight", writer.weight - writer.weight.mean(dim, keepdim=True))
+        if isinstance(writer, nn.Linear) and writer.bias is not None:
+            _set(writer, "bias", writer.bias - writer.bias.mean())
+
+
+@torch.no_grad()
+def center_unembed(unembed: nn.Linear) -> None:
+    """Subtract the mean over the vocabulary; logits shift together, log-probabilities stay."""
+    _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
+    if unembed.bias is not None:
+        _set(unembed, "bias", unembed.bias - unembed.bias.mean())
+
+
+@torch.no_grad()
+def fold_value_bias(value: nn.Linear, output: nn.Linear) -> None:
+    """Move the bias of the values into the output projection's: pattern rows sum to 1."""
+    if value.bias is None:
+        return
+    if value.out_features != output.in_features:
+        raise ValueError(
+            f"values of {value.out_features} features feed an output of {output.in_features}; "
+            "with grouped queries repeat the value heads first"
+        )
+    added = output.weight @ value.bias
+    _set(output, "bias", added if output.bias is None else output.bias + added)
+    _set(value, "bias", torch.zeros_like(value.bias))
+
+
+def fold_gpt2(model: GPT2) -> GPT2:
+    """A copy with everything folded and centred, which gives the same log-probabilities.
+
+    Logits differ by one number per position. The original stays as it is, and the embedding is
+    untied.
+    """
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for block in model.layers:
+        attention = block.attention
+        fold_norm(block.norm1, attention.q, attention.k, attention.v)
+        fold_norm(block.norm2, block.mlp.up)
+        fold_value_bias(attention.v, attention.o)
+        center_writes(attention.o, block.mlp.down)
+    fold_norm(model.norm, model.unembed)
+    center_unembed(model.unembed)
+    center_writes(model.embed, model.position)
+    return model
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    old = getattr(module, name)
+    setattr(module, name, nn.Parameter(value, requires_grad=old is not None and old.requires_grad))

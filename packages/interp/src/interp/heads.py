@@ -1,0 +1,77 @@
+"""Attention heads as plain functions of their circuits, by increasing complexity.
+
+A head is two independent things: where it looks (W_QK, through a softmax over positions) and what
+it moves from there (W_OV).  Heads of a layer add: the concatenation in front of W_O that
+implementations use is the sum of one W_O W_V product per head.  Elhage et al. 2021.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from interp.low_rank import LowRank
+
+
+def attention_pattern(
+    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = True
+) -> Tensor:
+    """softmax(q k^T scale) over keys, (batch, heads, seq_q, seq_k), of (batch, heads, seq, d_head).
+
+    `scale` is 1/sqrt(d_head) by default; fewer key heads than query heads are shared evenly; with
+    unequal lengths the last query sees the last key.
+    """
+    if q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"{q.shape[-3]} query heads cannot share {k.shape[-3]} key heads evenly")
+    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return _softmax(scores, causal)
+
+
+def circuit_pattern(
+    x: Tensor, qk: LowRank | Tensor, *, scale: float = 1.0, causal: bool = True
+) -> Tensor:
+    """softmax(x W_QK x^T scale), (..., seq, seq), for stream vectors `x` (..., seq, d_model).
+
+    A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
+    """
+    scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
+    return _softmax(scores * scale, causal)
+
+
+def attention_head(
+    x: Tensor,
+    qk: LowRank | Tensor,
+    ov: LowRank | Tensor,
+    *,
+    scale: float = 1.0,
+    causal: bool = True,
+) -> Tensor:
+    """What one head adds to the stream, A (x W_OV^T), (..., seq, d_model)."""
+    moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
+    return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
+
+
+def heads_by_addition(
+    x: Tensor, qk: LowRank, ov: LowRank, *, scale: float = 1.0, causal: bool = True
+) -> Tensor:
+    """Attention as a sum over heads of circuits with batch (heads,); `x` is (..., seq, d_model)."""
+    return attention_head(x.unsqueeze(-3), qk, ov, scale=scale, causal=causal).sum(dim=-3)
+
+
+def heads_by_concatenation(pattern: Tensor, x: Tensor, w_v: Tensor, w_o: Tensor) -> Tensor:
+    """The same as implementations do it: mix the values by head, concatenate, project once.
+
+    `pattern` (..., heads, seq, seq), `x` (..., seq, d_model), `w_v` and `w_o` weights of
+    `nn.Linear`.
+    """
+    values = (x @ w_v.mT).reshape(*x.shape[:-1], pattern.shape[-3], -1).transpose(-3, -2)
+    return (pattern @ values).transpose(-3, -2).flatten(-2) @ w_o.mT
+
+
+def _softmax(scores: Tensor, causal: bool) -> Tensor:
+    if causal:
+        queries, keys = scores.shape[-2:]
+        future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(future.triu(keys - queries + 1), float("-inf"))
+    return scores.softmax(dim=-1)

@@ -1,0 +1,191 @@
+"""Matrices that are kept as their two thin factors.
+
+A head reads the residual stream through one thin matrix and writes it through another, so its
+circuits are products `A B` of rank d_head on a space of d_model dimensions.  Notable here:
+
+- every operation costs what the thin factors cost; `dense()` is the only place where m x n appears,
+- everything is batched: one `LowRank` holds a circuit of all heads of all layers, as (layers,
+  heads),
+- columns, as the paper writes it: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and
+  W_OV = W_O W_V maps a stream vector x to W_OV x.  Weights of `nn.Linear` go in as they are.
+
+Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """The matrix `a @ b`: `a` is (..., m, r), `b` is (..., r, n), the rest is a batch."""
+
+    a: Tensor
+    b: Tensor
+
+    def __post_init__(self) -> None:
+        a, b = self.a, self.b
+        if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
+            raise ValueError(
+                f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; "
+                "give (..., m, r) and (..., r, n)"
+            )
+        if a.dtype != b.dtype or not a.dtype.is_floating_point:
+            raise TypeError(
+                f"factors are {a.dtype} and {b.dtype}; give one floating dtype for both"
+            )
+        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions, (layers, heads) for a model's circuits."""
+        return torch.Size(np.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that `dense()` would have."""
+        return torch.Size((*self.batch_shape, self.a.shape[-2], self.b.shape[-1]))
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of `a`, which bounds the rank."""
+        return self.a.shape[-1]
+
+    @property
+    def mT(self) -> LowRank:
+        """The transpose of each matrix."""
+        return LowRank(self.b.mT, self.a.mT)
+
+    def dense(self) -> Tensor:
+        """The matrices themselves, (..., m, n)."""
+        return self.a @ self.b
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Map stream vectors, the rows of `x` (..., n), to (..., m)."""
+        return (x @ self.b.mT) @ self.a.mT
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LowRank:
+        """Index the batch dimensions."""
+        batch = self.batch_shape
+        a, b = (f.expand(*batch, *f.shape[-2:])[index] for f in (self.a, self.b))
+        if a.ndim < 2 or a.shape[-2:] != self.a.shape[-2:]:
+            raise IndexError(f"index {index!r} reaches past the batch dimensions {tuple(batch)}")
+        return LowRank(a, b)
+
+    def __matmul__(self, other: LowRank | Tensor) -> LowRank:
+        """The product, at the smaller rank; a tensor on either side is a plain matrix."""
+        if isinstance(other, Tensor):
+            return LowRank(self.a, self.b @ other)
+        middle = self.b @ other.a
+        if self.rank <= other.rank:
+            return LowRank(self.a, middle @ other.b)
+        return LowRank(self.a @ middle, other.b)
+
+    def __rmatmul__(self, other: Tensor) -> LowRank:
+        return LowRank(other @ self.a, self.b)
+
+    def trace(self) -> Tensor:
+        """The sum of the diagonal, (...)."""
+        _require_square(self)
+        return (self.a * self.b.mT).sum(dim=(-2, -1))
+
+    def norm(self) -> Tensor:
+        """The Frobenius norm, (...).
+
+        Through R of a = QR rather than through the Gram matrices, which would lose half of the
+        digits.
+        """
+        norm: Tensor = torch.linalg.matrix_norm(_triangle(self.a) @ self.b)
+        return norm
+
+    def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`(U, S, Vh)` of shapes (..., m, k), (..., k), (..., k, n) with k = min(m, r, n).
+
+        From the QR of both factors: a b = Q_a (R_a R_b^T) Q_b^T, so that only r x r goes into an
+        SVD.
+        """
+        q_a, r_a = torch.linalg.qr(self.a)
+        q_b, r_b = torch.linalg.qr(self.b.mT)
+        u, s, vh = torch.linalg.svd(r_a @ r_b.mT, full_matrices=False)
+        return q_a @ u, s, vh @ q_b.mT
+
+    def eigenvalues(self) -> Tensor:
+        """The r eigenvalues that may not be 0, complex (..., r): `a b` shares them with `b a`."""
+        _require_square(self)
+        values: Tensor = torch.linalg.eigvals(self.b @ self.a)
+        return values
+
+    def eig(self) -> tuple[Tensor, Tensor]:
+        """Those eigenvalues (..., r) and their unit right eigenvectors (..., n, r), both complex.
+
+        If b a v = w v then a b (a v) = w (a v).
+        """
+        _require_square(self)
+        values, vectors = torch.linalg.eig(self.b @ self.a)
+        vectors = self.a.to(vectors.dtype) @ vectors
+        return values, vectors / torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
+
+    def write_space(self, rank: int | None = None) -> Tensor:
+        """An orthonormal basis of what the matrix can write, (..., m, rank), strongest first."""
+        return self.svd()[0][..., :rank]
+
+    def read_space(self, rank: int | None = None) -> Tensor:
+        """An orthonormal basis of what it reads, (..., n, rank); it is blind to the rest."""
+        return self.svd()[2].mT[..., :rank]
+
+
+def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
+    """W_QK = W_Q^T W_K of every head, (..., heads, d_model, d_model).
+
+    `w_q` (..., heads * d_head, d_model) and `w_k` (..., kv_heads * d_head, d_model) are weights of
+    `nn.Linear`; leading dimensions (layers) stay. Scores are not divided by sqrt(d_head) here.
+    """
+    q = _split(w_q, heads, "w_q")
+    k = _per_query_head(_split(w_k, kv_heads or heads, "w_k"), heads)
+    return LowRank(q.mT, k)
+
+
+def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
+    """W_OV = W_O W_V of every head, (..., heads, d_model, d_model).
+
+    `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
+    `nn.Linear`; leading dimensions (layers) stay.
+    """
+    v = _per_query_head(_split(w_v, kv_heads or heads, "w_v"), heads)
+    return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
+
+
+def _split(weight: Tensor, heads: int, name: str) -> Tensor:
+    """Split (..., heads * d_head, d_model) into (..., heads, d_head, d_model)."""
+    if weight.shape[-2] % heads:
+        raise ValueError(
+            f"{name} has {weight.shape[-2]} rows of heads, which {heads} heads do not divide; "
+            "give the number of heads that this weight holds (kv_heads for w_k and w_v)"
+        )
+    return weight.reshape(*weight.shape[:-2], heads, -1, weight.shape[-1])
+
+
+def _per_query_head(weight: Tensor, heads: int) -> Tensor:
+    """Repeat each key-value head for the query heads that share it (grouped-query attention)."""
+    kv_heads = weight.shape[-3]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
+    return weight.repeat_interleave(heads // kv_heads, dim=-3)
+
+
+def _triangle(matrix: Tensor) -> Tensor:
+    """R of matrix = Q R, (..., min(m, r), r)."""
+    r: Tensor = torch.linalg.qr(matrix, mode="r").R
+    return r
+
+
+def _require_square(matrix: LowRank) -> None:
+    if matrix.shape[-1] != matrix.shape[-2]:
+        raise ValueError(
+            f"only a square matrix has eigenvalues and a trace; this one is {tuple(matrix.shape)}"
+        )

@@ -1,0 +1,206 @@
+"""Read and replace activations of any `nn.Module`, by the names that `named_modules()` gives.
+
+    with record(model, "blocks.*", "norm:input") as seen:
+        model(tokens)
+    with patch(model, {"blocks.3.mlp": torch.zeros_like}):
+        model(tokens)
+
+Notable: nothing is wrapped and no code is rewritten; hooks are gone when the block ends, whatever
+ended it; a name that matches nothing, a recorded tensor that was overwritten in place, and a
+patch that never ran are errors, not silent wrong numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Replacement = Tensor | Callable[[Tensor], Tensor]
+
+
+class Record(dict[str, Tensor]):
+    """Activations by site name, in the order of the forward pass."""
+
+    def __missing__(self, site: str) -> Tensor:
+        raise KeyError(
+            f"{site!r} was not recorded: its module was not asked for, or not called "
+            f"(a module compiled earlier skips hooks); recorded: {', '.join(self) or 'nothing'}"
+        )
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    *sites: str,
+    detach: bool = True,
+    clone: bool = False,
+    device: torch.device | str | None = None,
+) -> Iterator[Record]:
+    """Record the activations at `sites` while the block runs; the latest call of each module stays.
+
+    A site is a module's name, for its output, or `name:input`; `*` stands for one part of a
+    dotted name and `**` for any number. A module that takes or gives several values is tapped at
+    its first tensor. `detach=False` keeps the graph, `device` moves each tensor as it comes.
+
+    Raises RuntimeError at the end if a recorded tensor was changed in place since; `clone=True`
+    prevents it.
+    """
+    seen = Record()
+    versions: dict[str, int] = {}
+
+    def keep(site: str, tensor: Tensor) -> None:
+        kept = tensor.detach() if detach else tensor
+        moved = kept if device is None else kept.to(device)
+        # Inference tensors have no version counter that would show a change, so they are copied.
+        if clone or (moved is kept and kept.is_inference()):
+            moved = moved.clone()
+        seen.pop(site, None)
+        seen[site] = moved
+        if moved.is_inference():
+            versions.pop(site, None)
+        else:
+            versions[site] = moved._version
+
+    with _hooks(model, {site: partial(keep, site) for site in expand_sites(model, sites)}):
+        yield seen
+    changed = [site for site, version in versions.items() if seen[site]._version != version]
+    if changed:
+        raise RuntimeError(
+            f"the recorded tensors of {', '.join(changed)} were changed in place afterwards; "
+            "use clone=True"
+        )
+
+
+@contextmanager
+def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator[None]:
+    """Replace activations while the block runs, by tensors or by functions of what was there.
+
+    Sites are named as in `record`. The new value must have the shape of the old or broadcast to
+    it; dtype and device are taken over. Contexts act in the order of entry: a `record` inside
+    sees the patched value.
+
+    Raises ValueError for a wrong shape, RuntimeError at the end if a site was never reached.
+    """
+    reached: set[str] = set()
+
+    def replace(site: str, new: Replacement, old: Tensor) -> Tensor:
+        reached.add(site)
+        value = new(old) if callable(new) else new
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the patch of {site!r} gave a {type(value).__name__}; give a tensor")
+        try:
+            return value.to(old).expand_as(old)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the patch of {site!r} is {tuple(value.shape)}; it replaces {tuple(old.shape)}"
+            ) from error
+
+    hooks = {
+        site: partial(replace, site, new)
+        for pattern, new in replacements.items()
+        for site in expand_sites(model, (pattern,))
+    }
+    with _hooks(model, hooks):
+        yield
+    if missed := sorted(hooks.keys() - reached):
+        raise RuntimeError(
+            f"the patch of {', '.join(missed)} never ran: the module was not called inside the "
+            "block, or was compiled before it was patched"
+        )
+
+
+def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """The sites that the patterns name, in the model's order."""
+    names = [name for name, _ in model.named_modules()]
+    sites = []
+    for pattern in patterns:
+        name, colon, side = pattern.partition(":")
+        if side not in (("input",) if colon else ("",)):
+            raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
+        regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+        matches = [n for n in names if re.fullmatch(regex, n)]
+        if not matches:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names[1:6]
+            raise ValueError(
+                f"no module of the model is named {name!r}; near it: {', '.join(near)}"
+            )
+        sites += [n + colon + side for n in matches]
+    return sites
+
+
+@contextmanager
+def _hooks(
+    model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
+) -> Iterator[None]:
+    """Call each action with its site's tensor; what it returns, if anything, replaces it."""
+    handles = []
+    try:
+        for site, action in actions.items():
+            name, _, side = site.partition(":")
+            module = model.get_submodule(name)
+            if side:
+                hook = partial(_on_input, site, action)
+                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                handles.append(module.register_forward_hook(partial(_on_output, site, action)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _on_output(
+    site: str,
+    action: Callable[[Tensor], Tensor | None],
+    module: nn.Module,
+    inputs: Any,
+    output: Any,
+) -> Any:
+    if isinstance(output, Tensor):
+        return action(output)
+    if isinstance(output, Mapping):
+        # Plain dicts and Hugging Face's ModelOutput alike are made from keywords.
+        key = _first_tensor(site, output.items())
+        new = action(output[key])
+        rebuild: Callable[..., Any] = type(output)
+        return None if new is None else rebuild(**{**output, key: new})
+    if isinstance(output, tuple | list):
+        index = _first_tensor(site, enumerate(output))
+        new = action(output[index])
+        if new is None:
+            return None
+        items = [*output[:index], new, *output[index + 1 :]]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    raise TypeError(
+        f"the output of {site!r} is a {type(output).__name__} and holds no tensor to tap"
+    )
+
+
+def _on_input(
+    site: str,
+    action: Callable[[Tensor], Tensor | None],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            new = action(value)
+            return None if new is None else ((*args[:index], new, *args[index + 1 :]), kwargs)
+    name = _first_tensor(site, kwargs.items())
+    new = action(kwargs[name])
+    return None if new is None else (args, {**kwargs, name: new})
+
+
+def _first_tensor(site: str, items: Any) -> Any:
+    for key, value in items:
+        if isinstance(value, Tensor):
+            return key
+    raise TypeError(f"{site!r} passes no tensor to tap")

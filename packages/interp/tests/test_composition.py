@@ -1,0 +1,43 @@
+import interp.composition
+import pytest
+import torch
+from interp import LowRank, composition_scores
+from interp.composition import chance
+
+
+def circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[LowRank, LowRank]:
+    torch.manual_seed(seed)
+    sizes = (layers, heads, d, rank), (layers, heads, rank, d)
+    ov, qk = (LowRank(*(torch.randn(s, dtype=torch.float64) for s in sizes)) for _ in range(2))
+    return ov, qk
+
+
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+@pytest.mark.parametrize(("heads", "d", "rank"), [(3, 11, 2), (1, 5, 7)])
+@pytest.mark.parametrize("block", [1 << 23, 30])
+def test_scores_equal_the_dense_definition(
+    monkeypatch: pytest.MonkeyPatch, kind: str, heads: int, d: int, rank: int, block: int
+) -> None:
+    monkeypatch.setattr(interp.composition, "_BLOCK_NUMBERS", block)
+    ov, qk = circuits(4, heads, d, rank, 0)
+    scores = composition_scores(ov, qk, kind=kind)  # type: ignore[arg-type]
+    for l1 in range(4):
+        for h1 in range(heads):
+            w1 = ov[l1, h1].dense()
+            for l2 in range(4):
+                for h2 in range(heads):
+                    w2 = {"q": qk.mT, "k": qk, "v": ov}[kind][l2, h2].dense()
+                    expected = (w2 @ w1).norm() / (w2.norm() * w1.norm()) if l1 < l2 else 0.0
+                    assert scores[l1, h1, l2, h2].item() == pytest.approx(
+                        float(expected), rel=1e-12
+                    )
+
+
+def test_unrelated_circuits_score_chance_and_disjoint_ones_zero() -> None:
+    ov, qk = circuits(2, 8, 64, 4, 0)
+    scores = composition_scores(ov, qk, kind="k")[0, :, 1]
+    assert scores.mean().item() == pytest.approx(chance(64), rel=0.05)
+    a = torch.zeros(2, 1, 6, 2, dtype=torch.float64)
+    a[..., :2, :] = torch.eye(2, dtype=torch.float64)
+    blind = LowRank(a, a.mT.roll(3, -1))
+    assert composition_scores(blind, kind="v").abs().max() == 0

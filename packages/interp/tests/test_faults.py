@@ -1,0 +1,191 @@
+"""Bad input and misuse: each is refused with what was wrong, the value and the remedy."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from interp import (
+    AttentionOnly,
+    LowRank,
+    attribution,
+    composition_scores,
+    detect_heads,
+    logit_lens,
+    ov_circuit,
+    patch,
+    qk_circuit,
+    record,
+    view,
+)
+from interp.heads import attention_pattern
+from interp.induction import repeated_tokens
+from interp.patching import drop_heads
+from interp.vocabulary import diagonal_rank, top_entries
+from torch import Tensor, nn
+
+TOKENS = torch.tensor([[1, 2, 3, 4]])
+EVEN = torch.full((1, 2, 4, 4), 0.25)
+PAIR = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 6))
+WIDE = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 5))
+
+
+@pytest.fixture
+def model() -> AttentionOnly:
+    torch.manual_seed(0)
+    return AttentionOnly(vocabulary=7, context=6, d_model=8, layers=2, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: LowRank(torch.ones(3, 2), torch.ones(3, 4)),
+            r"\(3, 2\) and \(3, 4\) do not multiply",
+        ),
+        (lambda: WIDE.eigenvalues(), "only a square matrix has eigenvalues"),
+        (
+            lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=4),
+            "6 rows .* which 4 heads",
+        ),
+        (
+            lambda: ov_circuit(torch.ones(4, 8), torch.ones(8, 6), heads=3, kv_heads=2),
+            "3 query heads cannot share 2 key-value heads",
+        ),
+        (lambda: composition_scores(PAIR, PAIR, kind="x"), "'x' is not one of 'q', 'k', 'v'"),
+        (lambda: composition_scores(PAIR, kind="k"), "give qk="),
+        (lambda: composition_scores(PAIR, PAIR[0], kind="k"), r"\(2, 3\) and \(3,\); both must be"),
+        (lambda: composition_scores(PAIR, WIDE, kind="k"), "write 6 dimensions, .* read 5"),
+        (
+            lambda: attention_pattern(torch.ones(1, 3, 4, 2), torch.ones(1, 2, 4, 2)),
+            "3 query heads",
+        ),
+        (lambda: detect_heads([], TOKENS), "no attention patterns"),
+        (lambda: detect_heads([EVEN[:, 0]], TOKENS), r"torch.float32 \(1, 4, 4\)"),
+        (lambda: detect_heads([EVEN, EVEN[:, :1]], TOKENS), "pattern of layer 1"),
+        (
+            lambda: detect_heads([EVEN, 2 * EVEN], TOKENS),
+            "layer 1's pattern is off 1 by 1; .* softmax",
+        ),
+        (lambda: detect_heads([EVEN * float("nan")], TOKENS), "off 1 by nan"),
+        (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
+        (lambda: detect_heads([EVEN], TOKENS).best("copy"), "'copy' is not one of previous"),
+        (lambda: logit_lens([], None, torch.ones(5, 3)), "no residual streams"),
+        (
+            lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
+            r"targets have shape \(4,\); give \(1, 4\)",
+        ),
+        (
+            lambda: attribution(
+                {"a": torch.ones(1, 4, 3)},
+                None,
+                torch.ones(5, 3),
+                TOKENS,
+                final=torch.zeros(1, 4, 3),
+            ),
+            "one is missing",
+        ),
+        (
+            lambda: attribution({"a": torch.randn(1, 4, 3)}, torch.tanh, torch.ones(5, 3), TOKENS),
+            r"not of the form g \* x",
+        ),
+        (
+            lambda: attribution({"a": torch.ones(4, 3)}, None, torch.ones(5, 3), TOKENS),
+            r"give \(4,\)",
+        ),
+        (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "no components"),
+        (lambda: top_entries(PAIR, 37), "count 37 is not within 1 and the 36 entries"),
+        (lambda: diagonal_rank(WIDE), "no diagonal"),
+        (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
+        (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must lie within 1 and 4"),
+        (
+            lambda: AttentionOnly(vocabulary=3, context=3, d_model=5, layers=1, heads=2),
+            "d_model 5 is no multiple of 2 heads; give d_head",
+        ),
+    ],
+)
+def test_bad_values_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        call()
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch.float32 and torch.float64"):
+        LowRank(torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64))
+
+
+def test_a_wrong_site_is_refused_with_names_near_it(model: AttentionOnly) -> None:
+    with (
+        pytest.raises(ValueError, match=r"named 'block\.0'; near it: blocks\.0"),
+        record(model, "block.0"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="ends in 'output'"), record(model, "blocks.0:output"):
+        pass
+    with record(model, "unembed") as seen:
+        model(TOKENS)
+    with pytest.raises(KeyError, match=r"'embed' was not recorded.*recorded: unembed"):
+        seen["embed"]
+
+
+def test_a_patch_of_the_wrong_shape_or_kind_is_refused_and_leaves_no_hook(
+    model: AttentionOnly,
+) -> None:
+    wrong = {"blocks.0": torch.ones(3, 3)}
+    with (
+        pytest.raises(ValueError, match=r"is \(3, 3\); it replaces \(1, 4, 8\)"),
+        patch(model, wrong),
+    ):
+        model(TOKENS)
+    with (
+        pytest.raises(TypeError, match="gave a NoneType"),
+        patch(model, {"blocks.0": lambda x: None}),
+    ):  # type: ignore[dict-item,return-value]
+        model(TOKENS)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_patch_that_never_ran_is_an_error(model: AttentionOnly) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"patch of blocks\.1 never ran"),
+        patch(model, {"blocks.1": torch.zeros_like}),
+    ):
+        model.blocks[0](torch.ones(1, 4, 8))
+
+
+def test_a_model_that_was_compiled_before_is_patched_or_refuses(model: AttentionOnly) -> None:
+    compiled = torch.compile(model, backend="eager")
+    expected = out = compiled(TOKENS)
+    refusal = ""
+    try:
+        with patch(model, {"blocks.0": torch.zeros_like}):
+            out = compiled(TOKENS)
+    except RuntimeError as error:
+        refusal = str(error)
+    assert "patch of blocks.0 never ran" in refusal or not torch.allclose(out, expected)
+
+
+def test_a_module_without_a_tensor_cannot_be_tapped() -> None:
+    class Text(nn.Module):
+        def forward(self, x: Tensor) -> str:
+            return "text"
+
+    module = Text()
+    with pytest.raises(TypeError, match="is a str and holds no tensor"), record(module, ""):
+        module(torch.ones(1))
+    with pytest.raises(TypeError, match="':input' passes no tensor"), record(module, ":input"):
+        module("words")
+
+
+def test_the_view_refuses_what_does_not_fit_its_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    with pytest.raises(ValueError, match=r"layer 0 is \(1, 2, 4, 4\); for 3 tokens"):
+        view(path, tokens=["a", "b", "c"], patterns=[EVEN])
+    with pytest.raises(ValueError, match="not within 0 and 1"):
+        view(path, tokens=list("abcd"), patterns=[EVEN - 1])
+    lens = logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="lens cover 4 positions; there are 2 tokens"):
+        view(path, tokens=["a", "b"], lens=lens)
+    with pytest.raises(FileNotFoundError):
+        view(tmp_path / "nowhere" / "page.html", tokens=["a"])
+    assert not path.exists()

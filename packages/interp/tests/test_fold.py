@@ -1,0 +1,83 @@
+import copy
+
+import pytest
+import torch
+from interp import GPT2, record
+from interp.fold import center_unembed, fold_gpt2, fold_norm
+from interp.gpt2 import GPT2Config
+from torch import Tensor, nn
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
+
+
+def random_gpt2(dtype: torch.dtype) -> GPT2:
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocab_size=31, n_positions=9, n_embd=12, n_layer=3, n_head=3)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    model = random_gpt2(dtype)
+    before = copy.deepcopy(model.state_dict())
+    folded = fold_gpt2(model)
+    with record(model, "**.pattern") as seen:
+        expected = model(TOKENS).log_softmax(-1)
+    with record(folded, "**.pattern", "norm:input") as after:
+        logits = folded(TOKENS)
+    torch.testing.assert_close(
+        logits.log_softmax(-1), expected, atol=tolerance * 10, rtol=tolerance
+    )
+    for site in seen:
+        torch.testing.assert_close(after[site], seen[site], atol=tolerance, rtol=tolerance)
+    # Folded: no gains, no biases in front, nothing along the directions that norm and softmax
+    # ignore.
+    for norm in (folded.norm, *(n for b in folded.blocks for n in (b.norm1, b.norm2))):
+        assert (norm.weight == 1).all()
+        assert (norm.bias == 0).all()
+    assert after["norm:input"].mean(-1).abs().max() < tolerance * 10
+    assert logits.mean(-1).abs().max() < tolerance * 10
+    assert all((b.attention.v.bias == 0).all() for b in folded.blocks)
+    # The original is as it was, and what did not change is shared with it.
+    assert all(
+        torch.equal(old, new)
+        for old, new in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    assert model.unembed.weight is model.embed.weight
+    assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
+    again = fold_gpt2(folded)(TOKENS)
+    torch.testing.assert_close(again, logits, atol=tolerance * 10, rtol=tolerance)
+
+
+def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -> None:
+    tokens = TOKENS % 17
+    expected = decoder(tokens)
+    for layer in decoder.layers:
+        fold_norm(layer.norm1, layer.q, layer.k, layer.v)
+        fold_norm(layer.norm2, layer.gate, layer.up)
+    fold_norm(decoder.norm, decoder.head)
+    torch.testing.assert_close(decoder(tokens), expected)
+    assert (decoder.norm.weight == 1).all()
+    assert decoder.head.bias is None
+    center_unembed(decoder.head)
+    torch.testing.assert_close(decoder(tokens).log_softmax(-1), expected.log_softmax(-1))
+
+
+def test_a_norm_that_does_not_fold_is_refused_and_nothing_changes() -> None:
+    class OnePlus(nn.RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.rms_norm(x, (6,)) * (1 + self.weight)
+
+    norm, reader = OnePlus(6), nn.Linear(6, 4)
+    nn.init.normal_(norm.weight)
+    weight = reader.weight
+    with pytest.raises(ValueError, match="OnePlus is not weight"):
+        fold_norm(norm, reader)
+    assert reader.weight is weight
+    with pytest.raises(ValueError, match="takes 5 features, the norm gives 6"):
+        fold_norm(nn.LayerNorm(6), nn.Linear(5, 4))

@@ -1,0 +1,129 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from interp import GPT2, attribution, load_gpt2, logit_lens, patch, record
+from safetensors.torch import load_file, save_file
+
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 31,
+    "n_positions": 9,
+    "n_embd": 12,
+    "n_layer": 2,
+    "n_head": 3,
+    "layer_norm_epsilon": 1e-5,
+}
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random checkpoint under Hugging Face's names and layouts, written by hand."""
+    torch.manual_seed(0)
+    d = CONFIG["n_embd"]
+    shapes = {"wte.weight": (31, d), "wpe.weight": (9, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
+    for i in range(2):
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"h.{i}.{norm}.weight": (d,), f"h.{i}.{norm}.bias": (d,)}
+        for name, size in (("attn.c_attn", (d, 3 * d)), ("attn.c_proj", (d, d))):
+            shapes |= {f"h.{i}.{name}.weight": size, f"h.{i}.{name}.bias": size[1:]}
+        for name, size in (("mlp.c_fc", (d, 4 * d)), ("mlp.c_proj", (4 * d, d))):
+            shapes |= {f"h.{i}.{name}.weight": size, f"h.{i}.{name}.bias": size[1:]}
+        shapes[f"h.{i}.attn.bias"] = (1, 1, 9, 9)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file({k: torch.randn(v) * 0.5 for k, v in shapes.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_logits_are_hugging_face_s(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    config = transformers.GPT2Config(**{k: v for k, v in CONFIG.items() if k != "model_type"})
+    torch.manual_seed(0)
+    theirs = transformers.GPT2LMHeadModel(config).double().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.5)
+        theirs.save_pretrained(tmp_path)
+        expected = theirs(TOKENS).logits
+    ours = load_gpt2(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(ours(TOKENS), expected, atol=1e-12, rtol=1e-12)
+    # Its own modules are tapped just as well, whatever they wrap their tensors in.
+    with (
+        torch.no_grad(),
+        record(theirs, "transformer.h.*") as seen,
+        record(ours, "blocks.*") as same,
+    ):
+        ours(TOKENS)
+        theirs(TOKENS)
+    for theirs_stream, our_stream in zip(seen.values(), same.values(), strict=True):
+        torch.testing.assert_close(our_stream, theirs_stream, atol=1e-12, rtol=1e-12)
+    with torch.no_grad(), patch(theirs, {"": lambda logits: 2 * logits}):
+        torch.testing.assert_close(theirs(TOKENS).logits, 2 * expected)
+
+
+def test_every_tensor_lands_where_it_belongs(folder: Path) -> None:
+    model, state = load_gpt2(folder), load_file(folder / "model.safetensors")
+    assert model.unembed.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, state["wte.weight"])
+    q, k, v = state["h.1.attn.c_attn.weight"].T.chunk(3)
+    attention = model.blocks[1].attention
+    for linear, weight in ((attention.q, q), (attention.k, k), (attention.v, v)):
+        assert torch.equal(linear.weight, weight)
+        assert linear.weight.is_contiguous()
+    assert torch.equal(model.blocks[0].mlp.down.weight, state["h.0.mlp.c_proj.weight"].T)
+    assert model.qk().shape == model.ov().shape == (2, 3, 12, 12)
+    torch.testing.assert_close(model.qk()[1, 2].dense(), q[8:].T @ k[8:])
+    assert load_gpt2(folder, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_components_sum_to_the_stream_and_their_terms_to_the_logit(folder: Path) -> None:
+    model = load_gpt2(folder)
+    with record(model, "norm:input", "blocks.*") as seen:
+        logits = model(TOKENS)
+    parts = model.components(TOKENS)
+    shares = attribution(parts, model.norm, model.unembed, TOKENS, final=seen["norm:input"])
+    expected = logits.gather(-1, TOKENS[..., None])[..., 0]
+    size = shares.terms.abs().sum(0).max()
+    assert (shares.terms.sum(0) - expected).abs().max() <= 1e-5 * size
+    assert len(parts) == 2 + 2 * (3 + 2)
+    lens = logit_lens(
+        [seen["blocks.0"], seen["blocks.1"]], model.norm, model.unembed, keep_logits=True
+    )
+    assert lens.logits is not None
+    assert torch.equal(lens.logits[-1], logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drop": "h.1.ln_2.bias"}, r"does not fit.*blocks.1.norm2.bias"),
+        ({"add": "h.2.ln_1.bias"}, r"does not fit.*blocks.2.norm1.bias"),
+        ({"config": {"model_type": "llama"}}, "model_type = 'llama'; this loader reads 'gpt2'"),
+        ({"config": {"n_embd": 16, "n_head": 4}}, "does not fit"),
+        ({"config": {"activation_function": "relu"}}, "activation_function = 'relu'"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    folder: Path, change: dict, message: str
+) -> None:
+    state = load_file(folder / "model.safetensors")
+    state.pop(change.get("drop"), None)
+    if "add" in change:
+        state[change["add"]] = torch.zeros(12)
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | change.get("config", {})))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load_gpt2(folder)
+
+
+def test_missing_files_and_long_inputs_are_said(folder: Path) -> None:
+    model = load_gpt2(folder)
+    assert isinstance(model, GPT2)
+    with pytest.raises(ValueError, match="10 tokens do not fit 9 positions"):
+        model(torch.zeros(1, 10, dtype=torch.long))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors does not exist"):
+        load_gpt2(folder)

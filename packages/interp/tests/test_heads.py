@@ -1,0 +1,65 @@
+import torch
+from interp import LowRank, ov_circuit, qk_circuit
+from interp.heads import (
+    attention_head,
+    attention_pattern,
+    heads_by_addition,
+    heads_by_concatenation,
+)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_a_single_head_by_hand() -> None:
+    """Row 1 scores x1 W x0 = 1 and x1 W x1 = 2, so that 1/(1+e), e/(1+e) weigh values 1, 2."""
+    x = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 2.0]])
+    w = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+    expected = torch.tensor([[1.0, 0.0], [1.7311, 0.0], [2.5752, 0.0]])
+    torch.testing.assert_close(attention_head(x, w, w), expected, atol=5e-5, rtol=0)
+    factored = LowRank(torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0, 1.0]]))
+    torch.testing.assert_close(attention_head(x, factored, factored), attention_head(x, w, w))
+
+
+def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
+    torch.manual_seed(0)
+    batch, seq, d, heads, kv_heads, d_head = 2, 7, 12, 4, 2, 3
+    x = random(batch, seq, d)
+    w_q, w_o = random(heads * d_head, d), random(d, heads * d_head)
+    w_k, w_v = random(kv_heads * d_head, d), random(kv_heads * d_head, d)
+    scale = d_head**-0.5
+    qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
+    ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
+    added = heads_by_addition(x, qk, ov, scale=scale)
+    q, k, v = ((x @ w.mT).unflatten(-1, (-1, d_head)).transpose(1, 2) for w in (w_q, w_k, w_v))
+    torch_says = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(added, torch_says.transpose(1, 2).flatten(-2) @ w_o.mT)
+    all_heads = w_v.unflatten(0, (kv_heads, -1)).repeat_interleave(2, 0).flatten(0, 1)
+    torch.testing.assert_close(
+        heads_by_concatenation(attention_pattern(q, k), x, all_heads, w_o), added
+    )
+
+
+def test_two_heads_by_hand_copy_the_successor() -> None:
+    """a b c d a -> b, by a previous-token head whose output is spliced into a copying head's input.
+
+    With scores 10 for the match and 0 for the three others, b gets e^10 / (e^10 + 3) = 0.999864.
+    """
+    vocabulary, length, sharpness = 4, 5, 10.0
+    token, place = torch.eye(9)[:, :4].T, torch.eye(9)[:, 4:].T
+    words = [0, 1, 2, 3, 0]
+    x = torch.stack([token[w] + place[i] for i, w in enumerate(words)])
+    step_back = sum(torch.outer(place[i], place[i - 1]) for i in range(1, length)) * 100.0
+    previous = attention_head(x, step_back, token.T @ token)[:, :vocabulary]
+    # Position 0 has no predecessor and is left out; the stream is now (token before, token).
+    spliced = torch.cat([previous, x[:, :vocabulary]], 1)[1:]
+    zero, one = torch.zeros(4, 4), torch.eye(4)
+    match = sharpness * torch.cat([torch.cat([zero, zero], 1), torch.cat([one, zero], 1)])
+    copy = torch.cat([torch.cat([zero, one], 1), torch.cat([zero, zero], 1)])
+    out = attention_head(spliced, match, copy)[-1, :vocabulary]
+    torch.testing.assert_close(
+        out, torch.tensor([4.5e-5, 0.999864, 4.5e-5, 4.5e-5]), atol=5e-7, rtol=0
+    )

@@ -1,0 +1,121 @@
+import itertools
+import math
+
+import pytest
+import torch
+from interp import composition_scores, detect_heads, induction_circuit, patch, record
+from interp.composition import chance
+from interp.induction import (
+    InductionTask,
+    confirm_circuit,
+    induction_reference,
+    repeated_tokens,
+    train_induction,
+)
+
+# Every sequence of six words out of four, after BOS.
+UNIVERSE = torch.tensor([(0, *words) for words in itertools.product(range(1, 5), repeat=6)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_circuit_is_bit_equal_to_its_specification_on_every_sequence(
+    dtype: torch.dtype,
+) -> None:
+    assert len(UNIVERSE) == 4096
+    model = induction_circuit(5, 7, dtype=dtype)
+    with record(model, "blocks.0.attention.pattern") as seen:
+        logits = model(UNIVERSE)
+    assert torch.equal(logits, induction_reference(UNIVERSE, 5, dtype=dtype))
+    shift = torch.zeros(7, 7, dtype=dtype)
+    shift[range(1, 7), range(6)] = 1
+    shift[0, 0] = 1
+    assert torch.equal(seen["blocks.0.attention.pattern"], shift.expand(4096, 1, 7, 7))
+
+
+def test_the_reference_says_what_followed() -> None:
+    said = induction_reference(torch.tensor([[0, 1, 2, 1, 3, 1, 4]]), 5)[0]
+    # After the third 1, the successors so far are 2 and 3; a token never seen before says nothing.
+    assert said[5].tolist() == [0, 0, 0.5, 0.5, 0]
+    assert said[3].tolist() == [0, 0, 1, 0, 0]
+    assert said[[0, 1, 2, 4, 6]].abs().max() == 0
+
+
+@pytest.mark.parametrize(("sharpness", "largest"), [(10.0, 0.1), (50.0, 1e-9)])
+def test_a_softer_circuit_errs_by_what_softmax_leaks(sharpness: float, largest: float) -> None:
+    """At most 6 losers of weight exp(-sharpness / 2) each, in each of the two layers."""
+    logits = induction_circuit(5, 7, sharpness=sharpness)(UNIVERSE)
+    error = (logits - induction_reference(UNIVERSE, 5)).abs().max().item()
+    assert 1e-13 < error < largest
+    assert error < 12 * math.exp(-sharpness / 2) * 2
+
+
+def test_other_sizes_are_exact_too() -> None:
+    torch.manual_seed(0)
+    for vocabulary, context in ((3, 30), (40, 9)):
+        tokens = torch.randint(1, vocabulary, (50, context))
+        tokens[:, 0] = 0
+        logits = induction_circuit(vocabulary, context, dtype=torch.float64)(tokens)
+        torch.testing.assert_close(
+            logits, induction_reference(tokens, vocabulary, dtype=torch.float64), atol=1e-15, rtol=0
+        )
+
+
+def test_k_composition_is_the_only_path() -> None:
+    model = induction_circuit()
+    scores = {
+        kind: composition_scores(model.ov(), model.qk(), kind=kind) for kind in ("q", "k", "v")
+    }
+    assert {kind for kind, score in scores.items() if score[0, 0, 1, 0] > 0} == {"k"}
+    with patch(model, {"blocks.0.attention.o": torch.zeros_like}):
+        assert model(UNIVERSE).abs().max() == 0
+
+
+def test_the_detectors_name_both_heads() -> None:
+    model = induction_circuit(12, 21)
+    tokens, repeated = repeated_tokens(8, 21, 12, periods=(5, 9))
+    with record(model, "blocks.*.attention.pattern") as seen:
+        model(tokens)
+    found = detect_heads(seen, tokens, queries=repeated)
+    for kind, layer in (("previous", 0), ("induction", 1)):
+        best = found.best(kind)
+        assert (best.layer, best.head) == (layer, 0)
+        assert best.score == pytest.approx(1)
+
+
+def test_repeated_tokens_repeat_with_distinct_tokens_and_mixed_periods() -> None:
+    tokens, repeated = repeated_tokens(64, 33, 20, periods=(4, 11))
+    assert (tokens[:, 0] == 0).all()
+    assert (tokens[:, 1:] > 0).all()
+    periods = (~repeated).sum(1) - 1
+    assert set(periods.tolist()) == set(range(4, 12))
+    for row, period in zip(tokens[:, 1:].tolist(), periods.tolist(), strict=True):
+        assert len(set(row[:period])) == period
+        assert row[period:] == row[:-period]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_trained_model_grows_the_circuit_and_needs_it(seed: int) -> None:
+    """Gradient descent finds both heads, composed, and can do nothing without the first."""
+    task = InductionTask(seed=seed)
+    model, losses = train_induction(task)
+    assert losses[0] == pytest.approx(math.log(task.vocabulary), abs=0.2)
+    assert sum(losses[-20:]) / 20 < 0.2
+    fresh = torch.Generator().manual_seed(task.seed + 1)
+    sequences = repeated_tokens(
+        128, task.length, task.vocabulary, periods=task.periods, generator=fresh
+    )
+    found = confirm_circuit(model, *sequences)
+    assert found.accuracy > 0.95
+    assert (found.previous.layer, found.induction.layer) == (0, 1)
+    assert found.previous.score > 0.6 > found.previous.chance * 2
+    assert found.induction.score > 0.6 > found.induction.chance * 2
+    assert found.accuracy_without_previous < 0.2
+    assert found.k_composition > 1.5 * found.k_composition_others
+    assert found.k_composition > 1.5 * chance(task.d_model)
+
+
+def test_training_is_reproducible_and_leaves_the_global_seed_alone() -> None:
+    task = InductionTask(steps=3)
+    before = torch.random.get_rng_state()
+    assert train_induction(task)[1] == train_induction(task)[1]
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,110 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interp import LowRank, ov_circuit, qk_circuit
+
+SIZES = st.integers(1, 9)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    batch=st.integers(1, 3), m=SIZES, r=SIZES, n=SIZES, s=SIZES, p=SIZES, seed=st.integers(0, 99)
+)
+def test_every_operation_equals_the_dense_one(
+    batch: int, m: int, r: int, n: int, s: int, p: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = LowRank(random(batch, m, r), random(batch, r, n))
+    y = LowRank(random(n, s), random(s, p))
+    dense = x.a @ x.b
+    assert x.shape == dense.shape
+    torch.testing.assert_close(x.dense(), dense)
+    torch.testing.assert_close(x.mT.dense(), dense.mT)
+    torch.testing.assert_close((x @ y).dense(), dense @ y.dense())
+    assert (x @ y).rank == min(r, s)
+    torch.testing.assert_close((x @ y.dense()).dense(), dense @ y.dense())
+    torch.testing.assert_close((random_left := random(p, m)) @ x.dense(), (random_left @ x).dense())
+    torch.testing.assert_close(x.norm(), torch.linalg.matrix_norm(dense))
+    torch.testing.assert_close(x.apply(rows := random(batch, 4, n)), rows @ dense.mT)
+    torch.testing.assert_close(x[0].dense(), dense[0])
+    u, values, vh = x.svd()
+    torch.testing.assert_close(u * values[..., None, :] @ vh, dense)
+    expected = torch.linalg.svdvals(dense)
+    torch.testing.assert_close(values[..., : expected.shape[-1]], expected[..., : values.shape[-1]])
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 9), r=st.integers(1, 9), seed=st.integers(0, 99))
+def test_eigenvalues_eigenvectors_and_trace_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    r = min(n, r)
+    x = LowRank(random(2, n, r), random(2, r, n))
+    values, vectors = x.eig()
+    torch.testing.assert_close(
+        x.dense().to(vectors.dtype) @ vectors, vectors * values[..., None, :]
+    )
+    torch.testing.assert_close(vectors.norm(dim=-2), torch.ones(2, r, dtype=torch.float64))
+    torch.testing.assert_close(values.sum(-1).real, x.trace())
+    torch.testing.assert_close(x.trace(), x.dense().diagonal(dim1=-2, dim2=-1).sum(-1))
+    # The dense matrix has these eigenvalues and n - r zeros: equal power sums up to n say so.
+    dense = torch.linalg.eigvals(x.dense())
+    for k in range(1, n + 1):
+        torch.testing.assert_close(
+            (x.eigenvalues() ** k).sum(-1), (dense**k).sum(-1), atol=1e-7, rtol=1e-7
+        )
+
+
+def test_the_norm_keeps_all_digits_where_the_gram_matrices_would_lose_half() -> None:
+    torch.manual_seed(0)
+    q = torch.linalg.qr(random(20, 4))[0]
+    a = torch.cat([q, q + 1e-9 * random(20, 4)], 1)
+    b = torch.cat([torch.eye(4, 20, dtype=torch.float64), -torch.eye(4, 20, dtype=torch.float64)])
+    torch.testing.assert_close(
+        LowRank(a, b).norm(), torch.linalg.matrix_norm(a @ b), rtol=1e-6, atol=0
+    )
+
+
+def test_circuits_of_linear_weights_score_and_move_as_the_layer_does() -> None:
+    torch.manual_seed(0)
+    layers, heads, kv_heads, d_head, d = 2, 6, 2, 3, 10
+    w_q, w_o = random(layers, heads * d_head, d), random(layers, d, heads * d_head)
+    w_k, w_v = random(layers, kv_heads * d_head, d), random(layers, kv_heads * d_head, d)
+    qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
+    ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
+    assert qk.shape == ov.shape == (layers, heads, d, d)
+    x, y = random(d), random(d)
+    for layer in range(layers):
+        for head in range(heads):
+            mine, shared = (slice(h * d_head, (h + 1) * d_head) for h in (head, head // 3))
+            score = (w_q[layer, mine] @ x) @ (w_k[layer, shared] @ y)
+            torch.testing.assert_close(x @ qk[layer, head].dense() @ y, score)
+            moved = w_o[layer][:, mine] @ (w_v[layer, shared] @ x)
+            torch.testing.assert_close(ov[layer, head].apply(x), moved)
+
+
+def test_a_head_writes_into_its_write_space_and_is_blind_outside_its_read_space() -> None:
+    torch.manual_seed(0)
+    ov = LowRank(random(3, 12, 4), random(3, 4, 12))
+    read, write = ov.read_space(), ov.write_space()
+    eye = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
+    torch.testing.assert_close(read.mT @ read, eye)
+    torch.testing.assert_close(write.mT @ write, eye)
+    x = random(3, 5, 12)
+    seen = x @ read @ read.mT
+    torch.testing.assert_close(ov.apply(seen), ov.apply(x))
+    torch.testing.assert_close(ov.apply(x - seen), torch.zeros_like(x))
+    out = ov.apply(x)
+    torch.testing.assert_close(out @ write @ write.mT, out)
+
+
+@pytest.mark.parametrize("index", [0, (0, 1), (slice(0, 1), 1), (slice(None), slice(1, 3))])
+def test_indexing_takes_batch_dimensions_only(index: object) -> None:
+    x = LowRank(random(2, 3, 5, 2), random(1, 3, 2, 5))
+    torch.testing.assert_close(x[index].dense(), x.dense()[index])  # type: ignore[index]
+    with pytest.raises(IndexError, match="past the batch"):
+        x[0, 0, 0]

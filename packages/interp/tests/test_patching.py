@@ -1,0 +1,118 @@
+import pytest
+import torch
+from interp import AttentionOnly, patch, record
+from interp.patching import attribution_patching, logit_difference, patch_streams, path_patching
+from torch import Tensor, nn
+
+CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
+CORRUPTED = torch.tensor([[1, 2, 9, 4, 11, 7]])
+RIGHT, WRONG = 5, 8
+
+
+def difference(logits: Tensor) -> Tensor:
+    return logits[:, -1, RIGHT] - logits[:, -1, WRONG]
+
+
+@pytest.mark.parametrize("batch", [64, 4])
+def test_the_scan_equals_one_full_forward_for_each_patch(decoder: nn.Module, batch: int) -> None:
+    metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
+    scan = patch_streams(decoder, "layers.*", CLEAN, CORRUPTED, metric, batch=batch)
+    with record(decoder, "layers.*:input") as clean:
+        assert scan.clean == pytest.approx(difference(decoder(CLEAN)).item())
+    assert scan.corrupted == pytest.approx(difference(decoder(CORRUPTED)).item())
+    for i in range(3):
+        for position in range(6):
+            site = f"layers.{i}:input"
+
+            def put(x: Tensor, site: str = site, position: int = position) -> Tensor:
+                x = x.clone()
+                x[:, position] = clean[site][:, position]
+                return x
+
+            with patch(decoder, {site: put}):
+                expected = difference(decoder(CORRUPTED)).item()
+            assert scan.values[i, position].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    # Where the tokens agree, the streams entering block 0 agree: nothing is recovered there.
+    assert scan.recovered[0, [0, 1, 3, 5]].abs().max() < 1e-9
+
+
+def test_blocks_with_more_arguments_are_called_with_them_again() -> None:
+    torch.manual_seed(0)
+    model = AttentionOnly(
+        vocabulary=17, context=6, d_model=8, layers=2, heads=2, positions="attention"
+    ).double()
+    metric = logit_difference(None, model.unembed.weight, RIGHT, WRONG)
+    scan = patch_streams(model, "blocks.*", CLEAN, CORRUPTED, metric)
+    everything = {"blocks.0:input": lambda x: model.embed(CLEAN)}
+    with patch(model, everything):
+        assert difference(model(CORRUPTED)).item() == pytest.approx(scan.clean)
+
+
+def test_blocks_that_are_not_the_whole_chain_are_refused(decoder: nn.Module) -> None:
+    metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
+    with pytest.raises(
+        ValueError, match=r"one of layers.0.gate ... layers.2.gate does not feed the next"
+    ):
+        patch_streams(decoder, "layers.*.gate", CLEAN, CORRUPTED, metric)
+    with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
+        patch_streams(decoder, "layers.*", CLEAN, CORRUPTED[:, :4], metric)
+
+
+def test_attribution_patching_errs_by_second_order(decoder: nn.Module) -> None:
+    """With a clean stream that is e away from the corrupted one, the error falls as e^2."""
+    model = nn.Sequential(*decoder.layers, decoder.norm, decoder.head).requires_grad_(False)
+    torch.manual_seed(1)
+    stream, step = torch.randn(2, 1, 6, 12, dtype=torch.float64)
+    errors = []
+    for size in (1e-2, 1e-3):
+        scores = attribution_patching(
+            model, ["0:input", "1"], stream + size * step, stream, lambda out: difference(out).sum()
+        )
+        assert {site: tuple(score.shape) for site, score in scores.items()} == {
+            "0:input": (1, 6),
+            "1": (1, 6),
+        }
+        # Patching all positions of either site is the clean run.
+        exact = (difference(model(stream + size * step)) - difference(model(stream))).item()
+        errors.append([abs(score.sum().item() - exact) for score in scores.values()])
+    for large, small in zip(*errors, strict=True):
+        assert small < large / 50
+
+
+def test_paths_through_all_readers_add_up_to_patching_the_sender() -> None:
+    """The sender reaches the logits directly and through the second layer; there are no norms."""
+    torch.manual_seed(0)
+    model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2).double()
+    sender = "blocks.0.attention"
+    with record(model, sender) as seen:
+        model(CLEAN)
+    with patch(model, {sender: seen[sender]}):
+        expected = model(CORRUPTED)
+    everything = path_patching(
+        model, sender, ["blocks.1.attention:input", "unembed:input"], CLEAN, CORRUPTED
+    )
+    # The stream enters the second block once and leaves for both readers.
+    torch.testing.assert_close(everything, expected)
+    direct = path_patching(model, sender, ["unembed:input"], CLEAN, CORRUPTED)
+    with record(model, sender) as before:
+        plain = model(CORRUPTED)
+    change = (seen[sender] - before[sender]) @ model.unembed.weight.T
+    torch.testing.assert_close(direct, plain + change)
+    assert not torch.allclose(direct, everything)
+
+
+def test_blocks_with_a_memory_are_refused() -> None:
+    class Counts(nn.Module):
+        """Adds how often it was called, as a block with a cache would."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x + self.calls
+
+    model = nn.Sequential(Counts(), Counts())
+    with pytest.raises(ValueError, match=r"called again, .* give another stream"):
+        patch_streams(
+            model, "*", torch.zeros(1, 2, 3), torch.ones(1, 2, 3), lambda stream: stream.sum((1, 2))
+        )

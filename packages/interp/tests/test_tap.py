@@ -1,0 +1,127 @@
+from collections import namedtuple
+
+import pytest
+import torch
+from interp import AttentionOnly, patch, record
+from torch import Tensor, nn
+
+Pair = namedtuple("Pair", "mask hidden")
+
+
+class Returns(nn.Module):
+    """Gives its input, packed as `pack` says."""
+
+    def __init__(self, pack: object) -> None:
+        super().__init__()
+        self.pack = pack
+
+    def forward(self, x: Tensor | None = None, *, hidden: Tensor | None = None) -> object:
+        return self.pack(x if hidden is None else hidden)  # type: ignore[operator]
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.fixture
+def model() -> AttentionOnly:
+    torch.manual_seed(0)
+    return AttentionOnly(vocabulary=7, context=6, d_model=8, layers=3, heads=2).double()
+
+
+TOKENS = torch.tensor([[1, 2, 3, 4], [6, 5, 4, 3]])
+
+
+def test_records_are_what_flows_and_stars_stand_for_one_part_of_a_name(
+    model: AttentionOnly,
+) -> None:
+    with record(model, "blocks.*", "blocks.**.pattern", "unembed:input", "unembed") as seen:
+        logits = model(TOKENS)
+    names = [f"blocks.{i}{part}" for i in range(3) for part in (".attention.pattern", "")]
+    assert list(seen) == [*names, "unembed:input", "unembed"]
+    assert torch.equal(seen["unembed"], logits)
+    assert torch.equal(seen["blocks.2"], seen["unembed:input"])
+    assert torch.equal(
+        seen["blocks.0"] + model.blocks[1].attention(seen["blocks.0"]), seen["blocks.1"]
+    )
+    assert not any(tensor.requires_grad for tensor in seen.values())
+    assert hook_count(model) == 0
+
+
+def test_a_patched_value_takes_effect_downstream_and_only_inside_the_block(
+    model: AttentionOnly,
+) -> None:
+    clean = model(TOKENS)
+    with record(model, "blocks.1") as seen:
+        model(TOKENS[:1])
+    with patch(model, {"blocks.1": seen["blocks.1"]}):
+        patched = model(TOKENS)
+    torch.testing.assert_close(patched, clean[:1].expand_as(clean))
+    with patch(model, {"blocks.*.attention": torch.zeros_like}), record(model, "blocks.2") as after:
+        model(TOKENS)
+    torch.testing.assert_close(
+        after["blocks.2"], model.embed(TOKENS) + model.position(torch.arange(4))
+    )
+    with patch(model, {"unembed:input": lambda x: 2 * x}):
+        assert torch.equal(model(TOKENS), 2 * clean)
+    assert torch.equal(model(TOKENS), clean)
+    assert hook_count(model) == 0
+
+
+def test_gradients_flow_into_what_is_recorded_and_patched(model: AttentionOnly) -> None:
+    stream = torch.zeros(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    with (
+        patch(model, {"blocks.0": lambda x: x + stream}),
+        record(model, "blocks.2", detach=False) as seen,
+    ):
+        model(TOKENS)
+    seen["blocks.2"].sum().backward()
+    assert stream.grad is not None
+    assert stream.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda x: x,
+        lambda x: (x, None),
+        lambda x: [None, x],
+        lambda x: {"loss": None, "hidden": x},
+        lambda x: Pair(None, x),
+    ],
+)
+def test_modules_that_pack_their_tensor_are_tapped_at_the_first_one(pack: object) -> None:
+    model, x = Returns(pack), torch.ones(3)
+    with patch(model, {"": torch.zeros_like}), record(model, "") as seen:
+        out = model(x)
+    assert type(out) is type(pack(x))  # type: ignore[operator]
+    assert torch.equal(seen[""], torch.zeros(3))
+    with record(model, ":input") as seen, patch(model, {":input": -x}):
+        model(hidden=x)
+    assert torch.equal(seen[":input"], x)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_no_hook_stays_behind_an_exception(model: AttentionOnly, inference: bool) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        torch.inference_mode(inference),
+        record(model, "**"),
+        patch(model, {"blocks.0": lambda x: x / (1 // 0)}),
+    ):
+        model(TOKENS)
+    assert hook_count(model) == 0
+
+
+def test_a_record_that_was_overwritten_in_place_is_noticed_or_cloned() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with (
+        pytest.raises(RuntimeError, match=r"tensors of 0 were changed in place.*clone=True"),
+        record(model, "0"),
+    ):
+        model(torch.randn(2, 3))
+    x = -torch.ones(2, 3)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), record(model, "0", clone=context is torch.no_grad) as seen:
+            model(x)
+        assert torch.equal(seen["0"], model[0](x))

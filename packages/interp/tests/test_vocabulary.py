@@ -1,0 +1,82 @@
+import interp.vocabulary
+import pytest
+import torch
+from interp import LowRank
+from interp.vocabulary import (
+    bigrams,
+    copying_eigenvalues,
+    copying_scores,
+    diagonal_rank,
+    full_ov,
+    full_qk,
+    top_entries,
+)
+from torch import Tensor, nn
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.fixture
+def ov() -> LowRank:
+    torch.manual_seed(0)
+    return LowRank(random(2, 3, 8, 3), random(2, 3, 3, 8))
+
+
+def test_zero_layers_are_bigrams() -> None:
+    torch.manual_seed(0)
+    embed, unembed = nn.Embedding(11, 4).double(), nn.Linear(4, 11, bias=False).double()
+    table = bigrams(embed.weight, unembed.weight).dense()
+    for token in range(11):
+        torch.testing.assert_close(table[:, token], unembed(embed(torch.tensor(token))))
+    assert torch.linalg.matrix_rank(table) == 4
+
+
+def test_full_circuits_act_on_one_hot_tokens(ov: LowRank) -> None:
+    torch.manual_seed(0)
+    embed, unembed = random(11, 8), random(11, 8)
+    s, t = 4, 9
+    assert full_ov(ov, embed, unembed).rank == 3
+    entry = unembed[s] @ ov[1, 2].dense() @ embed[t]
+    torch.testing.assert_close(full_ov(ov, embed, unembed)[1, 2].dense()[s, t], entry)
+    score = embed[s] @ ov[1, 2].dense() @ embed[t]
+    torch.testing.assert_close(full_qk(ov, embed)[1, 2].dense()[s, t], score)
+
+
+def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowRank) -> None:
+    torch.manual_seed(0)
+    embed, unembed = random(11, 8), random(11, 8)
+    values = copying_eigenvalues(ov, embed, unembed)
+    full = torch.linalg.eigvals(full_ov(ov, embed, unembed).dense())
+    for power in range(1, 5):
+        torch.testing.assert_close((values**power).sum(-1), (full**power).sum(-1))
+    expected = full.real.sum(-1) / full.abs().sum(-1)
+    torch.testing.assert_close(copying_scores(ov, embed, unembed), expected)
+
+
+def test_a_head_that_copies_scores_one_and_ranks_every_token_first() -> None:
+    torch.manual_seed(0)
+    embed = torch.linalg.qr(random(8, 8))[0]
+    head = LowRank(torch.eye(8, dtype=torch.float64)[None], torch.eye(8, dtype=torch.float64)[None])
+    assert copying_scores(head, embed, embed).item() == pytest.approx(1)
+    assert diagonal_rank(full_ov(head, embed, embed)).abs().max() == 0
+    against = LowRank(-head.a, head.b)
+    assert copying_scores(against, embed, embed).item() == pytest.approx(-1)
+    assert diagonal_rank(full_ov(against, embed, embed)).min() == 7
+
+
+@pytest.mark.parametrize("block", [1 << 23, 40, 1])
+def test_streamed_summaries_equal_the_dense_ones(
+    monkeypatch: pytest.MonkeyPatch, ov: LowRank, block: int
+) -> None:
+    monkeypatch.setattr(interp.vocabulary, "_BLOCK_NUMBERS", block)
+    dense = ov.dense()
+    values, rows, columns = top_entries(ov, 7)
+    best = dense.flatten(-2).topk(7)
+    torch.testing.assert_close(values, best.values)
+    assert torch.equal(rows * 8 + columns, best.indices)
+    ranks = (dense > dense.diagonal(dim1=-2, dim2=-1)[..., None, :]).sum(-2)
+    assert torch.equal(diagonal_rank(ov), ranks)
+    some = torch.tensor([5, 2])
+    assert torch.equal(diagonal_rank(ov, some), ranks[..., some])

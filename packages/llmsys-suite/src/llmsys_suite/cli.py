@@ -1,0 +1,128 @@
+"""The command `llmsys`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmsys_suite.config import STAGES, UsageError, resolve
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="One language model's whole life in one command, with every number audited.",
+)
+USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Run the command line; a usage error is one line and exit status 2."""
+    try:
+        app()
+    except UsageError as error:
+        print(f"llmsys: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+
+
+@app.command()
+def run(
+    stages: Annotated[
+        list[str] | None, typer.Argument(help="Stages to run, and what they need; default: all.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: what is there.")] = None,
+    size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
+    world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="Measured steps a variant.")] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
+    seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
+) -> None:
+    """Take a model through its life: plan, train, extrapolate, inspect, compress, audit."""
+    from llmsys_suite.start import execute
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print("llmsys: looking at this machine", file=sys.stderr, flush=True)
+    config = resolve(
+        stages or [],
+        preset=preset,
+        size=size,
+        world=world,
+        backend=backend,
+        steps=steps,
+        warmup=warmup,
+        seed=seed,
+        data=data,
+        out=out,
+    )
+    status = execute(config)
+    if first and (config.out / "report.md").exists():
+        from llmsys_suite.report import headline
+
+        print(headline(config.out))
+    raise typer.Exit(status)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="A run folder.")],
+) -> None:
+    """Write report.md and report.html of a run anew, and print the first."""
+    from llmsys_suite.report import write_report
+
+    print(write_report(_run_folder(folder)))
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A run folder.")],
+    after: Annotated[Path, typer.Argument(help="Another.")],
+    fail_above: Annotated[
+        float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
+    ] = None,
+) -> None:
+    """Say which variants became faster or slower, and whether the samples can tell."""
+    from llmsys_suite.compare import compare_runs, too_slow
+
+    rows = compare_runs(_run_folder(before), _run_folder(after))
+    for row in rows:
+        print(row)
+    raise typer.Exit(1 if fail_above is not None and too_slow(rows, fail_above) else 0)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine offers a run, and what to do about what it lacks."""
+    from llmsys_suite.environment import diagnosis
+
+    for fact, value, remedy in diagnosis():
+        print(f"{fact:>16}  {value}" + (f"   -> {remedy}" if remedy else ""))
+
+
+@app.command("list")
+def list_() -> None:
+    """List the stages and the model sizes."""
+    from llmsys_suite.sizes import SIZES
+
+    print("stages:", " ".join(STAGES))
+    print("sizes:   d_model   d_ff  layers  heads")
+    for name, size in SIZES.items():
+        print(
+            f"{name:>7}  {size.d_model:>7}  {size.d_ff:>5}  {size.num_layers:>6}"
+            f"  {size.num_heads:>5}"
+        )
+
+
+def _run_folder(path: Path):  # type: ignore[no-untyped-def]
+    from llmsys_suite.folder import RunFolder
+
+    if not (path / "summary.json").exists():
+        raise UsageError(f"{path} is no run folder: it holds no summary.json")
+    return RunFolder(path)

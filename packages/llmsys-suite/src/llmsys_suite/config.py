@@ -1,0 +1,178 @@
+"""What a run is asked to do, checked against what this machine can do before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from llmsys_suite.sizes import SIZES
+
+# In the order of a run.  Each stage names the stages whose results it reads.
+STAGES: dict[str, tuple[str, ...]] = {
+    "plan": (),
+    "links": (),
+    "attention": (),
+    "train": ("plan",),
+    "parallel": (),
+    "profile": (),
+    "precision": (),
+    "memory": (),
+    "scale": (),
+    "inspect": ("train",),
+    "compress": ("train",),
+    "audit": ("plan", "train"),
+    "report": (),
+}
+
+
+class UsageError(ValueError):
+    """The run cannot be done as asked: one clear line, exit status 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run.
+
+    `rows` is the global batch in sequences and `context` their length in tokens, so that one
+    step reads rows x context tokens whatever the world size.
+    """
+
+    stages: tuple[str, ...] = tuple(STAGES)
+    preset: str = "cpu"
+    size: str = "tiny"
+    world: int = 2
+    backend: str = "gloo"
+    device: str = "cpu"
+    rows: int = 8
+    context: int = 128
+    steps: int = 20
+    warmup: int = 5
+    seed: int = 0
+    learning_rate: float = 2e-3
+    data: Path | None = None
+    out: Path = Path("runs/latest")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for config.json."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+        """The inverse of `to_json`."""
+        values = dict(values, stages=tuple(values["stages"]), out=Path(values["out"]))
+        values["data"] = Path(values["data"]) if values["data"] else None
+        return cls(**values)
+
+
+def resolve(
+    stages: list[str],
+    *,
+    preset: str | None = None,
+    size: str | None = None,
+    world: int | None = None,
+    backend: str = "auto",
+    steps: int | None = None,
+    warmup: int | None = None,
+    seed: int = 0,
+    data: Path | None = None,
+    out: Path | None = None,
+) -> RunConfig:
+    """Fill in what was left open from what this machine has.
+
+    Raises UsageError where the machine, the names or the numbers do not allow the run.
+    """
+    gpus = count_gpus()
+    preset = preset or ("gpu" if gpus else "cpu")
+    if preset not in ("cpu", "gpu"):
+        raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
+    if preset == "gpu" and not gpus:
+        raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
+    launched = "RANK" in os.environ
+    if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
+        raise UsageError(
+            f"--world {world} contradicts the launcher's WORLD_SIZE={os.environ['WORLD_SIZE']}"
+        )
+    if launched:
+        world = int(os.environ["WORLD_SIZE"])
+    elif world is None:
+        world = gpus if preset == "gpu" else 2
+    config = RunConfig(
+        stages=with_dependencies(stages or list(STAGES)),
+        preset=preset,
+        world=world,
+        backend=_backend(backend, preset, gpus, world, launched),
+        device="cuda" if preset == "gpu" else "cpu",
+        seed=seed,
+        data=data,
+        out=out or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"),
+    )
+    if preset == "gpu":
+        config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
+    else:
+        config = replace(config, rows=4 * world)
+    config = replace(
+        config,
+        size=config.size if size is None else size,
+        steps=config.steps if steps is None else steps,
+        warmup=config.warmup if warmup is None else warmup,
+    )
+    _check(config)
+    return config
+
+
+def with_dependencies(stages: list[str]) -> tuple[str, ...]:
+    """`stages` and all they read from, in the order of a run."""
+    wanted: set[str] = set()
+
+    def want(stage: str) -> None:
+        if stage not in STAGES:
+            raise UsageError(f"stage {stage!r} is unknown; choose from {', '.join(STAGES)}")
+        wanted.add(stage)
+        for needed in STAGES[stage]:
+            want(needed)
+
+    for stage in stages:
+        want(stage)
+    wanted.add("report")
+    return tuple(stage for stage in STAGES if stage in wanted)
+
+
+def count_gpus() -> int:
+    """CUDA devices that torch can use here."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -> str:
+    if backend not in ("auto", "gloo", "nccl"):
+        raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
+    if backend == "auto":
+        return "nccl" if preset == "gpu" else "gloo"
+    if backend == "nccl" and not gpus:
+        raise UsageError("backend nccl needs a CUDA device and this machine shows none; use gloo")
+    if backend == "nccl" and preset == "cpu":
+        raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu")
+    if backend == "nccl" and world > gpus and not launched:
+        raise UsageError(f"backend nccl needs a GPU a rank: {world} ranks, {gpus} GPUs")
+    return backend
+
+
+def _check(config: RunConfig) -> None:
+    if config.size not in SIZES:
+        raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    for name, value, least in (
+        ("world", config.world, 1),
+        ("steps", config.steps, 1),
+        ("warmup", config.warmup, 0),
+        ("seed", config.seed, 0),
+    ):
+        if value < least:
+            raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
+    if config.data is not None and not config.data.exists():
+        raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
+    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+        raise UsageError(f"{config.out} exists and is not empty; name another folder with --out")

@@ -1,0 +1,96 @@
+"""What a number depends on besides the code: versions, processor, memory, how busy it all is."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def environment() -> dict[str, Any]:
+    """The facts that stand beside every result."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(_meminfo("MemTotal") / GIB, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "gpus": [],
+    }
+    if torch.cuda.is_available():
+        facts["cuda"] = torch.version.cuda
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
+
+
+def available_memory_bytes(device: str) -> int:
+    """Bytes that a new process could take: on one GPU, or of the host's memory."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0])
+    return _meminfo("MemAvailable")
+
+
+def diagnosis() -> list[tuple[str, str, str]]:
+    """What `llmsys doctor` prints: (fact, value, remedy; empty where all is well)."""
+    import torch
+    import torch.distributed as dist
+
+    facts = environment()
+    rows = [(key, str(facts[key]), "") for key in ("python", "torch", "processor", "cores")]
+    memory = _meminfo("MemAvailable") / GIB
+    rows.append(
+        ("memory free", f"{memory:.1f} GiB", "" if memory > 4 else "close other programs: 4 GiB")
+    )
+    busy = facts["load_average"] > 0.5 * (os.cpu_count() or 1)
+    rows.append(
+        (
+            "load average",
+            str(facts["load_average"]),
+            "other work is running: trust ratios, not times" if busy else "",
+        )
+    )
+    shm = Path("/dev/shm")
+    if shm.exists():
+        free = os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize / 2**20
+        rows.append(
+            (
+                "/dev/shm free",
+                f"{free:.0f} MiB",
+                "" if free > 256 else "shared-memory collectives fall back; give it 256 MiB",
+            )
+        )
+    rows.append(("gloo", "yes" if dist.is_gloo_available() else "no", ""))
+    rows.append(("CUDA devices", str(torch.cuda.device_count()), ""))
+    if torch.cuda.is_available():
+        rows.append(("nccl", "yes" if dist.is_nccl_available() else "no", ""))
+    return rows
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _meminfo(field: str) -> int:
+    path = Path("/proc/meminfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

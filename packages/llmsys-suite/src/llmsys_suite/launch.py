@@ -1,0 +1,89 @@
+"""Start the ranks of a run on this machine, and end them all whatever happens.
+
+Under torchrun the ranks are there already; here the command line itself is no rank, so that it can
+outlive them: a killed worker or Ctrl-C leaves no process behind and the folder marked incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from llmsys_suite.config import RunConfig
+
+INTERRUPTED = 130
+STORE = "LLMSYS_STORE"
+GRACE_SECONDS = 15.0
+
+
+def launch(config: RunConfig) -> int:
+    """Run every rank to its end; the exit status is 0 only if all of them ended well."""
+    with tempfile.TemporaryDirectory() as rendezvous:
+        ranks: list[subprocess.Popen[bytes]] = []
+        previous = signal.signal(signal.SIGTERM, _as_interrupt)
+        try:
+            for rank in range(config.world):
+                ranks.append(_start(config, rank, Path(rendezvous)))
+            return _wait(ranks)
+        except KeyboardInterrupt:
+            print(f"interrupted; what was measured is in {config.out}", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            _end(ranks)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _start(config: RunConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(config.world),
+        STORE: str(rendezvous / "store"),
+    }
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # The profiler writes its own diary to stderr otherwise.
+    environment.setdefault("KINETO_LOG_LEVEL", "99")
+    # The address of a machine may not be its own to bind to; ranks of one machine need only this.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    command = [sys.executable, "-m", "llmsys_suite.worker", json.dumps(config.to_json())]
+    # A session of its own: the terminal's Ctrl-C reaches this process alone, which ends the ranks.
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    failed_at = None
+    while any(rank.poll() is None for rank in ranks):
+        codes = [rank.poll() for rank in ranks]
+        if failed_at is None and any(codes):
+            failed_at = time.monotonic()
+            for number, code in enumerate(codes):
+                if code is not None and code < 0:
+                    name = signal.Signals(-code).name
+                    print(f"rank {number} was killed by {name}", file=sys.stderr)
+        # The others learn of it from their collectives; they get a while to say so.
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+            return 1
+        time.sleep(0.05)
+    return 1 if any(rank.returncode for rank in ranks) else 0
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(5)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _as_interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,174 @@
+"""A decoder-only Transformer: RMSNorm, RoPE, SwiGLU, no biases, an untied head.
+
+Notable:
+- attention is an argument, so that the same weights run through any kernel;
+- the shape is all there is to configure, and the sizes that benchmarks speak of have names;
+- `checkpoint=True` keeps only each block's input and runs the block again in the backward pass.
+
+Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from llmsys_suite.sizes import SIZES, Size
+
+Attention = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one model; `vocabulary=256` reads bytes."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocabulary: int = 256
+    context: int = 128
+    checkpoint: bool = False
+
+    @classmethod
+    def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
+        """The shape that `size` stands for."""
+        shape: Size = SIZES[size]
+        return cls(
+            d_model=shape.d_model,
+            d_ff=shape.d_ff,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            vocabulary=vocabulary,
+            context=context,
+        )
+
+
+def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
+    """Attention by its formula, softmax(q k^T / sqrt(K)) v, the scores held whole."""
+    scores_BHTT = q_BHTK @ k_BHTK.transpose(-2, -1) / q_BHTK.shape[-1] ** 0.5
+    if is_causal:
+        future = torch.ones_like(scores_BHTT[0, 0], dtype=torch.bool).triu(1)
+        scores_BHTT = scores_BHTT.masked_fill(future, float("-inf"))
+    mixed_BHTK: Tensor = scores_BHTT.softmax(-1) @ v_BHTK
+    return mixed_BHTK
+
+
+class Decoder(nn.Module):
+    """Tokens (B, T) to logits (B, T, V)."""
+
+    rope: Tensor
+
+    def __init__(self, config: ModelConfig, attention: Attention | None = None) -> None:
+        super().__init__()
+        self.config = config
+        attention = attention or F.scaled_dot_product_attention
+        self.embedding = nn.Embedding(config.vocabulary, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
+        rope = rotary_table(config.d_model // config.num_heads, config.context)
+        self.register_buffer("rope", rope, persistent=False)
+        self.apply(self._initialize)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits for the token after each position."""
+        x_BTD = self.embedding(tokens_BT)
+        rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
+        for block in self.blocks:
+            if self.config.checkpoint and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, rope)
+        logits_BTV: Tensor = self.head(self.norm(x_BTD))
+        return logits_BTV
+
+    def layers(self) -> list[Block]:
+        """The blocks, first to last."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token."""
+        return F.cross_entropy(self(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+    def _initialize(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            std = (2 / (module.in_features + module.out_features)) ** 0.5
+            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        elif isinstance(module, nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.attention = MultiHeadAttention(config, attention)
+        self.ffn_norm = nn.RMSNorm(config.d_model, eps=1e-5)
+        self.ffn = SwiGLU(config.d_model, config.d_ff)
+
+    def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
+        """The residual stream after this block."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
+        out_BTD: Tensor = x_BTD + self.ffn(self.ffn_norm(x_BTD))
+        return out_BTD
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: ModelConfig, attention: Attention) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attend = attention
+        self.q = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.v = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
+        """What each position takes over from the positions before it."""
+        q, k, v = (
+            project(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        mixed_BHTK = self.attend(rotate(q, rope), rotate(k, rope), v, is_causal=True)
+        out_BTD: Tensor = self.out(mixed_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); Shazeer 2020, "GLU Variants Improve Transformer"."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=False)
+        self.up = nn.Linear(d_model, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Each position by itself."""
+        out_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out_BTD
+
+
+def rotary_table(head_dim: int, context: int, base: float = 10_000.0) -> Tensor:
+    """Cosines and sines (2, context, head_dim / 2); Su et al. 2021, section 3.2."""
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin())).float()
+
+
+def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
+    """Turn each pair (first half, second half) of dims by its position's angle."""
+    a, b = x_BHTK.chunk(2, dim=-1)
+    cos, sin = rope
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

@@ -1,0 +1,71 @@
+"""Where a step's time goes: forward, backward, communication, optimizer.
+
+One context manager times a phase, and names it for NVTX and for torch.profiler; on a GPU it waits
+for the device at both ends, since a kernel's launch is not its run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from llmsys_suite.folder import Sample
+
+WHOLE_STEP = "step"
+
+
+class Recorder:
+    """Collects one rank's samples until they are taken."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
+        self._samples: list[Sample] = []
+        self._labels: Sample = {}
+
+    @contextmanager
+    def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
+        """Time one whole step; values put into the yielded dict are kept with it."""
+        self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
+        extra: Sample = {}
+        begin = self._now()
+        yield extra
+        self._keep(WHOLE_STEP, self._now() - begin, extra)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time one part of the step that is under way."""
+        with torch.profiler.record_function(name), _nvtx(name, self.device):
+            begin = self._now()
+            yield
+            self._keep(name, self._now() - begin, {})
+
+    def take(self) -> list[Sample]:
+        """The samples since the last call."""
+        taken, self._samples = self._samples, []
+        return taken
+
+    def _keep(self, phase: str, seconds: float, extra: Sample) -> None:
+        self._samples.append(
+            {**self._labels, "rank": self.rank, "phase": phase, "seconds": seconds, **extra}
+        )
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+@contextmanager
+def _nvtx(name: str, device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

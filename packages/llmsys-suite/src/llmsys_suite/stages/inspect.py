@@ -1,0 +1,106 @@
+"""Look inside the trained model: what each layer would say, what each head does, who feeds whom."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import interp
+import torch
+from torch import Tensor
+
+from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+KINDS = ("previous", "duplicate", "induction", "first")
+
+
+@torch.no_grad()
+def run(run: Run) -> dict[str, Any]:
+    """Logit lens and attribution on held-out text, head kinds on repeated text; inspect.html."""
+    if run.trained is None or run.folder is None:
+        return {}
+    model = run.trained
+    assert isinstance(model, Decoder)
+    context = min(64, model.config.context)
+    tokens, targets = (t.to(run.device) for t in run.corpus.heldout_batch(rows=4, context=context))
+    sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
+    parts = [
+        f"blocks.{i}.{part}" for i in range(len(model.blocks)) for part in ("attention", "ffn")
+    ]
+    with interp.record(model, *sites, *parts) as seen:
+        model(tokens)
+    lens = interp.logit_lens({s: seen[s] for s in sites}, model.norm, model.head, targets=targets)
+    credit = interp.attribution(
+        {"embedding": seen["embedding"], **{part: seen[part] for part in parts}},
+        model.norm,
+        model.head,
+        targets,
+        final=seen[sites[-1]],
+    )
+    repeated = _repeated(context, model.config.vocabulary).to(run.device)
+    heads = interp.detect_heads(attention_patterns(model, repeated), repeated)
+    assert lens.target_log_probability is not None
+    page = interp.view(
+        run.folder.path / "inspect.html",
+        tokens=tokens,
+        patterns=attention_patterns(model, tokens),
+        heads=interp.detect_heads(attention_patterns(model, tokens), tokens),
+        lens=lens,
+        attributions=credit,
+        vocabulary=[chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in range(256)],
+        title="What the trained model does",
+    )
+    best = {kind: heads.best(kind) for kind in KINDS}
+    return {
+        "page": page.name,
+        "lens": [
+            {
+                "after": name,
+                "target_loss": float(-lens.target_log_probability[i].mean()),
+                "entropy": float(lens.entropy[i].mean()),
+            }
+            for i, name in enumerate(lens.names)
+        ],
+        "heads": [
+            {
+                "kind": kind,
+                "layer": head.layer,
+                "head": head.head,
+                "score": head.score,
+                "chance": head.chance,
+            }
+            for kind, head in best.items()
+        ],
+    }
+
+
+def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
+    """Each layer's pattern (batch, heads, seq, seq), from what enters its queries and keys."""
+    inputs = [f"blocks.{i}.attention:input" for i in range(len(model.blocks))]
+    with interp.record(model, *inputs) as seen:
+        model(tokens)
+    rope = model.rope[:, : tokens.shape[1]]
+    return [
+        _pattern(block.attention, seen[site], rope)
+        for site, block in zip(inputs, model.layers(), strict=True)
+    ]
+
+
+def _pattern(attention: MultiHeadAttention, x_BTD: Tensor, rope: Tensor) -> Tensor:
+    q, k = (
+        rotate(project(x_BTD).unflatten(-1, (attention.num_heads, -1)).transpose(1, 2), rope)
+        for project in (attention.q, attention.k)
+    )
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    pattern: Tensor = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return pattern
+
+
+def _repeated(context: int, vocabulary: int) -> Tensor:
+    """Random tokens, twice: only a head that copies from context knows the second half."""
+    generator = torch.Generator().manual_seed(0)
+    half = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(4)])
+    return half[:, : context // 2].repeat(1, 2)

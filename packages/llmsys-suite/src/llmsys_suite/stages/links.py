@@ -1,0 +1,18 @@
+"""What the links between the ranks cost: all-reduce over sizes, and the model fitted to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import collectives.bench
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+
+def run(run: Run) -> dict[str, Any]:
+    """The bench of collectives in this very group, gloo or NCCL as its peer."""
+    if run.world < 2:
+        return {"skipped": "one rank has no link"}
+    rows = collectives.bench.bench(device=run.device.type, quick=True)
+    return {"rows": rows}

@@ -1,0 +1,131 @@
+"""Where the bytes of a step go: live memory over an inference and a training step, and its peaks.
+
+Counted on the meta device, so that the run's own model and the 2.7B one are both drawn on any
+machine; on a GPU a snapshot for torch's own viewer is kept beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from llmsys_suite.live_memory import Allocation, LiveMemory, training_step_memory
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+ROWS = 4
+MIB = 2**20
+
+
+def run(run: Run) -> dict[str, Any]:
+    """Timelines and peaks for this run's size and for 2.7B, on rank 0."""
+    if run.rank != 0:
+        return {}
+    sizes = dict.fromkeys((run.config.size, "2.7B"))
+    result: dict[str, Any] = {
+        "models": {size: profile_size(size, run.config.context) for size in sizes}
+    }
+    if run.device.type == "cuda" and run.folder is not None:
+        result["snapshot"] = _snapshot(run)
+    return result
+
+
+def profile_size(size: str, context: int) -> dict[str, Any]:
+    """Peaks for contexts of a quarter to twice `context`, timelines and owners at `context`."""
+    vocabulary = 256 if size == "tiny" else 10_000
+    peaks, drawn = [], {}
+    for length in (context // 4, context // 2, context, 2 * context):
+        config = ModelConfig.named(size, vocabulary=vocabulary, context=length)
+        forward, step = inference(config), training(config)
+        peaks.append(
+            {
+                "context": length,
+                "inference_peak_mib": forward.peak_bytes / MIB,
+                "training_peak_mib": step.peak_bytes / MIB,
+                "checkpointed_peak_mib": training(replace(config, checkpoint=True)).peak_bytes
+                / MIB,
+                "residual_stream_mib": ROWS * length * config.d_model * 4 / MIB,
+            }
+        )
+        drawn[length] = {
+            "inference_timeline": thin(forward.timeline),
+            "training_timeline": thin(step.timeline),
+            "largest": largest(step.at_peak),
+        }
+    return {"rows": ROWS, "peaks": peaks} | drawn[context]
+
+
+def inference(config: ModelConfig) -> LiveMemory:
+    """The live bytes of one forward pass without gradients."""
+    with torch.device("meta"):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
+    memory = LiveMemory()
+    memory.add(model.parameters(), "parameter")
+    memory.phase = "forward"
+    with torch.no_grad(), memory:
+        model(tokens)
+    return memory
+
+
+def training(config: ModelConfig) -> LiveMemory:
+    """The live bytes of the second AdamW step, when the optimizer's state is there."""
+    with torch.device("meta"):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
+
+
+def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
+    """At most `points` of the timeline, each the highest of its stretch, in MiB."""
+    stride = max(1, -(-len(timeline) // points))
+    stretches = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    highest = (max(stretch, key=lambda point: point[1]) for stretch in stretches)
+    return [(phase, live / MIB) for phase, live in highest]
+
+
+def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any]]:
+    """What holds most at the peak, equal blocks of one origin added up."""
+    totals: dict[tuple[str, str, str], list[int]] = {}
+    for block in allocations:
+        origin = (block.operator, block.phase or "before", block.module)
+        totals.setdefault(origin, []).append(block.nbytes)
+    order = sorted(totals.items(), key=lambda item: -sum(item[1]))[:count]
+    return [
+        {
+            "operator": operator,
+            "made_in": phase,
+            "module": module,
+            "blocks": len(sizes),
+            "largest_mib": max(sizes) / MIB,
+            "total_mib": sum(sizes) / MIB,
+        }
+        for (operator, phase, module), sizes in order
+    ]
+
+
+def _snapshot(run: Run) -> str:
+    assert run.folder is not None
+    config = ModelConfig.named(run.config.size, context=run.config.context)
+    model = Decoder(config).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens, targets = run.corpus.batch(rows=ROWS, context=config.context, seed=0, step=0)
+    # Full stacks of every allocation take minutes to write; Python's are what a reader needs.
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
+    try:
+        model.loss(tokens.to(run.device), targets.to(run.device)).backward()
+        optimizer.step()
+        path = run.folder.path / "memory_snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return path.name

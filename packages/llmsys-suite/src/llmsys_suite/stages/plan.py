@@ -1,0 +1,141 @@
+"""What the run will cost, said before it runs: parameters, FLOPs, memory, bytes on the wire.
+
+`predict` needs no torch and allocates nothing; it is also how a run that cannot fit is refused.
+`run` adds what the audit holds the predictions against, counted on the real model.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import accounting
+
+from llmsys_suite.config import RunConfig
+from llmsys_suite.environment import available_memory_bytes
+from llmsys_suite.sizes import SIZES
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+# Python, torch and its libraries, per process.
+PROCESS_BYTES = 700 * 2**20
+NUM_VARIANTS = 12
+
+
+def transformer(config: RunConfig) -> accounting.Transformer:
+    """The run's model, as accounting describes it."""
+    size = SIZES[config.size]
+    return accounting.Transformer(
+        layers=size.num_layers,
+        d_model=size.d_model,
+        heads=size.num_heads,
+        vocab_size=256,
+        d_ff=size.d_ff,
+    )
+
+
+def predict(config: RunConfig) -> dict[str, Any]:
+    """Every figure that follows from the configuration alone."""
+    model = transformer(config)
+    parameters = accounting.parameters(model)
+    step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
+    causal = accounting.flops(model, seq=config.context, batch=config.rows)
+    # The single process takes the whole batch, so it is the largest.
+    memory = accounting.training_memory(
+        model,
+        accounting.Plan(data=1),
+        batch=config.rows,
+        seq=config.context,
+        precision="fp32",
+        flash=True,
+    )
+    traffic = accounting.communication(
+        model, accounting.Plan(data=config.world), weights="fp32", gradients="fp32"
+    )
+    static = 16 * int(parameters.total)
+    transient = max(0, int(memory.total) - static)
+    ranks_here = config.world if config.device == "cpu" else 1
+    one = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
+    all_together = one + (NUM_VARIANTS - 1) * static * ranks_here
+    return {
+        "size": config.size,
+        "parameters": int(parameters.total),
+        "parameters_by_part": {part.name: int(part.total) for part in parameters.parts},
+        "step_flops_full": int(step.total),
+        "step_flops_causal": int(causal.total),
+        "training_peak_bytes": int(memory.total),
+        "training_bytes_by_part": {part.name: int(part.total) for part in memory.parts},
+        "gradient_bytes": int(traffic.payload.total) or 4 * int(parameters.total),
+        "ddp_wire_bytes_per_rank": int(traffic.wire.total),
+        "host_peak_bytes": one,
+        "all_variants_bytes": all_together,
+        "derivation": parameters.explain(),
+    }
+
+
+def run(run: Run) -> dict[str, Any]:
+    """The predictions, and what the real model and this machine's matrix units say beside them."""
+    predicted = predict(run.config)
+    fit = predicted["all_variants_bytes"] < 0.8 * available_memory_bytes(run.device.type)
+    return predicted | {
+        "variants_fit_together": _agreed(run, fit),
+        "peak": _agreed_peak(run),
+        **counted(run.config),
+    }
+
+
+def counted(config: RunConfig) -> dict[str, int]:
+    """Parameters and FLOPs of the real model, counted on the meta device by torch."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+
+    with torch.device("meta"):
+        # Plain attention, because a counter may not see into a fused kernel.
+        model = Decoder(ModelConfig.named(config.size, context=config.context), plain_attention)
+        tokens = torch.zeros(config.rows, config.context, dtype=torch.long)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model.loss(tokens, tokens).backward()
+    return {
+        "actual_parameters": sum(p.numel() for p in model.parameters()),
+        "counted_flops": int(counter.get_total_flops()),
+    }
+
+
+def matmul_flops_per_second(run: Run, seconds: float = 0.5) -> float:
+    """The best rate of a float32 matrix product on this rank, all ranks at it at once."""
+    import torch
+
+    n = 512 if run.device.type == "cpu" else 8192
+    a = torch.randn(n, n, device=run.device)
+    b = torch.randn(n, n, device=run.device)
+    best, end = 0.0, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        a @ b
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 2 * n**3 / (time.perf_counter() - begin))
+    return best
+
+
+def _agreed_peak(run: Run) -> float:
+    import torch
+    import torch.distributed as dist
+
+    run.barrier()
+    peak = torch.tensor(matmul_flops_per_second(run), device=run.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return float(peak)
+
+
+def _agreed(run: Run, here: bool) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    everywhere = torch.tensor(int(here), device=run.device)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)

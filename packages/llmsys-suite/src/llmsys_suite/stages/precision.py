@@ -1,0 +1,126 @@
+"""What lower precision costs and saves: accumulation error, dtypes under autocast, time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from llmsys_suite.model import Decoder, ModelConfig
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+ROUNDS = 5
+
+
+def run(run: Run) -> dict[str, Any]:
+    """All three tables, on rank 0."""
+    if run.rank != 0:
+        return {}
+    return {
+        "accumulation": accumulation(),
+        "autocast_dtypes": autocast_dtypes(run.device.type),
+        "timing": timing(run),
+    }
+
+
+def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:
+    """Sum `term` `terms` times: the sum's dtype decides the error, the term's only its rounding."""
+    rows = []
+    for total_dtype, term_dtype in (
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ):
+        total = torch.tensor(0.0, dtype=total_dtype)
+        for _ in range(terms):
+            total = total + torch.tensor(term, dtype=term_dtype).to(total_dtype)
+        rows.append(
+            {
+                "sum_in": _name(total_dtype),
+                "term_in": _name(term_dtype),
+                "sum": float(total),
+                "relative_error": abs(float(total) - terms * term) / (terms * term),
+            }
+        )
+    return rows
+
+
+class _Toy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16, bias=False)
+        self.norm = nn.LayerNorm(16)
+        self.fc2 = nn.Linear(16, 4, bias=False)
+
+
+def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    """The dtype of each part of a small network's step under autocast."""
+    model = _Toy().to(device_type)
+    x = torch.randn(2, 8, device=device_type)
+    with torch.autocast(device_type, dtype=dtype):
+        first = model.fc1(x)
+        normed = model.norm(first.relu())
+        logits = model.fc2(normed)
+        loss = nn.functional.cross_entropy(logits, torch.tensor([0, 1], device=device_type))
+    loss.backward()
+    assert model.fc1.weight.grad is not None
+    return {
+        "parameters": _name(model.fc1.weight.dtype),
+        "linear output": _name(first.dtype),
+        "norm output": _name(normed.dtype),
+        "logits": _name(logits.dtype),
+        "loss": _name(loss.dtype),
+        "gradients": _name(model.fc1.weight.grad.dtype),
+    }
+
+
+def timing(run: Run) -> list[dict[str, Any]]:
+    """Forward and backward of this run's model, float32 and bf16 autocast taking turns."""
+    config = ModelConfig.named(run.config.size, context=run.config.context)
+    torch.manual_seed(run.config.seed)
+    model = Decoder(config).to(run.device)
+    rows = max(1, run.config.rows // run.world)
+    tokens, targets = (
+        t.to(run.device)
+        for t in run.corpus.batch(rows=rows, context=config.context, seed=0, step=0)
+    )
+    seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
+    losses = {}
+    for turn in range(ROUNDS + 1):
+        for name in seconds:
+            _synchronize(run.device)
+            begin = time.perf_counter()
+            with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=name == "bfloat16"):
+                loss = model.loss(tokens, targets)
+            loss.backward()
+            _synchronize(run.device)
+            if turn > 0:
+                seconds[name].append(time.perf_counter() - begin)
+            losses[name] = float(loss.detach())
+            model.zero_grad()
+    ratios = [a / b for a, b in zip(seconds["float32"], seconds["bfloat16"], strict=True)]
+    return [
+        {
+            "dtype": name,
+            "forward_backward_ms": statistics.median(values) * 1e3,
+            "loss": losses[name],
+            "speedup_p50": statistics.median(ratios) if name == "bfloat16" else 1.0,
+        }
+        for name, values in seconds.items()
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

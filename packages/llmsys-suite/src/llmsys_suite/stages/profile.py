@@ -1,0 +1,198 @@
+"""How long a step takes, phase by phase, and which operators take it.
+
+The protocol: forward, forward and backward, and the whole step, after 0, 1, 2 and 5 warm-up steps,
+mean and standard deviation over ten. Then one profiled step, from which the usual questions are
+answered as a table: the time in each phase, its top operator, the share of matrix products, and
+softmax against the products of attention in time and in FLOPs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from llmsys_suite.environment import GIB, available_memory_bytes
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.sizes import SIZES
+from llmsys_suite.stages.plan import matmul_flops_per_second, predict
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+WARMUPS = (0, 1, 2, 5)
+STEPS = 10
+#: A size that would take longer is left out, and the table says so.
+SECONDS_A_SIZE = 60.0
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
+
+
+def run(run: Run) -> dict[str, Any]:
+    """The protocol's table and the profile's, on rank 0."""
+    if run.rank != 0:
+        return {}
+    return {"protocol": protocol(run), "operators": operators(run), "compiled": compiled(run)}
+
+
+class _Step:
+    """The three parts of one training step, callable one by one."""
+
+    def __init__(self, run: Run, *, size: str | None = None, compile_model: bool = False) -> None:
+        config = ModelConfig.named(size or run.config.size, context=run.config.context)
+        torch.manual_seed(run.config.seed)
+        self.device = run.device
+        self.config = config
+        self.model = Decoder(config, plain_attention).to(run.device)
+        self.rows = max(1, run.config.rows // run.world)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.tokens, self.targets = (
+            t.to(run.device)
+            for t in run.corpus.batch(rows=self.rows, context=config.context, seed=0, step=0)
+        )
+        self.loss_of = torch.compile(self.model.loss) if compile_model else self.model.loss
+
+    def forward(self) -> None:
+        self.loss = self.loss_of(self.tokens, self.targets)
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def optimize(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def timed(self) -> dict[str, float]:
+        seconds = {}
+        for name, part in (
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("optimizer", self.optimize),
+        ):
+            begin = _now(self.device)
+            part()
+            seconds[name] = _now(self.device) - begin
+        return seconds
+
+
+def protocol(run: Run) -> list[dict[str, Any]]:
+    """Mean and standard deviation of each phase over ten steps, for every size that fits."""
+    rows: list[dict[str, Any]] = []
+    for size in SIZES:
+        reason = _why_not(run, size)
+        rows += [{"size": size, "left_out": reason}] if reason else _protocol_of(run, size)
+    return rows
+
+
+def _protocol_of(run: Run, size: str) -> list[dict[str, Any]]:
+    rows = []
+    for warmup in WARMUPS:
+        step = _Step(run, size=size)
+        for _ in range(warmup):
+            step.timed()
+        samples = [step.timed() for _ in range(STEPS)]
+        row: dict[str, Any] = {"size": size, "rows": step.rows, "warmup": warmup}
+        for phase in samples[0]:
+            values = [sample[phase] * 1e3 for sample in samples]
+            row[f"{phase}_mean_ms"] = statistics.mean(values)
+            row[f"{phase}_std_ms"] = statistics.stdev(values)
+        rows.append(row)
+    return rows
+
+
+def _why_not(run: Run, size: str) -> str:
+    """The reason why a size is not timed here: memory first, then the time it would take."""
+    config = replace(run.config, size=size, rows=max(1, run.config.rows // run.world), world=1)
+    predicted = predict(config)
+    available = available_memory_bytes(run.device.type)
+    if predicted["training_peak_bytes"] > available:
+        return (
+            f"needs {predicted['training_peak_bytes'] / GIB:.1f} GiB, "
+            f"{available / GIB:.1f} GiB are free"
+        )
+    steps = sum(WARMUPS) + len(WARMUPS) * STEPS
+    # A third of the rate of a matrix product is a usual step.
+    seconds = 3 * steps * predicted["step_flops_full"] / matmul_flops_per_second(run, seconds=0.1)
+    if seconds > SECONDS_A_SIZE:
+        return f"would take {seconds:.0f} s"
+    return ""
+
+
+def operators(run: Run) -> list[dict[str, Any]]:
+    """One row a phase: time, top operator and its calls, shares of products and softmax."""
+    activities = [ProfilerActivity.CPU]
+    if run.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    step = _Step(run)
+    step.timed()
+    rows = []
+    for phase, part in (
+        ("forward", step.forward),
+        ("backward", step.backward),
+        ("optimizer", step.optimize),
+    ):
+        with profile(activities=activities, acc_events=True) as profiler:
+            part()
+        rows.append({"phase": phase} | summarize(profiler.key_averages(), run.device.type))
+    config = step.config
+    rows[0] |= attention_flops(config, step.rows)
+    return rows
+
+
+def summarize(events: Any, device_type: str) -> dict[str, Any]:
+    """Totals over a profile's operators, by the time that each spends itself."""
+    if device_type == "cuda":
+        microseconds = {event.key: event.self_device_time_total for event in events}
+    else:
+        # Ranges such as "Optimizer.step" are no operators.
+        operators = (event for event in events if event.key.startswith("aten::"))
+        microseconds = {event.key: event.self_cpu_time_total for event in operators}
+    calls = {event.key: event.count for event in events}
+    total = sum(microseconds.values())
+    top = max(microseconds, key=lambda key: microseconds[key])
+    softmax = sum(us for key, us in microseconds.items() if "softmax" in key)
+    products = sum(us for key, us in microseconds.items() if key in PRODUCTS or "gemm" in key)
+    return {
+        "total_ms": total / 1e3,
+        "top_operator": top,
+        "top_calls": calls[top],
+        "top_share": microseconds[top] / total,
+        "product_share": products / total,
+        "softmax_share": softmax / total,
+    }
+
+
+def attention_flops(config: ModelConfig, rows: int) -> dict[str, Any]:
+    """FLOPs of softmax and of attention's two products over all layers, scores held whole.
+
+    Softmax takes five operations a score: maximum, difference, exponential, sum, quotient.
+    """
+    scores = rows * config.num_heads * config.context**2 * config.num_layers
+    head_dim = config.d_model // config.num_heads
+    return {"softmax_flops": 5 * scores, "attention_product_flops": 4 * scores * head_dim}
+
+
+def compiled(run: Run) -> list[dict[str, Any]]:
+    """Plain and compiled model taking turns; on a GPU only, where compilation pays for itself."""
+    if run.device.type != "cuda":
+        return []
+    steps = {"plain": _Step(run), "compiled": _Step(run, compile_model=True)}
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
+    for turn in range(STEPS + 3):
+        for name, step in steps.items():
+            seconds = step.timed()
+            if turn >= 3:
+                samples[name].append(seconds)
+    return [
+        {"model": name} | {f"{p}_ms": statistics.median(s[p] for s in rows) * 1e3 for p in rows[0]}
+        for name, rows in samples.items()
+    ]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,17 @@
+"""Write the report for a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llmsys_suite.report import write_report
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+
+def run(run: Run) -> dict[str, Any]:
+    """Write report.md and report.html."""
+    if run.folder is not None:
+        write_report(run.folder)
+    return {}

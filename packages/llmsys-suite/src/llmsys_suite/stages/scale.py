@@ -1,0 +1,108 @@
+"""What a larger model would do: a handful of tiny runs, and the law fitted to them.
+
+The ranks share the runs out. Each is trained once over fresh text with C = 6 N D held to its
+budget; N counts the weights that multiply (all but the embedding).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from llmsys_suite.model import Decoder, ModelConfig
+
+if TYPE_CHECKING:
+    from llmsys_suite.worker import Run
+
+WIDTHS = (8, 12, 16, 24, 40)
+BUDGETS_FLOPS = (6e9, 1.4e10, 3.2e10)
+ROWS, CONTEXT = 8, 64
+HELDOUT_ROWS = 64
+
+
+def run(run: Run) -> dict[str, Any]:
+    """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
+    todo = [(budget, width) for budget in BUDGETS_FLOPS for width in WIDTHS]
+    # Larger models take as long as small ones at one budget, so every other run is a fair share.
+    mine = [train_one(run, *pair) for pair in todo[run.rank :: run.world]]
+    shares: list[Any] = [None] * run.world
+    dist.all_gather_object(shares, mine)
+    rows = sorted(
+        (row for share in shares for row in share),
+        key=lambda row: (row["compute_flops"], row["parameters"]),
+    )
+    if run.rank != 0:
+        return {}
+    return {"runs": rows} | fit(rows)
+
+
+def train_one(run: Run, budget: float, width: int) -> dict[str, float]:
+    """Train one width for one budget; its held-out loss in nats per byte."""
+    config = ModelConfig(d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=CONTEXT)
+    torch.manual_seed(run.config.seed)
+    model = Decoder(config).to(run.device)
+    parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+    steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
+    rate = 6e-3 * (64 / width) ** 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 10) * _cosine(step / steps)
+        batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=run.config.seed, step=step)
+        tokens, targets = (t.to(run.device) for t in batch)
+        optimizer.zero_grad()
+        model.loss(tokens, targets).backward()
+        optimizer.step()
+    tokens, targets = (
+        t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
+    )
+    with torch.no_grad():
+        loss = float(model.loss(tokens, targets))
+    tokens_seen = steps * ROWS * CONTEXT
+    return {
+        "parameters": parameters,
+        "tokens": tokens_seen,
+        "compute_flops": budget,
+        "steps": steps,
+        "loss": loss,
+    }
+
+
+def _cosine(progress: float) -> float:
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """The IsoFLOP fit through the runs, and every doubt that it has about them."""
+    import warnings
+
+    import scaling
+
+    columns = ("parameters", "tokens", "compute_flops", "loss")
+    table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
+    with warnings.catch_warnings(record=True) as doubts:
+        warnings.simplefilter("always")
+        try:
+            law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
+        except ValueError as error:
+            return {"law": None, "doubts": [str(error)]}
+    at = 10 * max(BUDGETS_FLOPS)
+    optimum = law.optimal(at)
+    assert optimum.intervals is not None
+    return {
+        "law": {"scale": law.scale, "exponent": law.exponent},
+        "valleys": [
+            {"compute_flops": v.compute, "parameters": v.parameters, "loss": v.loss}
+            for v in law.valleys
+        ],
+        "extrapolated": {
+            "compute_flops": at,
+            "parameters": optimum.parameters,
+            "low": optimum.intervals["parameters"].low,
+            "high": optimum.intervals["parameters"].high,
+        },
+        "doubts": [str(doubt.message) for doubt in doubts],
+    }

@@ -1,0 +1,164 @@
+"""One rank of a run, from the first stage to the last: every rank executes this same program.
+
+One group of processes serves all stages and all variants; starting a process costs more than most
+of what is measured here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmsys_suite.config import RunConfig
+from llmsys_suite.data import Corpus, load_corpus, require_tokens
+from llmsys_suite.environment import environment
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.launch import STORE
+from llmsys_suite.phases import Recorder
+from llmsys_suite.progress import Progress
+
+TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass
+class Run:
+    """What a stage works with; `folder` is there on rank 0 only."""
+
+    config: RunConfig
+    rank: int
+    world: int
+    device: torch.device
+    corpus: Corpus
+    recorder: Recorder
+    progress: Progress
+    folder: RunFolder | None = None
+    results: dict[str, Any] = field(default_factory=dict)
+    # The model that `train` leaves to the stages that look into it.
+    trained: torch.nn.Module | None = None
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def flush_samples(self) -> None:
+        """Bring all ranks' samples to rank 0 and append them to the folder."""
+        gathered: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(self.recorder.take(), gathered)
+        if self.folder is not None and gathered is not None:
+            self.folder.append_samples(sample for samples in gathered for sample in samples)
+
+
+def main() -> int:
+    """Entry of a process that `launch` started."""
+    _end_with_parent(os.getppid())
+    return work(RunConfig.from_json(json.loads(sys.argv[1])))
+
+
+def work(config: RunConfig) -> int:
+    """Run all stages as this rank; 1 if a check failed or a stage raised."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    progress = Progress(enabled=rank == 0)
+    try:
+        run = _begin(config, rank, world, progress)
+        for stage in config.stages:
+            with progress.stage(stage):
+                _run_stage(run, stage)
+        if run.folder is not None:
+            run.folder.finish()
+        audit = run.results.get("audit", {})
+        return 0 if audit.get("passed", True) else 1
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:
+        print(f"rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+    finally:
+        progress.close()
+        # A failed rank must not wait for peers that will never come: the process ends instead.
+        if sys.exc_info()[0] is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    store = os.environ.get(STORE)
+    dist.init_process_group(
+        config.backend,
+        init_method=f"file://{store}" if store else "env://",
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    corpus = load_corpus(config.data)
+    require_tokens(
+        corpus,
+        rows=config.rows,
+        context=config.context,
+        steps=config.warmup + config.steps,
+        world=world,
+    )
+    return Run(
+        config=config,
+        rank=rank,
+        world=world,
+        device=device,
+        corpus=corpus,
+        recorder=Recorder(rank, device),
+        progress=progress,
+        folder=RunFolder.create(config, environment()) if rank == 0 else None,
+    )
+
+
+def _run_stage(run: Run, stage: str) -> None:
+    begin = time.perf_counter()
+    module = importlib.import_module(f"llmsys_suite.stages.{stage}")
+    result: dict[str, Any] = module.run(run)
+    result["stage_seconds"] = time.perf_counter() - begin
+    result["peak_process_mib"] = _peak_process_mib(run)
+    run.results[stage] = result
+    run.flush_samples()
+    if run.folder is not None:
+        run.folder.add_stage(stage, result)
+
+
+def _peak_process_mib(run: Run) -> float:
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
+    peak = peak.to(run.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return float(peak)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when the one that started it is gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

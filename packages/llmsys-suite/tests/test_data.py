@@ -1,0 +1,60 @@
+"""Batches are real text, the same at every world size, and never the held-out text."""
+
+import pytest
+import torch
+from llmsys_suite.data import DataError, load_corpus, require_tokens
+
+
+def test_the_standard_library_is_text_of_this_interpreter():
+    corpus = load_corpus()
+    assert len(corpus.train) > 1_000_000
+    assert b"import" in bytes(corpus.train[:100_000].tolist())
+
+
+def test_targets_are_the_next_bytes(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    tokens, targets = load_corpus(tmp_path).batch(rows=4, context=16, seed=3, step=2)
+    assert tokens.shape == targets.shape == (4, 16)
+    assert torch.equal((tokens + 1) % 256, targets)
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_the_ranks_rows_together_are_the_single_process_batch(world):
+    corpus = load_corpus()
+    whole, _ = corpus.batch(rows=6, context=32, seed=1, step=5)
+    shares = [
+        corpus.batch(rows=6, context=32, seed=1, step=5, rank=r, world=world)[0]
+        for r in range(world)
+    ]
+    assert torch.equal(torch.cat(shares), whole)
+
+
+def test_batches_differ_by_step_and_by_seed():
+    corpus = load_corpus()
+    first, other_step, other_seed = (
+        corpus.batch(rows=2, context=32, seed=seed, step=step)[0]
+        for seed, step in ((0, 0), (0, 1), (1, 0))
+    )
+    assert not torch.equal(first, other_step)
+    assert not torch.equal(first, other_seed)
+
+
+def test_held_out_text_is_never_trained_on(tmp_path):
+    (tmp_path / "text").write_bytes(b"a" * 900 + b"z" * 100)
+    corpus = load_corpus(tmp_path / "text")
+    assert set(corpus.train.tolist()) == {ord("a")}
+    assert set(corpus.heldout_batch(rows=4, context=8)[0].flatten().tolist()) == {ord("z")}
+
+
+@pytest.mark.parametrize("name", ["missing", "empty"])
+def test_nothing_to_read_is_said(tmp_path, name):
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match=name):
+        load_corpus(tmp_path / name)
+
+
+def test_too_little_text_is_said_with_both_numbers(tmp_path):
+    (tmp_path / "short").write_bytes(b"x" * 1000)
+    corpus = load_corpus(tmp_path / "short")
+    with pytest.raises(DataError, match=r"900 training bytes.*10240"):
+        require_tokens(corpus, rows=8, context=128, steps=10, world=2)

@@ -1,0 +1,118 @@
+"""The model computes what its parts' papers say, and its sizes are those of the benchmarks."""
+
+import math
+
+import pytest
+import torch
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention, rotary_table, rotate
+from llmsys_suite.sizes import SIZES
+
+CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=11, context=9)
+
+
+def reference_logits(model, tokens):
+    """The same model, one token and one head at a time, in float64."""
+    weights = {name: w.double() for name, w in model.state_dict().items()}
+    config = model.config
+    head_dim = config.d_model // config.num_heads
+
+    def norm(x, weight):
+        return x / (x.square().mean() + 1e-5).sqrt() * weight
+
+    def turn(x, position):
+        half, out = head_dim // 2, x.clone()
+        for i in range(half):
+            angle = position * 10_000.0 ** (-2 * i / head_dim)
+            out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
+            out[half + i] = x[i] * math.sin(angle) + x[half + i] * math.cos(angle)
+        return out
+
+    stream = [weights["embedding.weight"][t] for t in tokens]
+    for layer in range(config.num_layers):
+        w = {
+            k.split(f"blocks.{layer}.")[1]: v for k, v in weights.items() if f"blocks.{layer}." in k
+        }
+        normed = [norm(x, w["attention_norm.weight"]) for x in stream]
+        mixed = [torch.zeros(config.d_model, dtype=torch.float64) for _ in stream]
+        for head in range(config.num_heads):
+            rows = slice(head * head_dim, (head + 1) * head_dim)
+            q = [turn(w["attention.q.weight"][rows] @ x, t) for t, x in enumerate(normed)]
+            k = [turn(w["attention.k.weight"][rows] @ x, t) for t, x in enumerate(normed)]
+            v = [w["attention.v.weight"][rows] @ x for x in normed]
+            for t in range(len(stream)):
+                scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / head_dim**0.5
+                for s, share in enumerate(scores.softmax(0)):
+                    mixed[t][rows] += share * v[s]
+        stream = [x + w["attention.out.weight"] @ m for x, m in zip(stream, mixed, strict=True)]
+        for t, x in enumerate(stream):
+            y = norm(x, w["ffn_norm.weight"])
+            gate = w["ffn.gate.weight"] @ y
+            hidden = gate * torch.sigmoid(gate) * (w["ffn.up.weight"] @ y)
+            stream[t] = x + w["ffn.down.weight"] @ hidden
+    return torch.stack([weights["head.weight"] @ norm(x, weights["norm.weight"]) for x in stream])
+
+
+def test_logits_equal_a_reference_written_token_by_token():
+    torch.manual_seed(0)
+    model = Decoder(CONFIG, plain_attention)
+    tokens = torch.randint(0, 11, (1, 7))
+    expected = reference_logits(model, tokens[0])
+    torch.testing.assert_close(model(tokens)[0].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_changes_nothing_before_it():
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    tokens = torch.randint(0, 11, (1, 9))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 11
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only():
+    rope = rotary_table(8, 32).double()
+    x, y = torch.randn(2, 8, dtype=torch.float64)
+    at = [rotate(torch.stack([x] * 32), rope), rotate(torch.stack([y] * 32), rope)]
+    torch.testing.assert_close(at[0].norm(dim=-1), x.norm().expand(32))
+    torch.testing.assert_close(at[0][5] @ at[1][2], at[0][25] @ at[1][22], rtol=1e-5, atol=1e-6)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    tokens = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        config = ModelConfig(**{**vars(CONFIG), "checkpoint": checkpoint})
+        model = Decoder(config, plain_attention)
+        model.loss(tokens, tokens).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [
+        ("small", 128.6),
+        ("medium", 423.2),
+        ("large", 969.4),
+        ("xl", 1998.2),
+        ("2.7B", 3406.8),
+        ("10B", 12832.8),
+    ],
+)
+def test_named_sizes_hold_the_parameters_of_their_closed_form(size, millions):
+    shape = SIZES[size]
+    with torch.device("meta"):
+        model = Decoder(ModelConfig.named(size, vocabulary=10_000))
+    d, ff, layers = shape.d_model, shape.d_ff, shape.num_layers
+    closed_form = layers * (4 * d * d + 3 * d * ff + 2 * d) + 2 * 10_000 * d + d
+    assert sum(p.numel() for p in model.parameters()) == closed_form
+    assert closed_form / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_the_tiny_model_has_about_a_million_parameters():
+    model = Decoder(ModelConfig.named("tiny"))
+    assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6

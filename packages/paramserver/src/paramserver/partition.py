@@ -1,0 +1,135 @@
+"""Which server holds which part of which parameter.
+
+Notable:
+- parameters are cut where equal bytes fall, in the middle of a tensor if need be, so that no server
+  holds more than its share. An optimizer whose update of an element needs that element alone (SGD,
+  Adam, ...) cannot tell; for one that looks at whole tensors (LAMB, Muon, ...) there is `whole`;
+- a shard is one flat buffer of bytes in which each piece is a view, so that a pull or a push is
+  one message whatever the number of parameters and their types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # bytes: a cache line, and enough for any element type
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `stop` of the flattened parameter `name`, at byte `offset` of a shard."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without padding."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one server holds: pieces laid out in one buffer of `buffer_bytes`."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffer: the parameters, each piece aligned."""
+        return max((_aligned(p.offset + p.nbytes) for p in self.pieces), default=_ALIGNMENT)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Each piece as a tensor that shares the buffer's memory; whole parameters are shaped."""
+        flat = (buffer[p.offset : p.offset + p.nbytes].view(p.dtype) for p in self.pieces)
+        return [
+            view.view(p.shape) if view.numel() == _numel(p.shape) else view
+            for p, view in zip(self.pieces, flat, strict=True)
+        ]
+
+    def digest(self) -> str:
+        """A short text that is equal only for equal layouts."""
+        return hashlib.sha256(repr(self.pieces).encode()).hexdigest()[:16]
+
+
+def partition(
+    parameters: Mapping[str, Tensor], servers: int, *, whole: bool = False
+) -> list[Shard]:
+    """Divide `parameters` over `servers`, equal in bytes.
+
+    The largest shard exceeds the mean by less than one element. `whole` keeps every parameter on
+    one server, the largest first onto the server with the least: use it for an optimizer that needs
+    whole tensors.
+    """
+    if servers < 1:
+        raise ValueError(f"{servers} servers cannot hold parameters; give 1 or more")
+    if not parameters:
+        raise ValueError("there is nothing to serve: no parameter requires a gradient")
+    return _whole(parameters, servers) if whole else _equal_bytes(parameters, servers)
+
+
+def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
+    total = sum(tensor.nbytes for tensor in parameters.values())
+    ends = [(server + 1) * total // servers for server in range(servers)]
+    builders = [_Builder() for _ in range(servers)]
+    position = server = 0  # position in bytes, over all parameters
+    for name, tensor in parameters.items():
+        start = 0
+        while start < tensor.numel():
+            while position >= ends[server]:
+                server += 1
+            room = -(-(ends[server] - position) // tensor.dtype.itemsize)  # never half an element
+            stop = min(tensor.numel(), start + room)
+            builders[server].add(name, tensor, start, stop)
+            position += (stop - start) * tensor.dtype.itemsize
+            start = stop
+    return [builder.shard() for builder in builders]
+
+
+def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
+    owner, held = {}, [0] * servers
+    for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):
+        owner[name] = held.index(min(held))
+        held[owner[name]] += parameters[name].nbytes
+    builders = [_Builder() for _ in range(servers)]
+    for name, tensor in parameters.items():
+        builders[owner[name]].add(name, tensor, 0, tensor.numel())
+    return [builder.shard() for builder in builders]
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._end = 0
+
+    def add(self, name: str, tensor: Tensor, start: int, stop: int) -> None:
+        if start == stop:
+            return
+        piece = Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, self._end)
+        self._pieces.append(piece)
+        self._end = _aligned(piece.offset + piece.nbytes)
+
+    def shard(self) -> Shard:
+        return Shard(tuple(self._pieces))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

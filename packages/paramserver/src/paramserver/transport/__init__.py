@@ -1,0 +1,1 @@
+"""What carries messages between processes: shared memory, torch.distributed, Ray."""

@@ -1,0 +1,233 @@
+"""Channels over torch.distributed: point-to-point messages on gloo, across machines.
+
+Notable:
+- `join` works inside a process group that exists already, under torchrun or any other launcher: its
+  ranks are the workers and some of them also host a server, in threads;
+- messages go through a gloo group of their own, so that neither the caller's traffic nor its
+  timeouts meet ours, and so that a group on NCCL will do as well;
+- each direction of each pair has its own tag: a rank may be a worker and a server at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Thread
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paramserver.connection import (
+    Channel,
+    Connection,
+    Kind,
+    LocalConnection,
+    Message,
+    RemoteConnection,
+    answer,
+)
+from paramserver.consistency import Consistency
+from paramserver.partition import partition
+from paramserver.server import OptimizerFactory, Server
+from paramserver.worker import Worker, trainable
+
+_IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
+_GRACE = 10.0  # seconds by which a server's own timeout, which says more, comes before ours
+
+
+class DistributedChannel:
+    """One end of a pair of ranks. `tags` are those for sending and for receiving."""
+
+    def __init__(
+        self, peer: str, rank: int, tags: tuple[int, int], nbytes: int, group: dist.ProcessGroup
+    ) -> None:
+        self.peer = peer
+        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
+        self.gradients = torch.zeros_like(self.parameters)
+        self._rank, self._group = rank, group
+        self._send_tag, self._receive_tag = tags
+
+    def send(self, message: Message) -> None:
+        """Send a message: three numbers, then its text if it has one."""
+        text = message.text.encode()
+        self.send_data(torch.tensor([message.kind, message.number, len(text)]))
+        if text:
+            self.send_data(torch.tensor(list(text), dtype=torch.uint8))
+
+    def receive(self, timeout: float | None = None) -> Message:
+        """The next message; TimeoutError after `timeout` seconds."""
+        head = torch.zeros(3, dtype=torch.int64)
+        self._receive(head, timeout)
+        kind, number, length = map(int, head.tolist())
+        text = torch.zeros(length, dtype=torch.uint8)
+        if length:
+            self._receive(text, timeout)
+        return Message(Kind(kind), number, bytes(text.tolist()).decode())
+
+    def send_data(self, data: Tensor) -> None:
+        """Send a tensor and wait until it has left."""
+        try:
+            dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
+        except RuntimeError as error:
+            raise ConnectionResetError(_first_line(error)) from error
+
+    def receive_data(self, data: Tensor) -> None:
+        """Fill a tensor."""
+        self._receive(data, None)
+
+    def close(self) -> None:
+        """Nothing: the group is the caller's."""
+
+    def _receive(self, data: Tensor, timeout: float | None) -> None:
+        start = time.monotonic()
+        try:
+            work = dist.irecv(data, group=self._group, group_src=self._rank, tag=self._receive_tag)
+            assert work is not None
+            work.wait(_IDLE if timeout is None else timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if timeout is not None and time.monotonic() - start >= timeout:
+                raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s") from error
+            raise ConnectionResetError(_first_line(error)) from error
+
+
+@contextmanager
+def join(
+    module: nn.Module,
+    optimizer: OptimizerFactory,
+    consistency: Consistency | None = None,
+    *,
+    servers: Sequence[int] = (0,),
+    group: dist.ProcessGroup | None = None,
+    timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop",
+    whole: bool = False,
+) -> Iterator[Worker]:
+    """Train in an existing process group: every rank is a worker, `servers` also serve.
+
+    Every rank of `group` calls it with the same module (names and shapes) and arguments. The
+    servers begin with their own rank's parameters; the first pull brings them to all. After the
+    body, when all ranks have come to its end, every module holds the final parameters.
+
+        with join(module, partial(torch.optim.SGD, lr=0.1)) as worker:
+            for inputs, targets in my_share_of_the_batches:
+                worker.pull()
+                loss(module(inputs), targets).backward()
+                worker.push()
+
+    With BulkSynchronous, the default, this is training in a single process on the union of the
+    ranks' batches. Raises PeerLost on every rank if one fails, and names it.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
+        raise ValueError(
+            f"servers are ranks {list(servers)}; give different ranks of a group of {world}"
+        )
+    parameters = trainable(module)
+    shards = partition(parameters, len(servers), whole=whole)
+    private = _private_group(group)
+    threads, connections = [], list[Connection]()
+    try:
+        for number, (host, shard) in enumerate(zip(servers, shards, strict=True)):
+            request, reply = 2 * number, 2 * number + 1
+            nbytes = shard.buffer_bytes
+            if host != rank:
+                name = f"server {number} (rank {host})"
+                channel = DistributedChannel(name, host, (request, reply), nbytes, private)
+                connections.append(RemoteConnection(channel, timeout + _GRACE))
+                continue
+            server = Server(
+                parameters,
+                optimizer,
+                consistency,
+                workers=world,
+                shard=shard,
+                timeout=timeout,
+                on_worker_loss=on_worker_loss,
+            )
+            connections.append(LocalConnection(server, rank))
+            ends: dict[int, Channel] = {
+                peer: DistributedChannel(
+                    f"worker {peer} (rank {peer})", peer, (reply, request), nbytes, private
+                )
+                for peer in range(world)
+                if peer != rank
+            }
+            threads += serve(server, ends)
+        with Worker(module, connections, rank=rank, whole=whole) as worker:
+            yield worker
+    finally:
+        for thread in threads:
+            thread.join(timeout + _GRACE)
+        # A thread that still waits for a rank that hangs needs the group until the process ends.
+        if not any(thread.is_alive() for thread in threads):
+            dist.destroy_process_group(private)
+
+
+def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
+    """Start a thread for each worker; it ends when that worker has finished or is gone."""
+    threads = [
+        Thread(target=answer, args=(server, worker, channel), daemon=True)
+        for worker, channel in channels.items()
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A process that is yet to join a group through a file; servers come before workers."""
+
+    store: str
+    rank: int
+    sizes: tuple[int, ...]
+    workers: int
+
+    def open(self) -> tuple[Channel, ...]:
+        """Join the group, and connect to every peer."""
+        servers = len(self.sizes)
+        world = servers + self.workers
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(self.store, world),
+            rank=self.rank,
+            world_size=world,
+            timeout=_IDLE,
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        if self.rank < servers:
+            nbytes = self.sizes[self.rank]
+            return tuple(
+                DistributedChannel(f"worker {w}", servers + w, (1, 0), nbytes, group)
+                for w in range(self.workers)
+            )
+        return tuple(
+            DistributedChannel(f"server {s}", s, (0, 1), nbytes, group)
+            for s, nbytes in enumerate(self.sizes)
+        )
+
+    def close(self) -> None:
+        """Nothing is open before `open`."""
+
+
+def wire(sizes: list[int], workers: int, store: str) -> tuple[list[Endpoint], list[Endpoint]]:
+    """Endpoints of servers whose buffers have these `sizes`, and of workers."""
+    ends = [Endpoint(store, rank, tuple(sizes), workers) for rank in range(len(sizes) + workers)]
+    return ends[: len(sizes)], ends[len(sizes) :]
+
+
+def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,68 @@
+"""The small problem that several tests train on; importable by the processes they start."""
+
+import os
+import time
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+
+
+def model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def batch(step, worker, size=4):
+    generator = torch.Generator().manual_seed(1000 * step + worker)
+    return (
+        torch.randn(size, 5, generator=generator, dtype=torch.float64),
+        torch.randn(size, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def train(worker, steps):
+    """`steps` steps on this worker's own batches; returns the versions it read."""
+    versions = []
+    for step in range(steps):
+        versions.append(worker.pull())
+        inputs, targets = batch(step, worker.rank)
+        F.mse_loss(worker.module(inputs), targets).backward()
+        worker.push()
+    return versions
+
+
+def train_alone(steps, workers, optimizer):
+    """The parameters after the same steps in one process, on the union of the workers' batches."""
+    module = model()
+    opt = optimizer(module.parameters())
+    for step in range(steps):
+        batches = [batch(step, worker) for worker in range(workers)]
+        inputs = torch.cat([x for x, _ in batches])
+        targets = torch.cat([y for _, y in batches])
+        opt.zero_grad()
+        F.mse_loss(module(inputs), targets).backward()
+        opt.step()
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def fail(worker, rank, how):
+    """Train, but worker `rank` fails after two steps."""
+    train(worker, 2)
+    if worker.rank == rank:
+        if how == "raise":
+            raise ZeroDivisionError("seven")
+        if how == "die":
+            os._exit(3)
+        time.sleep(30)
+    return train(worker, 3)
+
+
+def assert_equal_parameters(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-13)

@@ -1,0 +1,31 @@
+"""The bench runs, and its machine-independent figures are right."""
+
+import os
+
+import torch.distributed as dist
+from paramserver.bench import _consistency, bench, table
+from worker_pool import run_ranks
+
+
+def test_consistency_rows():
+    rows = _consistency(6)
+    by_kind = {row["kind"]: row for row in rows}
+    assert by_kind["BulkSynchronous()"]["updates"] == 6
+    assert by_kind["BulkSynchronous()"]["staleness_max_versions"] == 0
+    assert by_kind["Asynchronous()"]["updates"] == 3 * 6
+    for bound in (1, 4):
+        oldest = by_kind[f"StaleSynchronous(bound={bound})"]["staleness_max_versions"]
+        assert oldest <= 2 * (2 * bound + 1)  # each of the 2 others is within bound on both sides
+    assert len(table(rows).splitlines()) == 1 + len(rows)
+
+
+def bench_in_group():
+    os.environ["RANK"] = str(dist.get_rank())
+    return bench(quick=True)
+
+
+def test_rows_of_a_group_come_from_rank_0():
+    rows, others = run_ranks(bench_in_group, 2)
+    assert others == []
+    assert rows[0]["case"] == "exchange_in_group"
+    assert rows[0]["push_gbps"] > 0

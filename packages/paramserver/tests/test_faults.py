@@ -1,0 +1,239 @@
+"""Whoever dies, fails or hangs is named, in time, to everybody who is left."""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    PeerLost,
+    Server,
+    StaleSynchronous,
+    Worker,
+    join,
+    run,
+)
+from paramserver.worker import trainable
+from paramserver_training import SGD, batch, fail, model, train
+
+ONE = partial(torch.optim.SGD, lr=1.0)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_a_dead_worker_is_named(transport):
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
+        run(fail, model(), SGD, args=(1, "die"), workers=3, servers=2, transport=transport)
+    assert time.monotonic() - start < 50  # and not after the timeout of 60 s
+
+
+def test_an_exception_in_training_is_raised_as_it_was():
+    with pytest.raises(ZeroDivisionError, match="seven") as caught:
+        run(fail, model(), SGD, args=(0, "raise"), workers=2)
+    assert "raised in worker 0" in "".join(caught.value.__notes__)
+
+
+def test_a_hanging_worker_is_named_after_the_timeout():
+    with pytest.raises(TimeoutError, match=r"waited 2 s at clock 3 for worker 1 at clock 2"):
+        run(hang, model(), SGD, args=(1,), workers=2, timeout=2.0)
+
+
+def hang(worker, rank):
+    train(worker, 2)
+    if worker.rank == rank:
+        time.sleep(6)
+    return train(worker, 3)
+
+
+def test_training_can_go_on_without_a_lost_worker():
+    result = run(
+        fail,
+        model(),
+        SGD,
+        Asynchronous(),
+        args=(1, "die"),
+        workers=3,
+        on_worker_loss="continue",
+    )
+    assert result.lost == {1: "worker 1 died with exit code 3"}
+    assert result.versions == [2 * 5 + 2]
+    assert result.values[1] is None
+    assert len(result.values[0]) == 3
+
+
+class StopsServing(torch.optim.SGD):
+    """A server whose process ends in the middle of an update."""
+
+    def step(self, closure=None):
+        os._exit(5)
+
+
+def test_a_dead_server_is_named():
+    optimizer = partial(StopsServing, lr=0.1)
+    with pytest.raises(PeerLost, match="server 0 died with exit code 5"):
+        run(train, model(), optimizer, args=(3,), workers=2, timeout=20.0)
+
+
+class Raises(torch.optim.SGD):
+    """An optimizer with a fault of its own."""
+
+    def step(self, closure=None):
+        raise KeyError("moment")
+
+
+def test_an_error_of_the_optimizer_reaches_the_workers():
+    with pytest.raises(RuntimeError, match="server 0: KeyError: 'moment'"):
+        run(train, model(), partial(Raises, lr=0.1), args=(3,), workers=2, timeout=20.0)
+
+
+def test_workers_see_a_dead_server():
+    from paramserver.connection import Kind, Message, RemoteConnection
+    from paramserver.transport.shared_memory import channel_pair
+
+    ours, theirs = channel_pair("worker 0", "server 7", 64)
+    theirs.close()
+    with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
+        RemoteConnection(ours, 1.0).pull(0)
+    ours, theirs = channel_pair("worker 0", "server 7", 64)
+    with pytest.raises(TimeoutError, match=r"server 7 did not answer for 0\.1 s"):
+        RemoteConnection(ours, 0.1).pull(0)
+    assert theirs.receive() == Message(Kind.PULL, 0)
+
+
+def join_and_fail(how):
+    module = model()
+    with join(module, SGD, timeout=5.0) as worker:
+        train(worker, 2)
+        if dist.get_rank() == 2:
+            if how == "raise":
+                raise ZeroDivisionError("seven")
+            os._exit(3)
+        train(worker, 2)
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_ranks_of_a_group_learn_which_one_failed(how):
+    outcomes = try_ranks(join_and_fail, 3, how, timeout=40)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, PeerLost), outcome
+        assert "worker 2 is gone" in str(outcome.error)
+    if how == "raise":
+        assert "ZeroDivisionError: seven" in str(outcomes[0].error)
+        assert isinstance(outcomes[2].error, ZeroDivisionError)
+    else:
+        assert outcomes[2].exit_code == 3
+
+
+def join_with_another_module():
+    module = nn.Linear(3, 3 + dist.get_rank())
+    with join(module, SGD, timeout=5.0) as worker:
+        worker.pull()
+
+
+def test_different_modules_are_refused_before_a_step():
+    outcomes = try_ranks(join_with_another_module, 2, timeout=40)
+    assert "worker 1 has parameters of layout" in str(outcomes[1].error)
+    assert isinstance(outcomes[1].error, ValueError)
+    assert "worker 1 is gone" in str(outcomes[0].error)
+
+
+def pair(consistency=None, timeout=0.2, **options):
+    server = Server(trainable(model()), ONE, consistency, workers=2, timeout=timeout, **options)
+    return server, [Worker(model(), [server], rank=rank) for rank in range(2)]
+
+
+def push(worker):
+    inputs, targets = batch(0, worker.rank)
+    (worker.module(inputs) - targets).square().mean().backward()
+    worker.push()
+
+
+def test_waiting_names_who_is_waited_for():
+    _, workers = pair(StaleSynchronous(1))
+    for _ in range(2):
+        workers[0].pull()
+        push(workers[0])
+    with pytest.raises(
+        TimeoutError, match=r"worker 0 .* 0\.2 s at clock 2 for worker 1 at clock 0"
+    ):
+        workers[0].pull()
+
+
+def test_after_a_loss_every_call_names_it():
+    server, workers = pair()
+    server.lose(1, "the power went out")
+    for call in (workers[0].pull, partial(push, workers[0]), workers[0].finish):
+        with pytest.raises(PeerLost, match="worker 1 is gone at clock 0: the power went out"):
+            call()
+
+
+def test_a_loss_that_is_survived_completes_the_step_of_the_others():
+    server, workers = pair(on_worker_loss="continue")
+    workers[0].pull()
+    push(workers[0])
+    server.lose(1, "the power went out")
+    assert workers[0].pull() == 1
+
+
+def test_pushing_twice_in_a_synchronous_step_is_an_error_for_all():
+    _, workers = pair(BulkSynchronous())
+    workers[0].pull()
+    push(workers[0])
+    with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
+        push(workers[0])
+    with pytest.raises(PeerLost, match="worker 0 pushed twice"):
+        workers[1].pull()
+
+
+def test_a_finished_or_unknown_worker_cannot_take_part():
+    server, workers = pair(timeout=5.0)
+    server.lose(1, "done")  # so that finishing does not wait
+    server, workers = pair(Asynchronous(), on_worker_loss="continue")
+    server.lose(1, "done")
+    workers[0].finish()
+    with pytest.raises(RuntimeError, match="worker 0 has finished"):
+        workers[0].pull()
+    with pytest.raises(ValueError, match="worker 2 is unknown; there are 2 workers"):
+        Worker(model(), [server], rank=2).pull()
+
+
+def test_two_workers_with_one_number_are_found_out():
+    server, workers = pair(Asynchronous())
+    twin = Worker(model(), [server], rank=0)
+    workers[0].pull()
+    push(workers[0])
+    with pytest.raises(ValueError, match="worker 0 is at clock 0, but the server has 1"):
+        twin.pull()
+
+
+def test_bad_arguments_say_what_to_give():
+    with pytest.raises(TypeError, match=r"bound is 1\.5; give a whole number"):
+        StaleSynchronous(1.5)
+    with pytest.raises(ValueError, match="bound is -1; it is 0 or more"):
+        StaleSynchronous(-1)
+    with pytest.raises(ValueError, match="0 workers"):
+        Server(trainable(model()), SGD, workers=0)
+    with pytest.raises(ValueError, match="'stop' or 'continue'"):
+        Server(trainable(model()), SGD, workers=1, on_worker_loss="ignore")
+    with pytest.raises(ValueError, match="'shared_memory', 'distributed' or 'ray'"):
+        run(train, model(), SGD, transport="pigeon")
+    with pytest.raises(ValueError, match="nothing to serve"):
+        run(train, nn.ReLU(), SGD)
+    transposed = nn.Linear(3, 2)
+    transposed.weight.data = torch.zeros(3, 2).t()
+    with pytest.raises(ValueError, match=r"weight is not contiguous \(strides \(1, 2\)\)"):
+        Worker(transposed, [Server(trainable(transposed), SGD, workers=1)])
+    server = Server(trainable(model()), SGD, workers=1)
+    with pytest.raises(ValueError, match="the saved state is of shard"):
+        server.load_state_dict(Server(trainable(nn.Linear(2, 2)), SGD, workers=1).state_dict())

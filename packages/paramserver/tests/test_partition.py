@@ -1,0 +1,69 @@
+"""Every element has one server, and servers hold equal bytes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paramserver import partition
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+SHAPES = st.lists(
+    st.tuples(st.lists(st.integers(0, 9), max_size=3), st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def tensors(shapes):
+    return {str(i): torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
+
+
+@given(shapes=SHAPES, servers=st.integers(1, 6), whole=st.booleans())
+def test_each_element_is_held_once(shapes, servers, whole):
+    parameters = tensors(shapes)
+    shards = partition(parameters, servers, whole=whole)
+    assert len(shards) == servers
+    held = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
+    for shard in shards:
+        for piece in shard.pieces:
+            held[piece.name][piece.start : piece.stop] += 1
+            if whole:
+                assert piece.stop - piece.start == held[piece.name].numel()
+    assert all((count == 1).all() for count in held.values())
+
+
+@given(shapes=SHAPES, servers=st.integers(1, 6))
+def test_shards_are_equal_to_an_element(shapes, servers):
+    parameters = tensors(shapes)
+    total = sum(tensor.nbytes for tensor in parameters.values())
+    for shard in partition(parameters, servers):
+        assert abs(shard.nbytes - total / servers) < 8 + 1
+
+
+@given(shapes=SHAPES, servers=st.integers(1, 4))
+def test_views_share_the_buffer_and_never_overlap(shapes, servers):
+    for shard in partition(tensors(shapes), servers):
+        buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        views = shard.views(buffer)
+        for number, view in enumerate(views):
+            view.fill_(number + 1)
+        for number, (view, piece) in enumerate(zip(views, shard.pieces, strict=True)):
+            assert (view == number + 1).all()
+            assert view.dtype == piece.dtype
+            if piece.stop - piece.start == math.prod(piece.shape):
+                assert view.shape == piece.shape
+
+
+def test_whole_parameters_are_spread_largest_first():
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 3}
+    shards = partition({n: torch.empty(s) for n, s in sizes.items()}, 2, whole=True)
+    assert sorted(shard.nbytes // 4 for shard in shards) == [8, 10]  # a d; b c e: greedy
+
+
+def test_nothing_to_serve_is_an_error():
+    with pytest.raises(ValueError, match="nothing to serve"):
+        partition({}, 2)
+    with pytest.raises(ValueError, match="0 servers"):
+        partition({"a": torch.ones(1)}, 0)

@@ -1,0 +1,186 @@
+"""Bulk-synchronous training is training in one process; a staleness bound holds in any order."""
+
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import Asynchronous, BulkSynchronous, Server, StaleSynchronous, Worker, partition
+from paramserver.worker import trainable
+from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
+
+
+def in_threads(*calls):
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def train_to_the_end(worker, steps):
+    with worker:
+        train(worker, steps)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_bulk_synchronous_equals_one_process(servers, optimizer):
+    parameters = trainable(model())
+    shards = partition(parameters, servers)
+    hosts = [Server(parameters, optimizer, workers=3, shard=shard) for shard in shards]
+    workers = [Worker(model(), hosts, rank=rank) for rank in range(3)]
+    in_threads(*(partial(train_to_the_end, worker, 6) for worker in workers))
+    expected = train_alone(6, 3, optimizer)
+    for worker in workers:
+        assert_equal_parameters(dict(worker.module.named_parameters()), expected)
+    assert [host.version for host in hosts] == [6] * servers
+
+
+def test_bulk_synchronous_is_the_same_in_every_run_bit_for_bit():
+    def once():
+        server = Server(trainable(model()), SGD, workers=4)
+        workers = [Worker(model(), [server], rank=rank) for rank in range(4)]
+        in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
+        return torch.cat([p.flatten() for p in workers[0].module.parameters()])
+
+    first = once()
+    assert all(torch.equal(first, once()) for _ in range(4))
+
+
+def test_workers_may_have_unequal_numbers_of_batches():
+    server = Server(trainable(model()), SGD, workers=3)
+    workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
+    in_threads(*(partial(train_to_the_end, w, 2 + 3 * w.rank) for w in workers))
+    assert server.version == 8
+    assert server.staleness == {0: 2 + 5 + 8}
+    final = [torch.cat([p.flatten() for p in w.module.parameters()]) for w in workers]
+    assert torch.equal(final[0], final[1])
+    assert torch.equal(final[0], final[2])
+
+
+class Counting(nn.Module):
+    """Parameter i counts the gradients of worker i: each push adds one to its own."""
+
+    def __init__(self, workers):
+        super().__init__()
+        self.counts = nn.Parameter(torch.zeros(workers))
+
+    def push_one(self, worker):
+        self.counts.grad = -torch.eye(len(self.counts))[worker.rank]
+        worker.push()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bound=st.integers(0, 4),
+    workers=st.integers(2, 4),
+    order=st.lists(st.integers(0, 3), min_size=20, max_size=60),
+)
+def test_a_reader_misses_at_most_the_bound_in_any_order(bound, workers, order):
+    # A step is a pull and a push; `order` says whose turn it is. With no time to wait, a pull that
+    # has to wait fails at once, and it has to exactly when the reader would be too far ahead.
+    parameters = {"counts": torch.zeros(workers)}
+    one = partial(torch.optim.SGD, lr=1.0)
+    server = Server(parameters, one, StaleSynchronous(bound), workers=workers, timeout=0.0)
+    group = [Worker(Counting(workers), [server], rank=rank) for rank in range(workers)]
+    clocks = [0] * workers
+    for turn in order:
+        worker = group[turn % workers]
+        ahead = worker.clock - min(clocks)
+        if ahead > bound:
+            with pytest.raises(TimeoutError, match=rf"worker {worker.rank} waited .* for worker"):
+                worker.pull()
+            continue
+        version = worker.pull()
+        seen = worker.module.counts.tolist()
+        assert sum(seen) == version
+        assert seen[worker.rank] == worker.clock  # it reads its own writes
+        assert all(count >= worker.clock - bound for count in seen)
+        worker.module.push_one(worker)
+        clocks[worker.rank] += 1
+    assert server.version == sum(clocks)
+    assert max(clocks) - min(clocks) <= bound + 1
+
+
+@pytest.mark.parametrize("consistency", [BulkSynchronous(), StaleSynchronous(2), Asynchronous()])
+def test_the_bound_holds_between_threads(consistency):
+    server = Server(
+        {"counts": torch.zeros(3)}, partial(torch.optim.SGD, lr=1.0), consistency, workers=3
+    )
+    misses = []
+
+    def work(worker):
+        for step in range(30):
+            worker.pull()
+            if not consistency.averages:
+                seen = worker.module.counts.detach()
+                misses.append(int(worker.clock - seen.min()))
+            if worker.rank == 0:
+                threading.Event().wait(0.0005 * (step % 5))
+            worker.module.push_one(worker)
+        worker.finish()
+
+    in_threads(*(partial(work, Worker(Counting(3), [server], rank=rank)) for rank in range(3)))
+    assert max(misses, default=0) <= consistency.bound
+    assert server.version == (30 if consistency.averages else 90)
+    if not consistency.averages:
+        assert max(server.staleness) <= 2 * (2 * consistency.bound + 1)
+
+
+def test_a_version_is_read_whole():
+    # Every update adds one to all elements: a reader that saw half an update would see two values.
+    size = 300_000
+    server = Server(
+        {"x": torch.zeros(size)}, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2
+    )
+
+    class Vector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.x = nn.Parameter(torch.zeros(size))
+
+    def work(worker):
+        for _ in range(20):
+            version = worker.pull()
+            assert worker.module.x.min() == worker.module.x.max() == version
+            worker.module.x.grad = torch.full((size,), -1.0)
+            worker.push()
+        worker.finish()
+
+    in_threads(*(partial(work, Worker(Vector(), [server], rank=rank)) for rank in range(2)))
+    assert server.version == 40
+
+
+def test_a_server_goes_on_from_its_state():
+    def serve(steps, state=None):
+        server = Server(trainable(model()), ADAMW, workers=1)
+        if state:
+            server.load_state_dict(state)
+        worker = Worker(model(), server)
+        for step in steps:
+            worker.pull()
+            worker.module(torch.full((2, 5), float(step), dtype=torch.float64)).sum().backward()
+            worker.push()
+        saved = server.state_dict()
+        kept = saved["parameters"].clone()
+        worker.pull()
+        worker.module[0].bias.grad = torch.ones(7, dtype=torch.float64)
+        worker.push()  # a saved state does not change any more
+        assert torch.equal(saved["parameters"], kept)
+        assert saved["optimizer"]["state"][0]["step"] == saved["version"]
+        return saved
+
+    whole = serve(range(6))
+    resumed = serve(range(3, 6), serve(range(3)))
+    assert whole["version"] == resumed["version"] == 6
+    assert torch.equal(whole["parameters"], resumed["parameters"])

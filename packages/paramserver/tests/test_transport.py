@@ -1,0 +1,65 @@
+"""The same training over every transport, and in a process group that exists already."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` starts import it by name
+
+
+from paramserver import Asynchronous, StaleSynchronous, join, run
+from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_run_equals_one_process(transport):
+    result = run(train, model(), SGD, args=(5,), workers=3, servers=2, transport=transport)
+    assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
+    assert result.values == [[0, 1, 2, 3, 4]] * 3
+    assert result.versions == [5, 5]
+    assert result.staleness == {0: 30}
+
+
+@pytest.mark.parametrize("consistency", [StaleSynchronous(1), Asynchronous()], ids=repr)
+def test_every_gradient_is_an_update_when_not_bulk_synchronous(consistency):
+    result = run(train, model(), SGD, consistency, args=(5,), workers=3)
+    assert result.versions == [15]
+    assert sum(result.staleness.values()) == 15
+
+
+def join_and_train(steps, servers, optimizer):
+    module = model()
+    if dist.get_rank() not in servers:
+        for parameter in module.parameters():  # the first pull must bring the servers' own
+            parameter.data.zero_()
+    with join(module, optimizer, servers=servers) as worker:
+        train(worker, steps)
+        dist.barrier()  # the caller's own traffic in the same group
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "servers"), [(2, (0,)), (3, (1,)), (3, (0, 2))])
+def test_ranks_of_an_existing_group_equal_one_process(world, servers):
+    expected = train_alone(4, world, ADAMW)
+    for parameters in run_ranks(join_and_train, world, 4, servers, ADAMW):
+        assert_equal_parameters(parameters, expected)
+
+
+def join_part_of_a_group(steps):
+    part = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return None
+    module = model()
+    with join(module, ADAMW, group=part) as worker:
+        train(worker, steps)
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def test_part_of_the_ranks_can_train():
+    first, outside, third = run_ranks(join_part_of_a_group, 3, 3)
+    assert outside is None
+    for parameters in (first, third):
+        assert_equal_parameters(parameters, train_alone(3, 2, ADAMW))

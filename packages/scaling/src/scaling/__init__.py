@@ -1,0 +1,57 @@
+"""What a larger model would do: scaling-law fits that say how sure they are.
+
+>>> runs = load_runs("runs.csv")                     # two of N, D, C and the loss
+>>> fit = fit_parametric(runs)                       # L = E + A / N^alpha + B / D^beta
+>>> fit.optimal(1e24)                                # N, D, loss and their intervals
+"""
+
+from scaling.batch_size import (
+    Sweep,
+    exact_loss,
+    exact_rate,
+    gradient_noise_scale,
+    sweep_learning_rate,
+)
+from scaling.bootstrap import Bootstrap, Prediction, bootstrap
+from scaling.design import Design, design
+from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.law import Interval, Law, Optimum
+from scaling.parametric import ParametricFit, fit_parametric
+from scaling.plot import plot
+from scaling.profile import Profile, profile
+from scaling.quantity import Quantity, loss_at, optimum
+from scaling.rate_law import RateLaw, fit_rate_law
+from scaling.runs import Runs, ScalingWarning, load_runs
+from scaling.synthetic import isoflop_runs
+
+__all__ = [
+    "Bootstrap",
+    "Design",
+    "Interval",
+    "IsoflopFit",
+    "Law",
+    "Optimum",
+    "ParametricFit",
+    "Prediction",
+    "Profile",
+    "Quantity",
+    "RateLaw",
+    "Runs",
+    "ScalingWarning",
+    "Sweep",
+    "bootstrap",
+    "design",
+    "exact_loss",
+    "exact_rate",
+    "fit_isoflop",
+    "fit_parametric",
+    "fit_rate_law",
+    "gradient_noise_scale",
+    "isoflop_runs",
+    "load_runs",
+    "loss_at",
+    "optimum",
+    "plot",
+    "profile",
+    "sweep_learning_rate",
+]

@@ -1,0 +1,203 @@
+"""How fast and how sure: the fit beside scipy's L-BFGS-B, the bootstrap, coverage, the sweeps."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+from scipy.optimize import minimize
+
+from scaling.batch_size import SETTINGS, sweep_learning_rate
+from scaling.bootstrap import bootstrap
+from scaling.isoflop import Method, fit_isoflop
+from scaling.law import CONSTANTS
+from scaling.parametric import fit_parametric
+from scaling.profile import profile
+from scaling.quantity import optimum, quantity
+from scaling.runs import Array, Runs, ScalingWarning, load_runs
+from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
+
+T = TypeVar("T")
+Row = dict[str, float | int | str]
+
+
+def bench(
+    *, device: str = "cpu", quick: bool = False, data: Path | None = None, starts: int | None = None
+) -> list[Row]:
+    """Rows of measurements on runs that the package generates; `device` is the sweeps'.
+
+    `data` adds the fit of a file of runs (without its five highest losses, as Besiroglu et al. fit
+    Chinchilla's); `starts` is how many of the 4,500 starts L-BFGS-B gets.
+    """
+    starts = starts or (40 if quick else 300)
+    noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)
+    rows = _fits("generated", noisy, starts)
+    if data:
+        rows += _fits(data.stem, load_runs(data).without_highest(5), starts)
+    rows.append(_resampling(noisy, 1000 if quick else 4000))
+    rows += _coverage(sets=40 if quick else 500, resamples=200)
+    rows += _shortcuts()
+    return rows + _sweeps(device, quick)
+
+
+def _timed(function: Callable[[], T]) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
+
+
+def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
+    """Ours, ours with its proof, and L-BFGS-B with exact gradients from some of 4,500 starts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        fit_parametric(runs)  # pays for loading LAPACK
+        ours = [_timed(lambda: fit_parametric(runs)) for _ in range(9)]
+        proved = _timed(lambda: fit_parametric(runs, prove=True))
+    theirs, best = _timed(lambda: lbfgs(runs, starts))
+    proof = proved[1].proof
+    landed = f"scaling, {proof.landed}/{proof.converged} landed"
+    objective = ours[0][1].objective
+    timings = [
+        ("scaling", 8, float(np.median([seconds for seconds, _ in ours])), objective),
+        (landed, proof.starts, proved[0], objective),
+        ("L-BFGS-B", starts, theirs, best),
+        ("L-BFGS-B, in proportion", 4500, theirs * 4500 / starts, best),
+    ]
+    rows: list[Row] = []
+    for method, count, seconds, least in timings:
+        row: Row = {"case": "fit", "data": name, "runs": len(runs), "method": method}
+        rows.append({**row, "starts": count, "time_ms": 1e3 * seconds, "objective": least})
+    return rows
+
+
+def _resampling(runs: Runs, resamples: int) -> Row:
+    fit = fit_parametric(runs)
+    seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
+    return {"case": "bootstrap", "runs": len(runs), "resamples": resamples, "time_s": seconds}
+
+
+def _coverage(sets: int, resamples: int) -> list[Row]:
+    """How often the 95 % interval holds the truth, over `sets` noisy draws of one law."""
+    by_profile = [quantity("exponent"), optimum("parameters", 1e24)]
+    by_bootstrap = [*map(quantity, CONSTANTS), *by_profile, optimum("loss", 1e24)]
+    truth = CHINCHILLA.constants[None]
+    held: Counter[tuple[str, str]] = Counter()
+    for seed in range(sets):
+        fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed))
+        drawn = bootstrap(fit, resamples=resamples, seed=seed)
+        found = [("bootstrap", q, drawn.interval(q)) for q in by_bootstrap]
+        found += [("profile", q, profile(fit, q).interval) for q in by_profile]
+        for by, q, interval in found:
+            held[by, q.name] += float(q.of(truth)[0]) in interval
+    return [
+        {"case": "coverage", "by": by, "of": name, "sets": sets, "held_percent": 100 * count / sets}
+        for (by, name), count in held.items()
+    ]
+
+
+def _shortcuts() -> list[Row]:
+    """The best size at 1e24 FLOPs from noiseless runs, by every method, over the truth."""
+    runs = planned_runs()
+    truth = CHINCHILLA.optimal(1e24).parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        found = {m: fit_isoflop(runs, m).optimal(1e24).parameters for m in get_args(Method)}
+        found["parabola, nearest 5"] = fit_isoflop(runs, nearest=5).optimal(1e24).parameters
+    found["parametric"] = fit_parametric(runs).law.optimal(1e24).parameters
+    return [
+        {"case": "noiseless", "method": method, "n_1e24": n, "over_truth": n / truth}
+        for method, n in found.items()
+    ]
+
+
+def _sweeps(device: str, quick: bool) -> list[Row]:
+    sweep_learning_rate(seeds=1, steps=1, device=device)  # pays for importing torch
+    rows: list[Row] = []
+    for task, optimizer in SETTINGS:
+        small: dict[str, Any] = {"seeds": 4, "steps": 5} if quick else {}
+        run = partial(sweep_learning_rate, task, optimizer, device=device, **small)
+        seconds, sweep = _timed(run)
+        exact = sweep.exact_rates
+        error = float("nan") if exact is None else float(np.abs(sweep.best_rates / exact - 1).max())
+        rows.append(
+            {"case": "sweep", "task": task, "optimizer": optimizer, "runs": sweep.runs}
+            | {"time_s": seconds, "error_percent": 100 * error, "shape": sweep.law.shape}
+            | {"batch_size": sweep.law.batch_size, "noise_scale": sweep.critical_batch_size}
+        )
+    return rows
+
+
+def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
+    """The best Huber objective over some of the 4,500 starts of Hoffmann et al. 2022."""
+    log_n, log_d, log_loss = np.log(runs.parameters), np.log(runs.tokens), np.log(runs.loss)
+    grid = itertools.product(
+        np.arange(0, 30, 5.0),
+        np.arange(0, 30, 5.0),
+        np.arange(-1, 1.5, 0.5),
+        *[np.arange(0, 2.5, 0.5)] * 2,
+    )
+
+    def value_and_gradient(theta: Array) -> tuple[float, Array]:
+        a, b, e, alpha, beta = theta
+        terms = np.stack([a - alpha * log_n, b - beta * log_d, np.full_like(log_n, e)])
+        top = terms.max(0)
+        weights = np.exp(terms - top)
+        total = weights.sum(0)
+        r = top + np.log(total) - log_loss
+        share = weights / total * np.clip(r, -delta, delta)
+        inside = np.minimum(np.abs(r), delta)
+        slopes = [*share.sum(1), -(share[0] @ log_n), -(share[1] @ log_d)]
+        return float((inside * (np.abs(r) - 0.5 * inside)).sum()), np.array(slopes)
+
+    every = list(grid)
+    chosen = every[:: max(1, len(every) // starts)][:starts]
+    ends = (minimize(value_and_gradient, s, jac=True, method="L-BFGS-B").fun for s in chosen)
+    return float(min(ends))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table; write the rows as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--data", type=Path, help="also fit this file of runs")
+    parser.add_argument("--starts", type=int, help="starts of L-BFGS-B, up to 4500")
+    arguments = parser.parse_args(argv)
+    rows = bench(
+        device=arguments.device,
+        quick=arguments.quick,
+        data=arguments.data,
+        starts=arguments.starts,
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as aligned text, a block for each set of columns."""
+    blocks = []
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

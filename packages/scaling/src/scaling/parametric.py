@@ -1,0 +1,195 @@
+"""Fit L(N, D) = E + A / N^alpha + B / D^beta to runs, with evidence that nothing fits better.
+
+Notable: the start comes from a grid over (alpha, beta) alone, so a fit takes milliseconds; `prove`
+polishes every grid point and counts how many land on the answer; what the data cannot carry is a
+warning. (Hoffmann et al. 2022, appendix D.3; Besiroglu et al. 2024.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from scaling import newton
+from scaling.law import CONSTANTS, Law, Optimum
+from scaling.runs import Array, Runs, ScalingWarning, list_some
+from scaling.varpro import Problem, grid_starts
+
+if TYPE_CHECKING:
+    from scaling.bootstrap import Bootstrap, Prediction
+
+Loss = Literal["huber", "lad", "squares"]
+
+FEWEST_RUNS = 5
+"""As many as there are constants."""
+
+SAME = 1e-8
+"""Objectives that differ by less, relatively, are one optimum."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What became of the starts: `landed` of the `converged` reached the best objective."""
+
+    starts: int
+    converged: int
+    landed: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether every start that converged landed on the same optimum."""
+        return self.landed == self.converged > 0
+
+
+@dataclass(frozen=True)
+class ParametricFit:
+    """A law and what speaks for it.
+
+    `law` is the bare point estimate; `optimal` and `predict` give it with the intervals of a
+    bootstrap, drawn once and kept.
+    """
+
+    runs: Runs
+    law: Law
+    loss: Loss
+    delta: float
+    objective: float
+    residuals: Array
+    """log of predicted over observed loss, one per run."""
+    proof: Proof
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def resampled(self) -> Bootstrap:
+        """1,000 refits with seed 0; call `bootstrap` for other numbers."""
+        from scaling.bootstrap import bootstrap
+
+        return bootstrap(self, resamples=1000, seed=0)
+
+    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
+        """`Law.optimal`, with 95 % intervals."""
+        return self.resampled.optimal(compute, inference_tokens=inference_tokens)
+
+    def predict(self, parameters: float, tokens: float) -> Prediction:
+        """`Law.predict`, with a 95 % interval."""
+        return self.resampled.predict(parameters, tokens)
+
+
+def fit_parametric(
+    runs: Runs, loss: Loss = "huber", *, delta: float = 1e-3, prove: bool = False
+) -> ParametricFit:
+    """The law that minimises the sum of loss(log predicted - log observed) over all runs.
+
+    `loss` is "huber" (with `delta`, as Hoffmann et al.), "lad" (least absolute deviations) or
+    "squares" (half the sum of squares). `prove` polishes all 289 points of the grid, not only the
+    best eight.
+
+    ValueError for fewer than five runs, or for sizes or tokens that do not vary. ScalingWarning for
+    one budget only, an unproven optimum, a constant at its bound and runs far from the law.
+    """
+    _check(runs, loss, delta)
+    problem = Problem.of(runs)
+    theta, proof = _search(problem, loss, delta, prove)
+    law = problem.law(theta[0])
+    errors = newton.residuals(problem, theta)[0]
+    found = tuple(_doubts(runs, problem, theta[0], errors, proof))
+    for message in found:
+        warnings.warn(message, ScalingWarning, stacklevel=2)
+    total = _total(errors, loss, delta)
+    return ParametricFit(runs, law, loss, delta, total, errors, proof, found)
+
+
+def _search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
+    first = {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
+    starts = grid_starts(problem)
+    if not prove:
+        starts = starts[np.argsort(newton.objective(problem, starts, first))[:8]]
+    ends = refit(problem, starts, loss, delta)
+    best = int(np.argmin(ends.objective))
+    # A residual r is known to a few ulps of 1, which moves the objective by |psi(r)| times that.
+    rounding = 1e-15 * np.abs(np.clip(newton.residuals(problem, ends.theta), -first, first)).sum(1)
+    landed = ends.objective <= ends.objective[best] * (1 + SAME) + 2 * (rounding + rounding[best])
+    proof = Proof(len(starts), int(ends.converged.sum()), int((landed & ends.converged).sum()))
+    return ends.theta[[best]], proof
+
+
+def refit(
+    problem: Problem,
+    starts: Array,
+    loss: Loss,
+    delta: float,
+    *,
+    weights: Array | None = None,
+    finest: float = 1e-9,
+) -> newton.Polished:
+    """`newton.polish` for each loss; LAD is Huber with delta shrinking to `finest`."""
+    first = {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
+    ends = newton.polish(problem, starts, delta=first, weights=weights)
+    while loss == "lad" and first > finest * 1.01:
+        first /= 10
+        ends = newton.polish(problem, ends.theta, delta=first, weights=weights)
+    return ends
+
+
+def _total(errors: Array, loss: Loss, delta: float) -> float:
+    size = np.abs(errors)
+    if loss == "lad":
+        return float(size.sum())
+    inside = np.minimum(size, delta if loss == "huber" else np.inf)
+    return float((inside * (size - 0.5 * inside)).sum())
+
+
+def _check(runs: Runs, loss: Loss, delta: float) -> None:
+    if loss not in ("huber", "lad", "squares"):
+        raise ValueError(f"loss = {loss!r}: must be 'huber', 'lad' or 'squares'")
+    if not delta > 0:
+        raise ValueError(f"delta = {delta}: must be positive; 1e-3 is usual")
+    if len(runs) < FEWEST_RUNS:
+        raise ValueError(
+            f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
+        )
+    for name in ("parameters", "tokens"):
+        distinct = len(np.unique(getattr(runs, name)))
+        if distinct < 3:
+            raise ValueError(
+                f"column {name!r} takes {distinct} values in {len(runs)} runs: E, its coefficient "
+                "and its exponent need three; vary it, or fit fewer constants"
+            )
+
+
+def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof) -> list[str]:
+    """What a reader of the law should know before believing it."""
+    found = []
+    if not proof.holds:
+        found.append(
+            f"{proof.landed} of {proof.converged} converged starts reached the best objective: the "
+            "data leave several optima"
+        )
+    if len(runs) == FEWEST_RUNS:
+        found.append(
+            "five runs leave no degrees of freedom for five constants: the law meets them all, and"
+            " every interval is infinite; train more"
+        )
+    if len(runs.budgets()) == 1:
+        found.append(
+            "column 'compute' holds one budget: how the optimum moves with compute rests on the "
+            "form of the law alone; train at a second budget"
+        )
+    for i, name in enumerate(CONSTANTS):
+        if theta[i] <= newton.LOWEST[i] or theta[i] >= newton.HIGHEST[i]:
+            value = problem.natural(theta)[i]
+            found.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
+    spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
+    far = np.flatnonzero(np.abs(errors) > np.maximum(10 * spread, 1e-6))
+    # With fewer runs a robust law meets so many of them that the others look far.
+    if 0 < len(far) <= len(errors) // 4 and len(runs) >= 3 * FEWEST_RUNS:
+        rows = list_some(runs.rows[i] for i in far)
+        found.append(
+            f"column 'loss' in rows {rows} is more than ten spreads ({spread:.2g} in log loss) from"
+            " the law: look at those runs, or drop them with without_highest"
+        )
+    return found

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+from scaling import (
+    exact_loss,
+    exact_rate,
+    fit_rate_law,
+    gradient_noise_scale,
+    sweep_learning_rate,
+    training,
+)
+
+
+def test_sgd_on_linear_regression_follows_the_exact_law():
+    sweep = sweep_learning_rate(batch_sizes=(1, 4, 16, 64, 256))
+    np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
+    # r = 1 / (1 + (d + 1) / B): saturating, half way at d + 1.
+    assert sweep.law.shape == "saturating"
+    assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
+    assert sweep.law.highest_rate == pytest.approx(1, rel=0.1)
+    assert [sweep.law.regime(b) for b in (1, 64, 1024)] == ["linear", "saturating", "saturated"]
+
+
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_the_simulated_curve_is_the_exact_recursion(noise):
+    rates = np.array([0.02, 0.05, 0.1, 0.15])
+    sweep = sweep_learning_rate(
+        rates=rates, batch_sizes=(8, 16), seeds=1000, steps=6, dimension=16, noise=noise
+    )
+    for b, curve in zip((8, 16), sweep.loss, strict=True):
+        exact = exact_loss(rates, b, 16, steps=6, noise=noise)
+        np.testing.assert_allclose(curve, exact, rtol=0.03)
+
+
+def test_label_noise_lowers_the_best_rate_as_the_recursion_says():
+    sweep = sweep_learning_rate(
+        batch_sizes=(4, 16, 64), seeds=400, steps=10, dimension=16, noise=4.0
+    )
+    np.testing.assert_allclose(sweep.best_rates, sweep.exact_rates, rtol=0.05)
+    assert (sweep.exact_rates < 0.9 * exact_rate(sweep.batch_sizes, 16)).all()
+
+
+@pytest.mark.parametrize("noise", [0.0, 8.0])
+def test_the_gradient_noise_scale_is_the_critical_batch_size(noise):
+    # Per-example covariance (d + 1) |e|^2 + noise^2 d over |e|^2, at |e|^2 = d.
+    sweep = sweep_learning_rate(
+        batch_sizes=(1, 8, 64, 512), rates=[0.1], seeds=1000, steps=1, noise=noise
+    )
+    assert sweep.critical_batch_size == pytest.approx(64 + 1 + noise**2, rel=0.06)
+
+
+def test_the_noise_scale_of_exact_norms_is_exact():
+    b = np.array([1, 2, 16.0])
+    assert gradient_noise_scale(b, 3 + 60 / b) == pytest.approx(20)
+
+
+def test_adam_surges():
+    """The best rate rises, peaks and falls as the batch grows."""
+    sweep = sweep_learning_rate("linear", "adam", batch_sizes=(1, 2, 4, 16, 64, 256), seeds=32)
+    assert sweep.law.shape == "surge"
+    peak = int(np.argmax(sweep.best_rates))
+    assert 0 < peak < 5
+    assert sweep.best_rates[peak] > 1.15 * sweep.best_rates[-1]
+    assert sweep.best_rates[peak] > 2 * sweep.best_rates[0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_mlp_takes_higher_rates_at_larger_batches(optimizer):
+    sweep = sweep_learning_rate("mlp", optimizer, batch_sizes=(1, 4, 16), seeds=4, steps=60)
+    assert (np.diff(sweep.best_rates) > 0).all()
+    assert sweep.loss.shape == (3, len(sweep.rates))
+    assert sweep.loss.min() < 0.5 * sweep.loss[0, 0]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_gradients_and_updates_are_those_of_torch(optimizer):
+    """One (seed, rate) of the batch, trained again by autograd and torch.optim."""
+    random = torch.Generator().manual_seed(0)
+    model = training._MLP(2, 3, 5, random)
+    rates = torch.tensor([0.01, 0.02, 0.05])
+    rule = (training._SGD if optimizer == "sgd" else training._Adam)(model.parameters, rates)
+    inner, outer = (p[1, 2].clone().requires_grad_() for p in model.parameters)
+    teacher = [p[1, 0] for p in model.teacher]
+    peer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]([inner, outer], lr=0.05)
+    for _ in range(4):
+        x = torch.randn(2, 7, 5, generator=random)
+        rule.update(model.gradients(x, torch.zeros(2, 7, 1)))
+        target = torch.relu(x[1] @ teacher[0].T) @ teacher[1]
+        loss = (torch.relu(x[1] @ inner.T) @ outer - target).square().mean() / 2
+        peer.zero_grad()
+        loss.backward()
+        peer.step()
+    torch.testing.assert_close(model.parameters[0][1, 2], inner.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.parameters[1][1, 2], outer.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rates_that_diverge_are_infinite_and_never_best():
+    sweep = sweep_learning_rate(
+        rates=[0.01, 0.02, 50.0, 1e5], batch_sizes=(4,), seeds=2, steps=60, dimension=8
+    )
+    assert np.isinf(sweep.loss[0, -1])
+    assert sweep.best_rates[0] <= 0.02
+
+
+def test_rate_laws_are_recovered():
+    b = 2.0 ** np.arange(10)
+    law = fit_rate_law(b, 0.7 * b / (b + 20))
+    assert law.shape == "saturating"
+    assert law.batch_size == pytest.approx(20, rel=0.02)
+    surge = fit_rate_law(
+        b, np.array([0.057, 0.08, 0.11, 0.135, 0.15, 0.15, 0.13, 0.118, 0.11, 0.11])
+    )
+    assert surge.shape == "surge"
+    assert 16 <= surge.batch_size <= 40
+    np.testing.assert_allclose(surge.predict(surge.batch_size), surge.highest_rate)
+    assert surge.regime(1.0) == "square root"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_sweep_runs_on_a_gpu():
+    sweep = sweep_learning_rate(batch_sizes=(4, 64), device="cuda")
+    np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)

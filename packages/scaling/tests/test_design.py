@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+from scaling import design, fit_parametric, isoflop_runs, load_runs
+from scaling.synthetic import CHINCHILLA
+
+NOISE = 3e-3
+
+
+def spread(parameters, tokens, sets=200):
+    """The factor that holds the estimated best size at 1e24 after these runs, by simulation."""
+    found = []
+    for seed in range(sets):
+        old = isoflop_runs(noise=NOISE, seed=seed)
+        error = np.exp(NOISE * np.random.default_rng(seed + 10**6).standard_normal(len(parameters)))
+        new = CHINCHILLA.predict(np.asarray(parameters), np.asarray(tokens)) * error
+        columns = {
+            "N": np.concatenate([old.parameters, parameters]),
+            "D": np.concatenate([old.tokens, tokens]),
+            "loss": np.concatenate([old.loss, new]),
+        }
+        fit = fit_parametric(load_runs(columns), "squares")
+        found.append(np.log(fit.law.optimal(1e24).parameters))
+    return float(np.exp(1.99 * np.std(found)))
+
+
+@pytest.fixture(scope="module")
+def fit():
+    return fit_parametric(isoflop_runs(noise=NOISE, seed=11), "squares")
+
+
+def test_the_designed_runs_narrow_the_interval_as_foretold_and_more_than_usual_ones(fit):
+    budget = 1e21
+    plan = design(fit, budget=budget, target=1e24)
+    before = np.log(spread([], []))
+    assert plan.compute.sum() <= budget * (1 + 1e-9)
+    np.testing.assert_allclose(6 * plan.parameters * plan.tokens, plan.compute)
+    designed = np.log(spread(plan.parameters, plan.tokens))
+    foretold = np.log(plan.factor_after) / np.log(plan.factor_before)
+    assert designed / before == pytest.approx(foretold, rel=0.15)
+    one = CHINCHILLA.optimal(budget)
+    valley = CHINCHILLA.optimal(budget / 8).parameters * np.geomspace(1 / 6, 6, 8)
+    assert designed < 0.95 * np.log(spread([one.parameters], [one.tokens]))
+    assert designed < 0.95 * np.log(spread(valley, budget / 8 / 6 / valley))
+
+
+def test_no_random_plan_of_the_same_cost_is_foretold_to_be_better(fit):
+    plan = design(fit, budget=1e21, target=1e24, runs=4)
+    rng = np.random.default_rng(0)
+    from scaling import newton, optimum
+    from scaling.varpro import Problem
+
+    problem = Problem.of(fit.runs)
+    theta = problem.centred(fit.law)
+    asked = optimum("parameters", 1e24)
+    slope = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]
+    known = newton.sensitivity(problem, theta)
+
+    def variance(n, d):
+        new = Problem(np.log(n) - problem.x_mean, np.log(d) - problem.y_mean, 0 * n, 0, 0)
+        rows = np.concatenate([known, newton.sensitivity(new, theta)], axis=1)
+        return slope @ np.linalg.solve(rows @ rows.T, slope)
+
+    ours = variance(plan.parameters, plan.tokens)
+    ratio = np.log(plan.factor_after) / np.log(plan.factor_before)
+    assert ratio**2 == pytest.approx(ours / variance(np.empty(0), np.empty(0)), rel=1e-6)
+    for _ in range(300):
+        count = rng.integers(1, 5)
+        n = np.exp(rng.uniform(np.log(fit.runs.parameters.min()), np.log(1e10), count))
+        c = 1e21 * rng.dirichlet(np.ones(count))
+        d = c / (6 * n)
+        if (d >= fit.runs.tokens.min()).all() and (d / n >= 1).all() and (d / n <= 1000).all():
+            assert variance(n, d) >= ours * 0.97
+
+
+def test_no_run_is_smaller_or_shorter_than_those_that_the_law_was_fitted_to(fit):
+    plan = design(fit, budget=1e21, target=1e24)
+    assert (plan.parameters >= fit.runs.parameters.min() * (1 - 1e-9)).all()
+    assert (plan.tokens >= fit.runs.tokens.min() * (1 - 1e-9)).all()
+    assert plan.factor_after < plan.factor_before

@@ -1,0 +1,180 @@
+import math
+
+import numpy as np
+import pytest
+from scaling import (
+    Law,
+    ScalingWarning,
+    bootstrap,
+    design,
+    fit_isoflop,
+    fit_parametric,
+    fit_rate_law,
+    gradient_noise_scale,
+    isoflop_runs,
+    load_runs,
+    profile,
+    sweep_learning_rate,
+)
+from scaling.__main__ import main
+
+GOOD = {"N": [1e6, 2e6, 4e6], "D": [1e7, 1e7, 2e7], "loss": [4.0, 3.9, 3.5]}
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "n/a", None])
+@pytest.mark.parametrize("column", ["N", "D", "loss"])
+def test_a_value_that_is_no_positive_number_names_its_row_and_column(column, value):
+    bad = GOOD | {column: [*GOOD[column][:1], value, GOOD[column][2]]}
+    with pytest.raises(ValueError, match=rf"column '{column}' .* row 2"):
+        load_runs(bad)
+
+
+def test_a_csv_row_is_named_by_its_line(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("N,D,loss\n1e6,1e7,4\n\n2e6,1e7,-3\n")
+    with pytest.raises(ValueError, match=r"column 'loss' .* row 4: '-3'"):
+        load_runs(path)
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_wrong_delimiter_is_named_and_the_right_one_offered(tmp_path, mark):
+    path = tmp_path / "runs.csv"
+    path.write_text(f"N{mark}D{mark}loss\n1e6{mark}1e7{mark}4\n")
+    with pytest.raises(ValueError, match="pass delimiter="):
+        load_runs(path)
+    assert len(load_runs(path, delimiter=mark)) == 1
+
+
+def test_a_ragged_row_is_named(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("N,D,loss\n1e6,1e7,4\n2e6,1e7,3,9\n")
+    with pytest.raises(ValueError, match="line 3 has 4 cells under 3 columns"):
+        load_runs(path)
+
+
+def test_missing_columns_are_named():
+    with pytest.raises(ValueError, match=r"has columns \['N', 'loss'\]; needed are"):
+        load_runs({"N": [1.0], "loss": [1.0]})
+    with pytest.raises(ValueError, match="holds no runs"):
+        load_runs([])
+    with pytest.raises(ValueError, match="columns differ in length"):
+        load_runs({"N": [1.0, 2.0], "D": [1.0], "loss": [1.0]})
+
+
+def test_compute_that_is_not_6nd_is_named_beyond_the_tolerance():
+    off = GOOD | {"C": [6e13, 1.2e14 * 1.3, 4.8e14]}
+    with pytest.warns(ScalingWarning, match=r"column 'C' is not 6 N D within 10% in rows 2 "):
+        load_runs(off)
+    load_runs(off, tolerance=0.31)
+
+
+def test_absurd_losses_and_repeated_rows_are_named():
+    with pytest.warns(ScalingWarning, match="column 'loss' is above 20 nats in rows 2:"):
+        load_runs(GOOD | {"loss": [4.0, 55.0, 3.5]})
+    with pytest.warns(ScalingWarning, match=r"rows 3 repeat earlier ones in \['D', 'N', 'loss'\]"):
+        load_runs({"N": [1e6, 2e6, 1e6], "D": [1e7] * 3, "loss": [4.0, 3.9, 4.0]})
+
+
+@pytest.mark.parametrize("fit", [fit_parametric, fit_isoflop])
+def test_fewer_than_five_runs_are_refused(fit):
+    with pytest.raises(ValueError, match="4 runs"):
+        fit(isoflop_runs()[:4])
+
+
+def test_one_budget_carries_no_isoflop_law_and_warns_of_a_parametric_one():
+    runs = isoflop_runs(budgets=[1e19], per_budget=20, noise=1e-4)
+    with pytest.raises(ValueError, match="column 'compute' holds one budget, 1e"):
+        fit_isoflop(runs)
+    with pytest.warns(ScalingWarning, match="one budget"):
+        fit_parametric(runs)
+
+
+def test_sizes_that_do_not_vary_are_refused():
+    n = np.full(6, 1e8)
+    runs = load_runs({"N": n, "D": np.geomspace(1e9, 1e10, 6), "loss": np.linspace(4, 3, 6)})
+    with pytest.raises(ValueError, match="column 'parameters' takes 1 values"):
+        fit_parametric(runs)
+
+
+def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
+    runs = isoflop_runs(budgets=[1e18, 1e19, 1e20, 1e21, 1e22], per_budget=3, noise=1e-3)
+    few = runs[[0, 4, 8, 10, 14]]
+    with pytest.warns(ScalingWarning, match="no degrees of freedom"):
+        fit = fit_parametric(few)
+    with pytest.warns(ScalingWarning, match="between 0 and inf"):
+        interval = fit.optimal(1e24).intervals["parameters"]
+    assert (interval.low, interval.high) == (0, math.inf)
+    with pytest.raises(ValueError, match="no degrees of freedom"):
+        profile(fit, "alpha")
+
+
+def test_an_interval_too_wide_to_use_is_a_warning():
+    fit = fit_parametric(isoflop_runs(budgets=[1e18, 3e18], per_budget=6, noise=0.02))
+    with pytest.warns(ScalingWarning) as caught:
+        fit.optimal(1e26)
+    assert any("do not carry that far" in str(w.message) for w in caught)
+
+
+def test_a_misread_run_is_named():
+    runs = isoflop_runs(noise=1e-3)
+    loss = runs.loss.copy()
+    loss[17] *= 1.3
+    spoiled = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
+    with pytest.warns(ScalingWarning, match="column 'loss' in rows 18 is more than ten spreads"):
+        fit = fit_parametric(spoiled)
+    # Huber pays for one bad run about as little as if it were absent.
+    clean = fit_parametric(runs[[i for i in range(len(runs)) if i != 17]])
+    assert fit.law.alpha == pytest.approx(clean.law.alpha, rel=0.02)
+
+
+def test_a_law_without_an_irreducible_loss_says_that_the_data_do_not_show_one():
+    with pytest.warns(ScalingWarning, match="E = 0 is at its bound"):
+        fit = fit_parametric(isoflop_runs(Law(0, 50, 60, 0.4, 0.5)), "squares")
+    assert fit.law.E == 0
+    assert fit.law.alpha == pytest.approx(0.4, abs=1e-6)
+
+
+def test_losses_that_rise_with_compute_give_no_law_of_negative_size():
+    runs = isoflop_runs(noise=1e-3)
+    upside = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": 10 - runs.loss})
+    with pytest.raises(ValueError, match="fewer than two budgets have a valley:\ncompute = 6e"):
+        fit_isoflop(upside)
+    with pytest.warns(ScalingWarning):
+        best = fit_parametric(upside).optimal(1e24)
+    assert best.parameters > 0
+    assert best.intervals["parameters"].low > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: fit_parametric(f.runs, "l2"), "loss = 'l2'"),
+        (lambda f: fit_parametric(f.runs, delta=0), "delta = 0"),
+        (lambda f: fit_isoflop(f.runs, "best"), "method = 'best'"),
+        (lambda f: bootstrap(f, level=1.5), "level = 1.5"),
+        (lambda f: bootstrap(f, resamples=10), "needs 10"),
+        (lambda f: bootstrap(f, resamples=200).interval("gamma"), "'gamma' is not one of"),
+        (lambda f: design(f, budget=0, target=1e24), "budget = 0"),
+        (lambda f: design(f, budget=1.0, target=1e24), "buys no run"),
+        (lambda f: f.law.optimal(-1.0), "compute = -1.0"),
+        (lambda f: f.law.predict(-1.0, 1e9), "must be positive"),
+        (lambda f: f.law.cheapest(f.law.E), "not above the irreducible loss"),
+        (lambda f: sweep_learning_rate("cnn"), "'cnn' with 'sgd'"),
+        (lambda f: sweep_learning_rate(rates=[-1.0]), "must be positive"),
+        (lambda f: fit_rate_law([1, 2], [1, 2]), "five batch sizes"),
+        (lambda f: gradient_noise_scale([4, 4], [1, 1]), "two different ones"),
+    ],
+)
+def test_bad_arguments_say_what_was_given(call, message):
+    fit = fit_parametric(isoflop_runs(noise=1e-3))
+    with pytest.raises(ValueError, match=message):
+        call(fit)
+
+
+def test_the_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
+    path = tmp_path / "runs.csv"
+    path.write_text("N,D,loss\n1e6,1e7,0\n")
+    assert main(["fit", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("scaling: column 'loss' must be positive")
+    assert main(["fit", str(tmp_path / "absent.csv")]) == 2
+    assert "absent.csv" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scaling import fit_isoflop, fit_parametric, isoflop_runs, plot, sweep_learning_rate
+from scaling.__main__ import main
+
+
+@pytest.fixture
+def file(tmp_path):
+    runs = isoflop_runs(noise=2e-3)
+    rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(["N,D,loss", *rows]))
+    return path
+
+
+def test_the_band_that_is_drawn_is_the_interval():
+    fit = fit_parametric(isoflop_runs(noise=2e-3))
+    figure = plot(fit, up_to=1e24)
+    growth, contour, residuals, interval = (
+        a for a in figure.axes if a.get_title() != "" or a.get_xlabel()
+    )
+    band = growth.collections[0].get_paths()[0].vertices
+    at_end = band[np.isclose(band[:, 0], 1e24)]
+    expected = fit.optimal(1e24).intervals["parameters"]
+    assert at_end[:, 1].min() == pytest.approx(expected.low, rel=1e-6)
+    assert at_end[:, 1].max() == pytest.approx(expected.high, rel=1e-6)
+    frontier = next(x for x in contour.lines if x.get_label() == "efficient frontier")
+    np.testing.assert_allclose(frontier.get_ydata()[-1], fit.law.optimal(1e24).parameters)
+    np.testing.assert_allclose(residuals.collections[0].get_offsets()[:, 1], -fit.residuals)
+    assert [x.get_label() for x in interval.lines[:2]] == ["bootstrap, 95 %", "profile, 95 %"]
+
+
+def test_the_stars_of_the_valleys_are_their_bottoms():
+    fit = fit_isoflop(isoflop_runs(noise=1e-3))
+    axes = plot(fit).axes[0]
+    stars = [x for x in axes.lines if x.get_marker() == "*"]
+    assert [x.get_xdata()[0] for x in stars] == [v.parameters for v in fit.valleys]
+
+
+def test_a_sweep_is_drawn_with_its_law():
+    sweep = sweep_learning_rate(batch_sizes=(1, 2, 4, 8, 16), seeds=4, dimension=8)
+    curves, best = plot(sweep).axes
+    assert len(curves.get_legend().get_texts()) == 5
+    labels = [text.get_text() for text in best.get_legend().get_texts()]
+    assert labels == ["swept", f"{sweep.law.shape} law", "exact", "gradient noise scale"]
+
+
+def test_fit_prints_laws_and_intervals_and_writes_a_figure(file, tmp_path, capsys):
+    target = tmp_path / "fit.png"
+    at = ["--at", "1e23", "1e24"]
+    arguments = ["fit", str(file), *at, "--resamples", "200", "--plot", str(target), "--json"]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [best["compute"] for best in result["at"]] == [1e23, 1e24]
+    assert all(best["intervals"]["parameters"]["low"] > 0 for best in result["at"])
+    assert result["proof"]["landed"] == result["proof"]["converged"]
+    assert target.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "runs.csv"]
+
+
+def test_json_is_json_where_a_loss_is_not_modelled(file, capsys):
+    assert main(["fit", str(file), "--at", "1e23", "--method", "parabola", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result["at"][0]["loss"] is None
+    assert result["at"][0]["intervals"]["tokens"]["low"] > 0
+
+
+@pytest.mark.parametrize("method", ["parabola", "minimum"])
+def test_fit_by_isoflop_puts_its_doubts_on_stderr(file, method, capsys):
+    assert main(["fit", str(file), "--at", "1e23", "--method", method]) == 0
+    out, err = capsys.readouterr()
+    assert "at 1e+23 FLOPs" in out
+    assert "95%" in out
+    assert ("warning: the best run of a budget" in err) == (method == "minimum")
+
+
+def test_design_prints_runs_that_cost_the_budget(file, capsys):
+    assert main(["design", str(file), "--budget", "1e21", "--target", "1e24", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert sum(run["compute"] for run in result["runs"]) <= 1e21 * (1 + 1e-9)
+    assert result["factor_after"] < result["factor_before"]
+
+
+def test_sweep_prints_the_best_rates(capsys):
+    assert main(["sweep", "--seeds", "2"]) == 0
+    assert "batch size  best rate      exact  regime" in capsys.readouterr().out
+
+
+def test_importing_needs_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, scaling, scaling.__main__;"
+        "assert not {'torch', 'matplotlib', 'pandas'} & set(sys.modules);"
+        "scaling.fit_parametric(scaling.isoflop_runs(noise=1e-3)).optimal(1e24);"
+        "assert not {'torch', 'matplotlib', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

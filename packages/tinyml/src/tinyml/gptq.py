@@ -1,0 +1,171 @@
+"""Round weights one column after another, and let the later ones make up for the error.
+
+Notable (Frantar et al., "GPTQ", 2023):
+- the sum over the data of (W x - Q x)^2 is what is kept small; its curvature H = sum x x^T is all
+  that is needed of the data;
+- it is the exact greedy method (optimal brain quantization) in a fixed order: the row of the
+  Cholesky factor of H^-1 is what inverting the rest of H at each step would give;
+- H of few or dependent inputs has no inverse. Its diagonal is raised until it has, never an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import compress_weights, evaluating, layers_of
+from tinyml.linear import Granularity, Grid, GridWeight, Observer, as_rows, grid_of
+
+
+@torch.no_grad()
+def gptq(
+    model: nn.Module,
+    batches: Sequence[Any],
+    bits: int = 4,
+    *,
+    granularity: Granularity | None = None,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    observer: Observer = "minmax",
+    damping: float = 0.01,
+) -> nn.Module:
+    """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
+
+    Runs `model(batch)`. Layers are done in the order in which they run, each on the inputs that
+    the rounded ones before it make. A layer that never runs is rounded to the nearest.
+    """
+    if not batches:
+        raise ValueError("gptq needs at least one batch of inputs to calibrate on")
+    granularity = granularity or ("group" if group_size else "channel")
+    model = copy.deepcopy(model)
+    layers = layers_of(model, (nn.Linear,))
+    with evaluating(model):
+        order = _order_of_use(model, layers, batches[0])
+    for name in [*order, *(layers.keys() - set(order))]:
+        layer = layers[name]
+        weight = layer.get_parameter("weight").detach()
+        with evaluating(model):
+            hessian = _hessian(model, layer, batches) if name in order else _identity(weight)
+        rows = as_rows(weight.float(), granularity, group_size)
+        grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
+        codes = gptq_codes(weight, hessian, grid, damping=damping)
+        done = {name: GridWeight(codes.view(rows.shape), grid, weight, bits)}
+        compress_weights(model, (nn.Linear,), lambda name, _, done=done: done.get(name))  # type: ignore[misc]
+    return model
+
+
+@torch.no_grad()
+def gptq_codes(
+    weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01, block: int = 128
+) -> Tensor:
+    """The codes (out, in) of a weight (out, in) on `grid`, given H = sum x x^T (in, in).
+
+    `grid` has one row for the tensor, for each output, or for each group of inputs. `damping` is
+    the share of H's mean diagonal that is added to it. Errors are spread inside blocks of columns
+    first, then once to all columns after the block, which is the same sum in less memory traffic.
+    """
+    outputs, inputs = weight.shape
+    if hessian.shape != (inputs, inputs):
+        raise ValueError(
+            f"the hessian is {tuple(hessian.shape)}; {(inputs, inputs)} for this weight"
+        )
+    if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
+        raise ValueError("the weight or the calibration inputs hold nan or inf")
+    scale, zero = (_by_column(part, outputs, inputs) for part in (grid.scale, grid.zero))
+    factor = inverse_factor(hessian, damping)
+    remaining = weight.double().clone()
+    codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
+    for start in range(0, inputs, block):
+        end = min(start + block, inputs)
+        errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
+        for i in range(start, end):
+            column = Grid(scale[:, i], zero[:, i], grid.low, grid.high)
+            codes[:, i] = column.quantize(remaining[:, i])
+            error = (remaining[:, i] - column.dequantize(codes[:, i])) / factor[i, i]
+            remaining[:, i:end] -= error[:, None] * factor[i, i:end]
+            errors[:, i - start] = error
+        remaining[:, end:] -= errors @ factor[start:end, end:]
+    return codes
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with U^T U = (H + d I)^-1, for the least d from `damping` on that works.
+
+    d is tried at `damping` times the mean of the diagonal, then at ten times that, and so on.
+    """
+    hessian = hessian.double()
+    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+    mean = float(hessian.diagonal().mean())
+    if mean <= 0:  # no input was ever different from zero
+        return identity
+    share = max(damping, 1e-12)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(hessian + share * mean * identity)
+        if not failed:
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper
+        share *= 10
+
+
+def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Scales or zero points of rows, as the (out, in) matrix that each column reads."""
+    each = part.double().numel()
+    if each % outputs and each != 1:
+        raise ValueError(f"{each} scales do not fit {outputs} outputs")
+    if each == 1:
+        return part.double().expand(outputs, inputs)
+    per_row = part.double().view(outputs, -1)
+    return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)
+
+
+class _Enough(Exception):
+    """Ends a forward pass once the layer of interest has its inputs."""
+
+
+def _hessian(model: nn.Module, layer: nn.Module, batches: Sequence[Any]) -> Tensor:
+    width = layer.get_parameter("weight").shape[1]
+    total = torch.zeros(width, width, dtype=torch.float64)
+
+    def watch(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal total
+        tokens = inputs[0].reshape(-1, width).double()
+        total = total.to(tokens.device) + tokens.t() @ tokens
+
+    def stop(*_: Any) -> None:
+        raise _Enough
+
+    handles = [layer.register_forward_pre_hook(watch), layer.register_forward_hook(stop)]
+    try:
+        for batch in batches:
+            try:
+                model(batch)
+            except _Enough:
+                continue
+    finally:
+        for handle in handles:
+            handle.remove()
+    return total
+
+
+def _order_of_use(model: nn.Module, layers: dict[str, nn.Module], batch: Any) -> list[str]:
+    order: dict[str, None] = {}
+    handles = [
+        layer.register_forward_hook(lambda *_, name=name: order.setdefault(name))
+        for name, layer in layers.items()
+    ]
+    try:
+        model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(order)
+
+
+def _identity(weight: Tensor) -> Tensor:
+    return torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)

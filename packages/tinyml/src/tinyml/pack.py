@@ -1,0 +1,49 @@
+"""Whole numbers of 1 to 8 bits in bytes, without a wasted bit.
+
+A width that divides 8 is packed by shifts; another is the sum of such widths (3 = 2 + 1), each a
+plane of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes that `count` codes of `bits` bits take."""
+    return sum(-(-count * width // 8) for width in _planes(bits))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes from 0 to 2^bits - 1, any shape, as a flat uint8 tensor of `packed_bytes`."""
+    flat = codes.reshape(-1).to(torch.uint8)
+    if flat.numel() and int(codes.max()) >= 2**bits:
+        raise ValueError(f"code {int(codes.max())} does not fit in {bits} bits")
+    parts, shift = [], 0
+    for width in _planes(bits):
+        per_byte = 8 // width
+        plane = (flat >> shift) & (2**width - 1)
+        plane = torch.nn.functional.pad(plane, (0, -plane.numel() % per_byte)).view(-1, per_byte)
+        parts.append(sum(plane[:, i] << (i * width) for i in range(per_byte)))
+        shift += width
+    return torch.cat([torch.as_tensor(part, dtype=torch.uint8) for part in parts])
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The `count` codes, flat uint8, that `pack` made `packed` from."""
+    codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
+    start = shift = 0
+    for width in _planes(bits):
+        end = start + -(-count * width // 8)
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
+        plane = (packed[start:end, None] >> shifts) & (2**width - 1)
+        codes |= plane.reshape(-1)[:count] << shift
+        start, shift = end, shift + width
+    return codes
+
+
+def _planes(bits: int) -> list[int]:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"{bits} bits; a code has 1 to 8")
+    return [width for width in (8, 4, 2, 1) if bits & width]

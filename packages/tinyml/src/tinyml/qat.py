@@ -1,0 +1,131 @@
+"""Train with the rounding in place, so that the weights settle where rounding does no harm.
+
+Notable:
+- the forward pass sees rounded weights, the gradient passes the rounding as if it were not there
+  (the straight-through estimator; Bengio et al., 2013) and is zero where the range cuts off;
+- with `learn_scale` the step is a parameter too (Esser et al., "Learned Step Size Quantization",
+  2020, equation 3 and section 2.2), from autograd rather than a formula of its own;
+- what is trained is what is stored: `convert` gives the same outputs to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import QUANTIZABLE, CompressedWeight, compress_weights, compressed_weight
+from tinyml.linear import Granularity, Grid, GridWeight, as_rows, grid_of
+
+
+def prepare_qat(
+    model: nn.Module,
+    bits: int = 4,
+    *,
+    granularity: Granularity | None = None,
+    group_size: int | None = None,
+    learn_scale: bool = False,
+    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+) -> nn.Module:
+    """A copy of `model` to train, whose layers act with rounded weights. See `convert`."""
+    kind = granularity or ("group" if group_size else "channel")
+    if not 2 <= bits <= 8:
+        raise ValueError(f"{bits} bits; symmetric training takes 2 to 8")
+
+    def compress(_: str, layer: nn.Module) -> CompressedWeight:
+        return RoundedWeight(layer.get_parameter("weight"), bits, kind, group_size, learn_scale)
+
+    return compress_weights(copy.deepcopy(model), layers, compress)
+
+
+@torch.no_grad()
+def convert(model: nn.Module) -> nn.Module:
+    """A copy of a model from `prepare_qat` that stores whole numbers instead of the weights."""
+    model = copy.deepcopy(model)
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(compressed_weight(layer), RoundedWeight)
+    }
+    if not layers:
+        raise ValueError("no layer trains with rounding; prepare_qat(model) makes such a model")
+    stored: dict[int, GridWeight] = {}
+    for layer in layers.values():
+        rounded = cast(RoundedWeight, compressed_weight(layer))
+        weight = cast(Any, layer).parametrizations.weight.original.detach()
+        if id(rounded) not in stored:
+            rows, grid = rounded.grid(weight)
+            stored[id(rounded)] = GridWeight(grid.quantize(rows), grid, weight, rounded.bits)
+        # Exchanged in place: taking a parametrization off would take it off the original too,
+        # because torch gives both copies of a layer one class.
+        slot = cast(Any, layer).parametrizations.weight
+        slot[0] = stored[id(rounded)]
+        slot.original = nn.Parameter(slot[0].right_inverse(weight), weight.requires_grad)
+    return model
+
+
+class RoundedWeight(CompressedWeight):
+    """A dense weight that the layer sees rounded."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bits: int,
+        granularity: Granularity,
+        group_size: int | None,
+        learn_scale: bool,
+    ) -> None:
+        super().__init__()
+        self.bits, self.granularity, self.group_size = bits, granularity, group_size
+        rows = as_rows(weight.detach(), granularity, group_size)
+        high = 2 ** (bits - 1) - 1
+        step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
+        self.step = nn.Parameter(step.clamp(min=1e-8)) if learn_scale else None
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The dense weight, which is what is trained."""
+        return weight
+
+    def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
+        """The weight as rows, and their grid now."""
+        rows = as_rows(weight, self.granularity, self.group_size)
+        grid = grid_of(rows.detach(), self.bits)
+        if self.step is not None:
+            scale = self.step.detach().abs().clamp(min=1e-8)
+            grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
+        return rows, grid
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The rounded weight, differentiable in the weight and, if it learns, the step."""
+        rows, grid = self.grid(weight)
+        if self.step is None:
+            return round_through(rows, grid.scale, grid.low, grid.high).view(weight.shape)
+        # Esser et al.: the step's gradient is a sum over many weights, so it is scaled down.
+        share = (rows.shape[1] * grid.high) ** -0.5
+        step = self.step.abs().clamp(min=1e-8)
+        step = _same_value(step, step * share)
+        return round_through(rows, step, grid.low, grid.high).view(weight.shape)
+
+
+def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    """scale * round(rows / scale) in range, with the rounding invisible to the gradient."""
+    clipped = (rows / scale).clamp(low, high)
+    return scale * _same_value(clipped.round(), clipped)
+
+
+def _same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """`value`, to the bit, with the gradient of `gradient_of`."""
+    return _ValueOf.apply(value.detach(), gradient_of)  # type: ignore[no-any-return]
+
+
+class _ValueOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]

@@ -1,0 +1,98 @@
+"""A file holds what the model holds, gives it back bit for bit, and appears whole."""
+
+import json
+import struct
+
+import pytest
+import torch
+from tinyml import (
+    convert,
+    gptq,
+    kmeans_quantize,
+    load,
+    prepare_qat,
+    prune,
+    quantize,
+    save,
+    size_of,
+)
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.body = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 24))
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.norm(x + self.body(x)))
+
+
+def model():
+    torch.manual_seed(0)
+    return Tied()
+
+
+TOKENS = torch.arange(40).view(2, 20)
+COMPRESSIONS = {
+    "plain": lambda m: m,
+    "pruned": lambda m: prune(m, 0.8).model,
+    "palette": lambda m: kmeans_quantize(m, 3),
+    "4 bits": lambda m: quantize(m, 4),
+    "asymmetric groups": lambda m: quantize(m, 2, group_size=8, symmetric=False),
+    "some layers": lambda m: quantize(m, {"body.0": 4}),
+    "int8": lambda m: quantize(m, activations="dynamic"),
+    "gptq": lambda m: gptq(m, [TOKENS], 4),
+    "trained": lambda m: convert(prepare_qat(m, 4)),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_file_gives_the_model_back_bit_for_bit(name, tmp_path):
+    compressed = COMPRESSIONS[name](model())
+    path = tmp_path / "model.safetensors"
+    save(compressed, path)
+    back = load(Tied(), path)
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS), compressed(TOKENS))
+    assert size_of(back).bytes == size_of(compressed).bytes
+    content = path.read_bytes()
+    header = 8 + struct.unpack("<Q", content[:8])[0]
+    assert len(content) - header <= size_of(compressed).sparse_bytes
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    json.loads(content[8:header])
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save(model(), path)
+    before = path.read_bytes()
+
+    def full(tensors, file, metadata):
+        file.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("tinyml.export.save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        save(quantize(model(), 4), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_wrong_model_or_file_says_so(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save(quantize(model(), 4), path)
+    with pytest.raises(ValueError, match="that the model lacks"):
+        load(nn.Linear(2, 2), path)
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"not a file that tinyml\.save wrote"):
+        load(Tied(), tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="convert it"):
+        save(prepare_qat(model(), 4), path)

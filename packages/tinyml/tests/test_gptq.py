@@ -1,0 +1,128 @@
+"""GPTQ is optimal brain quantization in a fixed order, and needs nothing of the data's rank."""
+
+import pytest
+import torch
+from tinyml import gptq, quantize, size_of
+from tinyml.gptq import gptq_codes, inverse_factor
+from tinyml.linear import Grid, as_rows, grid_of
+from torch import nn
+
+
+def problem(outputs=6, inputs=20, samples=60, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
+    x = torch.randn(samples, inputs, generator=generator, dtype=torch.float64)
+    x[:, 1:] += 0.9 * x[:, :-1]  # correlated inputs are what makes the difference
+    return weight, x
+
+
+def brute_force(weight, hessian, grid):
+    """Quantize in order; after each step, move what is left by the formula of OBQ.
+
+    Everything is from an explicit inverse of the hessian of the weights that are left.
+    """
+    weight, codes = weight.clone(), torch.zeros_like(weight, dtype=torch.int32)
+    for row in range(len(weight)):
+        own = Grid(grid.scale[row], grid.zero[row], grid.low, grid.high)
+        for i in range(weight.shape[1]):
+            inverse = torch.linalg.inv(hessian[i:, i:])
+            codes[row, i] = own.quantize(weight[row, i : i + 1])[0]
+            error = weight[row, i] - own.dequantize(codes[row, i : i + 1])[0]
+            weight[row, i:] -= error / inverse[0, 0] * inverse[:, 0]
+    return codes
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("block", [1, 7, 128])
+def test_codes_equal_brute_force(bits, block):
+    weight, x = problem(seed=bits)
+    hessian = x.t() @ x
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
+    grid = grid_of(weight, bits)
+    codes = gptq_codes(weight, hessian, grid, damping=0.01, block=block)
+    assert torch.equal(codes, brute_force(weight, damped, grid))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_outputs_are_closer_than_with_rounding_to_the_nearest(bits):
+    weight, x = problem(outputs=32, inputs=64, samples=300)
+    grid = grid_of(weight, bits)
+    ours = grid.dequantize(gptq_codes(weight, x.t() @ x, grid))
+    nearest = grid.dequantize(grid.quantize(weight))
+    assert (x @ (ours - weight).t()).norm() < 0.8 * (x @ (nearest - weight).t()).norm()
+
+
+def test_an_uncorrelated_hessian_rounds_to_the_nearest():
+    weight, _ = problem()
+    grid = grid_of(weight, 3)
+    codes = gptq_codes(weight, 5.0 * torch.eye(20), grid)
+    assert torch.equal(codes, grid.quantize(weight))
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-300, 0.01])
+@pytest.mark.parametrize("kind", ["one sample", "dead inputs", "equal inputs", "zero", "negative"])
+def test_no_hessian_is_an_error(kind, damping):
+    weight, x = problem()
+    x = {
+        "one sample": x[:1],
+        "dead inputs": x * (torch.arange(20) % 2),
+        "equal inputs": x[:, :1].expand(-1, 20) * 1e150,
+        "zero": x * 0,
+        "negative": x,
+    }[kind]
+    hessian = x.t() @ x
+    if kind == "negative":  # rounding errors of a real one, made large
+        hessian -= 0.5 * hessian.diagonal().max() * torch.eye(20)
+    factor = inverse_factor(hessian, damping)
+    assert torch.isfinite(factor).all()
+    assert (factor.diagonal() > 0).all()
+    grid = grid_of(weight, 4)
+    codes = gptq_codes(weight, hessian, grid, damping=damping)
+    assert codes.min() >= grid.low
+    assert codes.max() <= grid.high
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "group"])
+def test_every_granularity(granularity):
+    weight, x = problem()
+    size = 5 if granularity == "group" else None
+    rows = as_rows(weight, granularity, size)
+    grid = grid_of(rows, 4)
+    codes = gptq_codes(weight, x.t() @ x, grid)
+    approximation = grid.dequantize(codes.view(rows.shape)).view_as(weight)
+    assert (x @ (approximation - weight).t()).norm() < 0.2 * (x @ weight.t()).norm()
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 24)
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+        self.unused = nn.Linear(24, 4)
+        self.head = nn.Linear(24, 30, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def test_a_model_is_closer_to_the_original_than_rounding():
+    torch.manual_seed(0)
+    model = Decoder()
+    batches = [torch.randint(30, (8, 16)) for _ in range(4)]
+    ours = gptq(model, batches, 3)
+    nearest = quantize(model, 3, layers=(nn.Linear,))
+    tokens = torch.cat(batches)
+    with torch.no_grad():
+        expected = model(tokens)
+        assert (ours(tokens) - expected).norm() < 0.8 * (nearest(tokens) - expected).norm()
+    assert size_of(ours).bytes == size_of(nearest).bytes
+    assert torch.equal(ours.unused.weight, nearest.unused.weight)
+    assert not any(layer._forward_hooks for layer in ours.modules())
+
+
+def test_bad_calibration_says_so():
+    with pytest.raises(ValueError, match="at least one batch"):
+        gptq(nn.Linear(4, 4), [])
+    with pytest.raises(ValueError, match="nan or inf"):
+        gptq(nn.Linear(4, 4), [torch.full((2, 4), float("nan"))])

@@ -1,0 +1,113 @@
+"""Lloyd to its fixed point, the palette's gradient, and bytes."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinyml import kmeans_quantize, size_of
+from tinyml.kmeans import kmeans
+from tinyml.pack import pack, packed_bytes, unpack
+from torch import nn
+
+
+@given(st.integers(1, 8), st.integers(0, 70), st.randoms(use_true_random=False))
+def test_packing_loses_nothing_and_wastes_nothing(bits, count, random):
+    codes = torch.tensor([random.randrange(2**bits) for _ in range(count)], dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert torch.equal(unpack(packed, bits, count), codes)
+    assert packed.numel() == packed_bytes(count, bits)
+    assert packed.numel() <= -(-count * bits // 8) + 2  # a partial byte for each of 3 planes
+
+
+def plain_lloyd(values, k):
+    centroids = torch.linspace(float(values.min()), float(values.max()), k, dtype=torch.float64)
+    codes = None
+    while True:
+        new = (values[:, None] - centroids).abs().argmin(1)
+        if codes is not None and torch.equal(new, codes):
+            return centroids, codes
+        codes = new
+        for c in range(k):
+            if (codes == c).any():
+                centroids[c] = values[codes == c].mean()
+
+
+@pytest.mark.parametrize(("n", "k"), [(50, 2), (500, 4), (2000, 16), (300, 64)])
+def test_the_fixed_point_is_that_of_plain_lloyd(n, k):
+    values = torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    init = torch.linspace(float(values.min()), float(values.max()), k, dtype=torch.float64)
+    centroids, codes = kmeans(values, k, init=init)
+    expected, expected_codes = plain_lloyd(values, k)
+    torch.testing.assert_close(centroids, expected, rtol=0, atol=1e-12)
+    assert torch.equal(codes.long(), expected_codes)
+
+
+def test_few_distinct_values_are_kept_exactly():
+    values = torch.tensor([[0.1, 0.2, 0.1], [0.3, 0.2, 0.1]])
+    centroids, codes = kmeans(values, 16)
+    assert centroids.numel() == 3  # min(2^4, the number of distinct values)
+    assert torch.equal(centroids[codes.long()].float(), values)
+
+
+def test_the_palette_gets_the_sum_of_its_weights_gradients():
+    torch.manual_seed(0)
+    model = nn.Linear(9, 7)
+    quantized = kmeans_quantize(model, 2)
+    dense = copy.deepcopy(model)
+    dense.weight.data = quantized.weight.detach().clone()
+    inputs = torch.randn(5, 9)
+    quantized(inputs).square().sum().backward()
+    dense(inputs).square().sum().backward()
+    palette = quantized.parametrizations.weight.original
+    codes = (quantized.weight.reshape(-1, 1) == palette).long().argmax(1)
+    expected = torch.zeros(4).index_add(0, codes, dense.weight.grad.flatten())
+    torch.testing.assert_close(palette.grad, expected)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_a_model_runs_and_takes_its_bits(bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 50))
+    tokens = torch.arange(20)
+    quantized = kmeans_quantize(model, bits)
+    assert len(quantized[1].weight.unique()) == 2**bits
+    weights = [50 * 32, 32 * 64, 64 * 50]
+    expected = sum(n * bits // 8 + 4 * 2**bits for n in weights) + 4 * (64 + 50)
+    assert size_of(quantized).bytes == expected
+    assert size_of(quantized).parameters == size_of(model).parameters
+    if bits == 8:
+        assert (quantized(tokens) - model(tokens)).norm() < 0.02 * model(tokens).norm()
+
+
+def test_layers_that_share_a_weight_share_its_palette():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(40, 16)
+            self.head = nn.Linear(16, 40, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            return self.head(self.embed(tokens))
+
+    model = Tied()
+    quantized = kmeans_quantize(model, 4)
+    assert size_of(model).bytes == 40 * 16 * 4
+    assert size_of(quantized).bytes == 40 * 16 // 2 + 16 * 4
+    assert torch.equal(quantized.embed.weight, quantized.head.weight)
+    quantized(torch.arange(5)).sum().backward()
+    assert len(list(quantized.parameters())) == 1
+
+
+def test_bits_by_layer_leave_the_others():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    quantized = kmeans_quantize(model, {"1": 2})
+    assert torch.equal(quantized[0].weight, model[0].weight)
+    assert len(quantized[1].weight.unique()) == 4
+
+
+def test_nan_is_an_error():
+    with pytest.raises(ValueError, match="finite"):
+        kmeans(torch.tensor([1.0, float("nan")]), 2)

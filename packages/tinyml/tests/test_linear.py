@@ -1,0 +1,164 @@
+"""The grid's formulas, error bounds, and int8 multiplication."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinyml import quantize, size_of
+from tinyml.int8 import Int8Linear, int8_matmul, int_mm_is_exact
+from tinyml.linear import as_rows, grid_of
+from torch import nn
+
+
+def test_scale_and_zero_point_by_hand():
+    # 2 bits, codes -2..1, range [-0.25, 0.75]: S = 1 / 3, Z = round(-2 + 0.75) = -1.
+    grid = grid_of(torch.tensor([[-0.25, 0.0, 0.4, 0.75]]), 2, symmetric=False)
+    assert grid.scale.item() == pytest.approx(1 / 3)
+    assert grid.zero.item() == -1
+    assert grid.quantize(torch.tensor([[-0.25, 0.0, 0.4, 0.75]])).tolist() == [[-2, -1, 0, 1]]
+
+
+@settings(max_examples=50)
+@given(
+    bits=st.integers(2, 8),
+    symmetric=st.booleans(),
+    seed=st.integers(0, 10**6),
+    shift=st.floats(-3, 3),
+)
+def test_the_error_is_at_most_half_a_step(bits, symmetric, seed, shift):
+    rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() + shift
+    grid = grid_of(rows, bits, symmetric=symmetric)
+    codes = grid.quantize(rows)
+    error = (grid.dequantize(codes) - rows).abs()
+    # Rounding Z moves an asymmetric grid by half a step more at its ends.
+    assert (error <= grid.scale * (0.5 if symmetric else 1.0) * (1 + 1e-9)).all()
+    zeros = torch.zeros_like(rows)
+    assert torch.equal(grid.dequantize(grid.quantize(zeros)), zeros)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_least_error_observer_has_the_least_error(bits):
+    rows = torch.randn(4, 3000, generator=torch.Generator().manual_seed(bits))
+
+    def error(observer):
+        grid = grid_of(rows, bits, observer=observer)
+        return (grid.dequantize(grid.quantize(rows)) - rows).square().sum()
+
+    assert error("mse") < 0.9 * error("minmax")
+    clipped = grid_of(rows, bits, observer="percentile")
+    assert (rows.abs() > clipped.scale * clipped.high * 1.0001).sum() in range(4 * 2, 4 * 7)
+
+
+def test_finer_scales_are_closer():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 32)
+    model.weight.data *= torch.logspace(-2, 0, 32)[:, None] * torch.logspace(-1, 0, 64)
+    errors = [
+        (quantize(model, 4, granularity=g, group_size=s).weight - model.weight).norm().item()
+        for g, s in (("tensor", None), ("channel", None), ("group", 16))
+    ]
+    assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_quantized_model_stores_what_it_says(bits, symmetric):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 30))
+    quantized = quantize(model, bits, symmetric=symmetric)
+    for name in ("0", "1", "3"):
+        dense, ours = model.get_submodule(name).weight, quantized.get_submodule(name).weight
+        grid = grid_of(as_rows(dense, "channel"), bits, symmetric=symmetric)
+        expected = grid.dequantize(grid.quantize(dense))
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    weights, rows = 30 * 16 + 16 * 24 + 24 * 30, 30 + 24 + 30
+    expected = weights * bits // 8 + rows * (4 if symmetric else 5) + 4 * (24 + 30)
+    assert size_of(quantized).bytes == expected
+    assert quantized(torch.arange(7)).shape == (7, 30)
+
+
+@settings(deadline=None)
+@given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
+def test_int8_products_are_exact(m, k, n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(-128, 128, (m, k), generator=generator, dtype=torch.int8)
+    b = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
+    assert torch.equal(int8_matmul(a, b.t()), a.int() @ b.int().t())
+
+
+def test_the_fallback_is_exact_too(monkeypatch):
+    monkeypatch.setattr("tinyml.int8.int_mm_is_exact", lambda: False)
+    a, b = torch.full((2, 5000), -128, dtype=torch.int8), torch.full((5000, 3), -128).to(torch.int8)
+    assert (int8_matmul(a, b) == 5000 * 128 * 128).all()
+
+
+def test_a_wrong_product_is_found_out(monkeypatch):
+    right = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: right(a, b).clamp(max=32767 * 2))
+    int_mm_is_exact.cache_clear()
+    try:
+        assert not int_mm_is_exact()
+    finally:
+        int_mm_is_exact.cache_clear()
+
+
+def test_a_dynamic_linear_is_within_its_rounding():
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 64)
+    inputs = torch.randn(3, 5, 256)
+    ours = Int8Linear(linear)
+    exact = linear(inputs)
+    assert ours(inputs).shape == exact.shape
+    assert (ours(inputs) - exact).norm() < 0.015 * exact.norm()
+    scale = inputs.abs().amax(-1, keepdim=True) / 127
+    rounded = (inputs / scale).round() * scale
+    expected = nn.functional.linear(rounded, ours.weight, linear.bias)
+    torch.testing.assert_close(ours(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_weights_lose_no_more_than_their_own_rounding():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48).bfloat16()
+    rows = model.weight.detach().float()
+    for bits in (4, 8):
+        quantized = quantize(model, bits)
+        assert quantized.weight.dtype == torch.bfloat16
+        step = rows.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+        error = (quantized.weight.float() - rows).abs()
+        # Half a step, the scale's own rounding over all codes, and that of the result: 2^-8 each.
+        assert (error <= 0.5 * step * 1.01 + rows.abs().amax() * 2**-7).all()
+    x = torch.randn(5, 64).bfloat16()
+    ours, exact = Int8Linear(model)(x), model(x)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).norm() < 0.02 * exact.norm()
+
+
+def test_dynamic_replaces_the_linears_and_nothing_else():
+    model = nn.Sequential(nn.Embedding(9, 16), nn.Linear(16, 9))
+    quantized = quantize(model, activations="dynamic")
+    assert isinstance(quantized[1], Int8Linear)
+    assert isinstance(model[1], nn.Linear)
+    assert size_of(quantized).bytes == 9 * 16 * 4 + 9 * 16 + 9 * 4 + 9 * 4
+    assert quantized(torch.arange(4)).shape == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 9}, "9 bits"),
+        ({"group_size": 5}, "groups of 5 do not divide rows of 16"),
+        ({"observer": "max"}, "'minmax', 'percentile' or 'mse'"),
+        ({"bits": 4, "activations": "dynamic"}, "takes bits=8"),
+        ({"activations": "static"}, "'float' or 'dynamic'"),
+    ],
+)
+def test_bad_requests_say_what_to_ask_for(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(nn.Linear(16, 4), **arguments)
+
+
+def test_nan_weights_are_an_error():
+    model = nn.Linear(4, 4)
+    model.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="nan or inf"):
+        quantize(model)

@@ -1,0 +1,116 @@
+"""Adapters start at zero, train alone, and come out bit for bit."""
+
+import pytest
+import torch
+from tinyml import LoRA, add_lora, lora_state_dict, merge, quantize, size_of, unmerge
+from torch import nn
+
+
+def mlp(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 16)).to(dtype)
+
+
+def trained(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    return model
+
+
+def test_the_function_starts_unchanged_and_only_the_update_trains():
+    model, inputs = mlp(), torch.randn(7, 48)
+    before = model(inputs)
+    add_lora(model, 4)
+    assert torch.equal(model(inputs), before)
+    model(inputs).square().sum().backward()
+    trains = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trains == {"0.lora_A", "0.lora_B", "2.lora_A", "2.lora_B"}
+    assert model[0].lora_B.grad.any()
+
+
+@pytest.mark.parametrize("zero", ["lora_A", "lora_B"])
+def test_one_zero_factor_learns_but_two_never_do(zero):
+    layer, inputs = LoRA(nn.Linear(6, 5), 2), torch.randn(4, 6)
+    for name in ("lora_A", "lora_B"):
+        getattr(layer, name).data.normal_()
+    getattr(layer, zero).data.zero_()
+    layer(inputs).square().sum().backward()
+    assert getattr(layer, zero).grad.any()  # dB = G A^T x and dA = B^T G: the other is not zero
+    layer.zero_grad()
+    layer.lora_A.data.zero_()
+    layer.lora_B.data.zero_()
+    layer(inputs).square().sum().backward()
+    assert not layer.lora_A.grad.any()
+    assert not layer.lora_B.grad.any()
+
+
+def test_the_bytes_of_a_rank():
+    # B (m, k) and A (k, l) in fp32: 4 k (m + l) bytes instead of 4 m l.
+    layer = LoRA(nn.Linear(4096, 4096, bias=False, device="meta"), 8)
+    adapter = sum(p.nbytes for p in (layer.lora_A, layer.lora_B))
+    assert adapter == 4 * 8 * (4096 + 4096) == 262_144
+    assert layer.base.weight.nbytes == 256 * adapter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unmerge_gives_every_bit_back(dtype):
+    model = trained(add_lora(mlp(dtype), 8))
+    before = [layer.base.weight.clone() for layer in (model[0], model[2])]
+    merge(merge(model))
+    assert model[0].merged
+    changed = [layer.base.weight for layer in (model[0], model[2])]
+    assert all((c != b).any() for c, b in zip(changed, before, strict=True))
+    unmerge(unmerge(model))
+    for layer, weight in zip((model[0], model[2]), before, strict=True):
+        assert torch.equal(layer.base.weight, weight)
+
+
+@pytest.mark.parametrize("base", [nn.Linear(12, 9), nn.Embedding(12, 9)], ids=["linear", "embed"])
+def test_merged_and_unmerged_agree(base):
+    layer = trained(LoRA(base, 3, alpha=6).double())
+    inputs = torch.randn(5, 12).double() if isinstance(base, nn.Linear) else torch.arange(12)
+    apart, weight = layer(inputs), layer.weight
+    layer.merge()
+    torch.testing.assert_close(layer(inputs), apart, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.weight, weight, rtol=0, atol=0)
+
+
+def test_an_adapter_trains_beside_a_quantized_base():
+    base = quantize(mlp(), 4)
+    inputs, targets = torch.randn(64, 48), torch.randn(64, 16)
+    before = (base(inputs) - targets).square().mean().item()
+    model = add_lora(base, 4)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    assert (model(inputs) - targets).square().mean().item() < 0.7 * before
+    with pytest.raises(RuntimeError, match="compress after merging"):
+        merge(model)
+
+
+def test_targets_and_the_adapters_state():
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "mlp": mlp()})
+    add_lora(model, 2, targets=["q_proj", "mlp.2"])
+    state = lora_state_dict(model)
+    assert set(state) == {
+        "q_proj.lora_A", "q_proj.lora_B", "mlp.2.lora_A", "mlp.2.lora_B",
+    }  # fmt: skip
+    assert sum(t.numel() for t in state.values()) == 2 * (8 + 8 + 32 + 16)
+    assert isinstance(model["mlp"][0], nn.Linear)
+    assert size_of(model).parameters > 0
+
+
+def test_bad_requests_say_what_to_ask_for():
+    with pytest.raises(ValueError, match="rank is 17; between 1 and 16"):
+        add_lora(mlp(), 17)
+    with pytest.raises(ValueError, match="no layer"):
+        add_lora(mlp(), 2, targets=["query"])
+    with pytest.raises(ValueError, match="adapter already"):
+        add_lora(add_lora(mlp(), 2), 2)
+    with pytest.raises(ValueError, match=r"add_lora\(model\)"):
+        merge(mlp())
+    with pytest.raises(TypeError, match="not Conv2d"):
+        LoRA(nn.Conv2d(1, 1, 1))

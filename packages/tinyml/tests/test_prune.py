@@ -1,0 +1,99 @@
+"""Exactly what was asked for goes, and it is what matters least."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinyml import prune
+from tinyml.prune import input_norms, pattern_mask, smallest_mask
+from torch import nn
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+@given(
+    values=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    sparsity=st.floats(0, 1),
+)
+def test_exactly_the_share_goes_even_among_ties(values, sparsity):
+    score = torch.tensor(values, dtype=torch.float64)
+    mask = smallest_mask(score, sparsity)
+    assert int((~mask).sum()) == round(sparsity * len(values))
+    if mask.any() and not mask.all():
+        assert score[~mask].max() <= score[mask].min()
+
+
+def test_a_5x5_matrix_by_hand():
+    weight = torch.arange(25.0).view(5, 5) - 12
+    model = nn.Linear(5, 5, bias=False)
+    model.weight.data = weight
+    pruned, masks = prune(model, 0.6)
+    assert pruned.weight.count_nonzero() == 10
+    assert sorted(pruned.weight[masks["weight"]].abs().tolist()) == [
+        w for size in range(8, 13) for w in (size, size)
+    ]
+    assert torch.equal(model.weight, weight)  # the original is as it was
+
+
+def test_global_pruning_ranks_all_layers_together():
+    model = mlp()
+    model[2].weight.data *= 100
+    pruned, masks = prune(model, 0.5, scope="global")
+    assert masks["2.weight"].all()
+    assert masks.sparsity == 0.5
+    assert int(masks["0.weight"].sum()) == (12 * 8 + 8 * 4) // 2 - 8 * 4
+    assert pruned[0].bias.equal(model[0].bias)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))
+def test_a_pattern_keeps_the_largest_of_every_group(rows, groups, kept):
+    score = torch.rand(rows, groups * 4)
+    mask = pattern_mask(score, f"{kept}:4").view(-1, 4)
+    assert (mask.sum(1) == kept).all()
+    for mask_row, score_row in zip(mask, score.view(-1, 4), strict=True):
+        assert set(mask_row.nonzero().flatten().tolist()) == set(
+            score_row.topk(kept).indices.tolist()
+        )
+
+
+def test_masks_hold_through_fine_tuning():
+    model, masks = prune(mlp(), {"0": 0.75})
+    assert set(masks) == {"0.weight"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    masks.keep(model, optimizer)
+    before = model[0].weight.clone()
+    for _ in range(3):
+        model(torch.randn(6, 12)).square().mean().backward()
+        optimizer.step()
+    assert not model[0].weight[~masks["0.weight"]].any()
+    assert (model[0].weight != before)[masks["0.weight"]].all()
+
+
+def test_wanda_weighs_by_the_norm_of_the_inputs():
+    model = mlp()
+    inputs = torch.randn(2, 5, 12) * torch.linspace(0, 10, 12)
+    norms = input_norms(model, list(inputs))
+    torch.testing.assert_close(norms["0"], inputs.view(-1, 12).norm(dim=0))
+    _, masks = prune(model, 0.5, input_norms=norms)
+    expected = smallest_mask(model[0].weight.abs() * norms["0"], 0.5)
+    assert torch.equal(masks["0.weight"], expected)
+    assert not masks["0.weight"][:, 0].any()  # an input that is always zero does not matter
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sparsity": 1.2}, "sparsity is 1.2"),
+        ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
+        ({"sparsity": 0.5, "pattern": "2of4"}, "write n:m"),
+        ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit rows of 12"),
+        ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
+        ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),
+    ],
+)
+def test_bad_requests_say_what_to_ask_for(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        prune(mlp(), **arguments)

@@ -1,0 +1,24 @@
+"""Shard what data parallelism replicates: optimizer state, gradients, parameters."""
+
+from zero.checkpoint import Saving, load_checkpoint, save_checkpoint
+from zero.fsdp import FSDP
+from zero.memory import MemoryReport, Moment, memory_report, zero_stage_bytes
+from zero.optimizer import ShardedOptimizer
+from zero.wire import DryRun, Wire, direct_all_gather, direct_reduce_scatter, wire_bytes
+
+__all__ = [
+    "FSDP",
+    "DryRun",
+    "MemoryReport",
+    "Moment",
+    "Saving",
+    "ShardedOptimizer",
+    "Wire",
+    "direct_all_gather",
+    "direct_reduce_scatter",
+    "load_checkpoint",
+    "memory_report",
+    "save_checkpoint",
+    "wire_bytes",
+    "zero_stage_bytes",
+]

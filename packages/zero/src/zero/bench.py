@@ -1,0 +1,291 @@
+"""Step time, wire bytes and peak memory of stages 0 to 3 beside torch's own.
+
+Stage 0 is torch DDP; its rivals are DDP + ZeroRedundancyOptimizer (stage 1) and FSDP2 (stage 3).
+Under torchrun (or tests/emulated_hosts.py) it uses that group; else it starts two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zero.fsdp import FSDP
+from zero.memory import memory_report
+from zero.optimizer import ShardedOptimizer
+from zero.partition import by_element, by_parameter
+from zero.wire import wire_bytes
+
+Row = dict[str, float | int | str]
+Step = Callable[[], None]
+
+# vocabulary, width, layers, tokens a rank
+SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
+
+
+def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
+    """Rows of `balance` (closed form) and of `step` (measured; from rank 0)."""
+    if "RANK" in os.environ:
+        return _on_this_rank(device, quick)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, device, quick)
+        torch.multiprocessing.spawn(_spawned, arguments, nprocs=2)
+        rows: list[Row] = json.loads(Path(folder, "rows").read_text())
+        return rows
+
+
+def gpt2_shapes() -> list[tuple[int, ...]]:
+    """Parameter shapes of GPT-2 124M."""
+    width = 768
+    block: list[tuple[int, ...]] = [
+        (width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,),
+        (width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,),
+    ]  # fmt: skip
+    return [(50257, width), (1024, width), *(block * 12), (width,), (width,)]
+
+
+def _balance() -> list[Row]:
+    numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
+    rows: list[Row] = []
+    for world in (2, 4, 8, 16):
+        row: Row = {"case": "balance", "ranks": world}
+        for name, cut in (("elements", by_element), ("whole_parameters", by_parameter)):
+            partition = cut(numels, world, 25 * 2**18)
+            held = [sum(p.numel for p in partition.shard_pieces(r)) for r in range(world)]
+            row[f"{name}_max_over_mean"] = max(held) / statistics.mean(held)
+        rows.append(row)
+    return rows
+
+
+class Block(nn.Module):
+    """A norm and two linear layers around a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x plus what the layers make of it."""
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result
+
+
+def make_model(size: str) -> nn.Sequential:
+    """An embedding, blocks and a head: all the weight that a language model has."""
+    vocabulary, width, layers, _ = SIZES[size]
+    torch.manual_seed(0)
+    blocks = [Block(width) for _ in range(layers)]
+    head = nn.Linear(width, vocabulary, bias=False)
+    return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, head)
+
+
+def _ddp(model: nn.Module, rank: int, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if sharded:
+        return wrapped, ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
+        )
+    return wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _fsdp2(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            fully_shard(module)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def _build(
+    name: str, size: str, device: str
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], dict[str, int]] | None]:
+    model = make_model(size).to(device)
+    if name == "fsdp2":
+        return *_fsdp2(model), None
+    if name.startswith("ddp"):
+        return *_ddp(model, dist.get_rank(), sharded=name == "ddp_zero_redundancy"), None
+    ours, optimizer = _ours(model, int(name[-1]))
+    wire = ours.wire if isinstance(ours, FSDP) else optimizer.wire  # type: ignore[attr-defined]
+    return ours, optimizer, wire.take
+
+
+def _memory(size: str, device: str) -> list[Row]:
+    tokens = SIZES[size][3]
+
+    def loss(model: nn.Module) -> Tensor:
+        ids = torch.zeros(tokens, dtype=torch.long)
+        return F.cross_entropy(model(ids), ids)
+
+    rows: list[Row] = []
+    for stage in range(4):
+
+        def build(group: Any, stage: int = stage) -> tuple[nn.Module, torch.optim.Optimizer]:
+            return _ours(make_model(size), stage, group)
+
+        report = memory_report(build, loss, device=device)
+        before = report.measured[2]
+        row: Row = {"case": "memory", "stage": stage, "ranks": dist.get_world_size()}
+        row["parameters_mib"] = before.parameters / 2**20
+        row["gradients_mib"] = before.gradients / 2**20
+        row["optimizer_mib"] = before.optimizer / 2**20
+        row["activations_mib"] = report.measured[1].activations / 2**20
+        row["predicted_peak_mib"] = report.predicted_peak / 2**20
+        row["measured_peak_mib"] = report.measured_peak / 2**20
+        rows.append(row)
+    return rows
+
+
+def _ours(
+    model: nn.Module, stage: int, group: Any = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if stage == 3:
+        model = FSDP(model, group=group)
+    if stage in (0, 3):
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, group=group, shard_gradients=stage == 2, lr=1e-3
+    )
+
+
+CASES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "stage3")
+RIVALS = {"stage1": "ddp_zero_redundancy", "stage2": "ddp_zero_redundancy", "stage3": "fsdp2"}
+
+
+def _on_this_rank(device: str, quick: bool) -> list[Row]:
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    size = "quick" if quick else "full"
+    rows = _balance() + _memory(size, device) + _steps(size, device, rounds=3 if quick else 10)
+    return rows if dist.get_rank() == 0 else []
+
+
+def _steps(size: str, device: str, rounds: int) -> list[Row]:
+    vocabulary, _, _, tokens = SIZES[size]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
+    sent = _sent_bytes()
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    wires: dict[str, list[int]] = {name: [] for name in CASES}
+    payload: dict[str, dict[str, int]] = {}
+    built = {name: _build(name, size, device) for name in CASES}
+    for turn in range(rounds + 2):
+        for name, (model, optimizer, take) in built.items():
+            dist.barrier()
+            before, start = sent(), time.perf_counter()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds, crossed = time.perf_counter() - start, sent() - before
+            # A slow rank makes the step slow.
+            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if take is not None:
+                payload[name] = take()
+            # The first step learns orders, the second still warms up.
+            if turn >= 2:
+                times[name].append(slowest.item())
+                wires[name].append(crossed)
+    model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
+    rows: list[Row] = []
+    for name in CASES:
+        link = "loopback" if _loopback() else os.environ.get("LINK", "network")
+        row: Row = {"case": "step", "link": link, "name": name, "ranks": dist.get_world_size()}
+        row["time_ms"] = 1e3 * statistics.median(times[name])
+        row["sent_over_parameters"] = statistics.median(wires[name]) / model_bytes
+        row["predicted_over_parameters"] = (
+            wire_bytes(payload[name], dist.get_world_size()) / model_bytes
+            if name in payload
+            else float("nan")
+        )
+        ratios = [a / b for a, b in zip(times[name], times[RIVALS.get(name, "ddp")], strict=True)]
+        row["rival"] = RIVALS.get(name, "ddp")
+        row["ratio_p50"] = statistics.median(ratios)
+        row["ratio_p10"], row["ratio_p90"] = _quantile(ratios, 0.1), _quantile(ratios, 0.9)
+        rows.append(row)
+    return rows
+
+
+def _quantile(values: list[float], q: float) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(q))
+
+
+def _sent_bytes() -> Callable[[], int]:
+    """The kernel's count of bytes that left by the interface of this group."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
+    # On the loopback every rank's bytes leave by the same interface.
+    sharing = dist.get_world_size() if _loopback() else 1
+    return lambda: int(path.read_text()) // sharing if path.exists() else 0
+
+
+def _loopback() -> bool:
+    return os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo"
+
+
+def _spawned(rank: int, folder: str, device: str, quick: bool) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", 2)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    rows = _on_this_rank(device, quick)
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table; write the rows as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m zero.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--link", default="network", help="what to call the link in the rows")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    os.environ["LINK"] = arguments.link
+    rows = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.json and rows:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if rows:
+        print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as aligned text, a block for each set of columns."""
+    blocks = []
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

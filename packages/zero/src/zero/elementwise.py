@@ -1,0 +1,95 @@
+"""How an optimizer may be split over ranks, found by trying it rather than by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Split = Literal["elements", "parameters"]
+STEPS = 3
+
+
+def how_to_split(
+    optimizer_cls: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device | None = None,
+) -> Split:
+    """Say how `optimizer_cls(params, **options)` may be sharded, after three small steps of it.
+
+    "elements" if cutting its tensors anywhere leaves its steps as they are (SGD, Adam, ...);
+    "parameters" if it must see whole tensors but treats each by itself (Adafactor, Muon).
+    Raises ValueError with the reason if it can be neither (LBFGS, SparseAdam).
+    """
+    # A caller may have set another default device, such as meta.
+    with torch.device(device or "cpu"):
+        return _try(optimizer_cls, options)
+
+
+def _try(optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Split:
+    name = optimizer_cls.__name__
+    random = np.random.default_rng(0)
+    shapes = [(6, 4), (4, 5)]
+
+    def draw() -> list[Tensor]:
+        return [torch.tensor(random.standard_normal(shape)) for shape in shapes]
+
+    values, gradients = draw(), [draw() for _ in range(STEPS)]
+    steps = [[g[i] for g in gradients] for i in range(len(shapes))]
+    try:
+        whole = _run(optimizer_cls, options, values, steps)
+        apart = [
+            _run(optimizer_cls, options, [v], [g])[0] for v, g in zip(values, steps, strict=True)
+        ]
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be sharded: it fails on dense matrices with a plain step() ({error}); "
+            'if it works on your parameters, pass split="parameters" or split="elements"'
+        ) from error
+    if not _same(whole, apart):
+        raise ValueError(
+            f"{name} cannot be sharded: its step on one parameter depends on the others, which "
+            "other ranks hold; use it unsharded"
+        )
+    cut = 7
+    try:
+        parts = _run(
+            optimizer_cls,
+            options,
+            [piece for v in values for piece in _cut(v, cut)],
+            [[_cut(g, cut)[i] for g in steps_of] for steps_of in steps for i in range(2)],
+        )
+    except Exception:
+        # An optimizer that refuses vectors wants matrices.
+        return "parameters"
+    joined = [torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    return "elements" if _same([w.flatten() for w in whole], joined) else "parameters"
+
+
+def _cut(tensor: Tensor, at: int) -> tuple[Tensor, Tensor]:
+    flat = tensor.flatten()
+    return flat[:at], flat[at:]
+
+
+def _run(
+    optimizer_cls: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = optimizer_cls(parameters, **options)
+    for step in range(STEPS):
+        for parameter, steps in zip(parameters, gradients, strict=True):
+            parameter.grad = steps[step].clone()
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(some, others, strict=True)
+    )

@@ -1,0 +1,301 @@
+"""Runs of elements to and from a torch.distributed.checkpoint folder, all ranks together.
+
+Notable: a run of elements of an n-dimensional tensor is at most 2n-1 boxes, which is what that
+format stores; so the folder holds whole tensors that any other reader of it can load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from zero.faults import explain
+from zero.holding import Part
+
+T = TypeVar("T")
+
+
+def boxes(
+    shape: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cover row-major elements `start` to `stop` by boxes, in order: (offsets, sizes) of each."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:
+        # Within one row.
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offsets, sizes in boxes(shape[1:], start, stop):
+        yield (row, *offsets), (1, *sizes)
+
+
+class Writer:
+    """Writes one checkpoint: `plan`, `write` (no communication), `publish`."""
+
+    def __init__(
+        self,
+        path: Path,
+        parts: Sequence[Part],
+        objects: dict[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.path = path
+        self.group = group
+        self.draft = path.with_name(f".{path.name}.saving")
+        self.planner = _SavePlanner(parts, objects)
+        self.storage = FileSystemWriter(self.draft)
+        self.error: Exception | None = None
+        self.results: list[Any] = []
+        self.metadata: Metadata | None = None
+        self.local_plan = SavePlan([])
+
+    def plan(self) -> None:
+        """Agree on who writes what, in a fresh folder."""
+        first = dist.get_rank(self.group) == 0
+
+        def prepare() -> SavePlan:
+            if first and self.draft.exists():
+                shutil.rmtree(self.draft)
+            if first:
+                self.draft.mkdir(parents=True)
+            _check_loadable(self.planner.objects)
+            self.storage.set_up_storage_writer(first)
+            return self.planner.create_local_plan()
+
+        plans = self._together(prepare)
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        plans = self.storage.prepare_global_plan(plans)
+        self.local_plan = plans[dist.get_rank(self.group)]
+
+    def write(self) -> None:
+        """Write this rank's file; what goes wrong is told by `publish`."""
+        try:
+            done = self.storage.write_data(self.local_plan, self.planner)
+            self.results = done.wait()
+        except Exception as error:
+            self.error = error
+
+    def publish(self) -> None:
+        """Put the finished folder in its place, or raise on every rank."""
+        first = dist.get_rank(self.group) == 0
+
+        def written() -> list[Any]:
+            if self.error is not None:
+                raise self.error
+            return self.results
+
+        results = self._together(written)
+
+        def swap() -> None:
+            if first:
+                assert self.metadata is not None
+                self.storage.finish(self.metadata, results)
+                _put_in_place(self.draft, self.path)
+
+        self._together(swap)
+
+    def _together(self, act: Callable[[], T]) -> list[T]:
+        try:
+            return together(act, self.group, f"checkpoint {self.path} was not saved")
+        except RuntimeError:
+            if dist.get_rank(self.group) == 0:
+                shutil.rmtree(self.draft, ignore_errors=True)
+            raise
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
+    """Run `act` on every rank; return all results, or raise on every rank and name the failed."""
+    mine: tuple[Any, str | None]
+    try:
+        mine = act(), None
+    except Exception as error:
+        mine = None, f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise explain(error, group, f"{failure}: a meeting of all ranks") from error
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+    if errors:
+        raise RuntimeError(f"{failure}: {'; '.join(errors)}")
+    return [result for result, _ in everyone]
+
+
+def read_metadata(path: Path) -> tuple[Path, Metadata]:
+    """Find the checkpoint at `path`, check that its files are whole, return its table of contents.
+
+    If a save was interrupted between its two renames, the previous checkpoint is the one.
+    """
+    if not path.exists() and _previous(path).exists():
+        path = _previous(path)
+    if not (path / ".metadata").exists():
+        raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise ValueError(
+            f"{path}/.metadata is damaged ({error}): use an older checkpoint"
+        ) from None
+    for info in (metadata.storage_data or {}).values():
+        file, end = path / info.relative_path, info.offset + info.length
+        size = file.stat().st_size if file.exists() else -1
+        if size < end:
+            state = "missing" if size < 0 else f"truncated to {size} bytes of at least {end}"
+            raise ValueError(f"{file} is {state}: use an older checkpoint")
+    return path, metadata
+
+
+def read(
+    path: Path, metadata: Metadata, parts: Sequence[Part], objects: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Fill the values of `parts`; return the named objects."""
+    planner = _LoadPlanner(parts, objects)
+    reader = FileSystemReader(path)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.plan_for(metadata)
+    reader.read_data(reader.prepare_local_plan(plan), planner).wait()
+    return planner.loaded
+
+
+def _check_loadable(objects: dict[str, Any]) -> None:
+    for name, value in objects.items():
+        pickled = io.BytesIO()
+        try:
+            torch.save(value, pickled)
+            pickled.seek(0)
+            torch.load(pickled, weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"{name} holds more than plain values and tensors, which a load would refuse "
+                f"({str(error).splitlines()[0]}): save what it is made of"
+            ) from error
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _put_in_place(draft: Path, path: Path) -> None:
+    previous = _previous(path)
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+    draft.rename(path)
+    shutil.rmtree(previous, ignore_errors=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+    """The boxes of a part, each with its values in its shape."""
+    at = 0
+    wanted = boxes(part.shape, part.start, part.stop)
+    if prod(part.shape) == 0:
+        wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
+    for offsets, sizes in wanted:
+        values = part.values[at : at + prod(sizes)].view(sizes)
+        at += values.numel()
+        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, parts: Sequence[Part], objects: dict[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.objects = objects
+        self._objects: dict[MetadataIndex, Any] = {MetadataIndex(k): v for k, v in objects.items()}
+        items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
+        for part in parts:
+            for chunk, values in _chunks(part):
+                index = MetadataIndex(part.name, chunk.offsets)
+                self._objects[index] = values
+                properties = TensorProperties(dtype=values.dtype)
+                data = TensorWriteData(chunk, properties, part.shape)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._objects[index]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, parts: Sequence[Part], objects: Sequence[str]) -> None:
+        super().__init__()
+        self.loaded: dict[str, Any] = {}
+        self._parts = parts
+        self._names = objects
+        self._values: dict[MetadataIndex, Tensor] = {}
+
+    def plan_for(self, metadata: Metadata) -> LoadPlan:
+        items: list[ReadItem] = []
+        for number, part in enumerate(self._parts):
+            saved = metadata.state_dict_metadata[part.name]
+            assert isinstance(saved, TensorStorageMetadata)
+            wanted = list(_chunks(part))
+            for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
+                # Two parts may want the same elements, so the place is named by the part's number.
+                place = MetadataIndex(str(number), item.dest_index.offset)
+                items.append(dataclasses.replace(item, dest_index=place))
+            for chunk, values in wanted:
+                self._values[MetadataIndex(str(number), chunk.offsets)] = values
+        nothing = torch.Size((0,))
+        for name in self._names:
+            index = MetadataIndex(name)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._values[index]

@@ -1,0 +1,201 @@
+"""One sharded layer of stage 3: its parameters exist whole only while they are used.
+
+Notable:
+- the whole parameters keep one storage for good, which is emptied and refilled: what autograd saved
+  of them in forward is valid again in backward, and nothing is copied after the all-gather;
+- they have a version counter of their own, so refilling does not look like an in-place change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from zero.partition import alias, by_element
+from zero.wire import Wire, Work
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """One parameter: `local` is this rank's elements `start` to `stop` of it, flattened."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    local: nn.Parameter
+    whole: nn.Parameter
+    # Every module that has it, and under which attribute: more than one if it is tied.
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+class Unit:
+    """Parameters of one dtype that are gathered, used and freed together."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        compute_dtype: torch.dtype | None,
+        gradient_dtype: torch.dtype | None,
+        named: Sequence[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
+    ) -> None:
+        self.wire = wire
+        first = named[0][1]
+        self.name = named[0][0].rpartition(".")[0]
+        self.trainable = first.requires_grad
+        dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
+        # Whether autograd reads the parameters again: not for an embedding.
+        self.read_in_backward = True
+        self.gradient_dtype = gradient_dtype or dtype
+        partition = by_element([p.numel() for _, p, _ in named], wire.world, 1 << 62)
+        flat = first.new_zeros(partition.numel)
+        for (_, parameter, _), offset in zip(named, partition.offsets, strict=True):
+            flat[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
+        wire.broadcast(flat, 0).wait()
+        low, high = partition.spans[0].shard(wire.rank, wire.world) if partition.spans else (0, 0)
+        self.shard = flat[low:high].clone()
+        self.full = torch.empty_like(flat, dtype=dtype)
+        self._nbytes = self.full.untyped_storage().nbytes()
+        mine = {piece.index: piece for piece in partition.pieces(low, high)}
+        self.parameters = []
+        for index, (name, parameter, places) in enumerate(named):
+            offset = partition.offsets[index]
+            whole = nn.Parameter(alias(self.full, offset, parameter.shape), self.trainable)
+            piece = mine.get(index)
+            start, stop = (piece.start, piece.stop) if piece else (0, 0)
+            at = piece.offset - low if piece else 0
+            local = nn.Parameter(self.shard[at : at + stop - start], self.trainable)
+            self.parameters.append(
+                ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
+            )
+        self._offsets = partition.offsets
+        self._unsharded = False
+        # The shard's version that was gathered: an optimizer step makes it stale.
+        self._version = -1
+        self._gathering: Work | None = None
+        self._source: Tensor | None = None
+        self._users = 0
+        self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        self.full.untyped_storage().resize_(0)
+        self.swap_in_local()
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes held now by whole parameters."""
+        return self.full.untyped_storage().nbytes()
+
+    def start_gather(self) -> None:
+        """Begin to collect the whole parameters, unless they are there or coming."""
+        if self._gathering is not None:
+            return
+        if self._unsharded and self._version == self.shard._version:
+            return
+        self._version = self.shard._version
+        self.full.untyped_storage().resize_(self._nbytes)
+        self._source = self.shard.to(self.full.dtype)
+        self._gathering = self.wire.all_gather(self.full, self._source)
+
+    def gather(self) -> None:
+        """Have the whole parameters."""
+        self.start_gather()
+        if self._gathering is not None:
+            # Forgotten first: work that failed must not be waited for again.
+            work, self._gathering = self._gathering, None
+            work.wait()
+            self._source = None
+            self._unsharded = True
+
+    def free(self) -> None:
+        """Give the whole parameters' memory back."""
+        if self._gathering is not None:
+            self.gather()
+        if self._unsharded and not self._users:
+            self.full.untyped_storage().resize_(0)
+            self._unsharded = False
+
+    def forget(self) -> None:
+        """Drop the gradients and the memory of a backward that was broken off."""
+        self._reducing, self._users = None, 0
+        for parameter in self.parameters:
+            parameter.whole.grad = None
+        self.swap_in_local()
+        self.free()
+
+    def swap_in_whole(self) -> None:
+        """Let the modules see whole parameters."""
+        self._users += 1
+        for parameter in self.parameters:
+            for module, attribute in parameter.places:
+                module._parameters[attribute] = parameter.whole
+
+    def swap_in_local(self) -> None:
+        """Let the modules, and so an optimizer, see this rank's shards."""
+        self._users = max(0, self._users - 1)
+        if not self._users:
+            for parameter in self.parameters:
+                for module, attribute in parameter.places:
+                    module._parameters[attribute] = parameter.local
+
+    def has_gradient(self) -> bool:
+        """Whether any of the whole parameters has a gradient to be reduced."""
+        return any(parameter.whole.grad is not None for parameter in self.parameters)
+
+    def start_reduce(self) -> None:
+        """Begin to sum the gradients over ranks; they are freed here."""
+        self.finish_reduce()
+        buffer = self._gradient_buffer()
+        output = buffer.new_empty(self.shard.numel())
+        self._reducing = self.wire.reduce_scatter(output, buffer), output, buffer
+
+    def _gradient_buffer(self) -> Tensor:
+        """The gradients end to end; a lone one as it is."""
+        only = self.parameters[0].whole
+        if len(self.parameters) == 1 and only.grad is not None:
+            gradient = only.grad.reshape(-1).to(self.gradient_dtype)
+            if gradient.numel() == self.full.numel():
+                only.grad = None
+                return gradient
+        buffer = self.full.new_empty(self.full.numel(), dtype=self.gradient_dtype)
+        end = 0
+        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
+            end = offset + prod(parameter.shape)
+            part = buffer[offset:end]
+            if parameter.whole.grad is None:
+                part.zero_()
+            else:
+                part.copy_(parameter.whole.grad.reshape(-1))
+                parameter.whole.grad = None
+        buffer[end:].zero_()
+        return buffer
+
+    def finish_reduce(self) -> None:
+        """Add the averaged gradient to the shards' `.grad`."""
+        if self._reducing is None:
+            return
+        work, output, _ = self._reducing
+        self._reducing = None
+        work.wait()
+        average = output.to(self.shard.dtype)
+        average /= self.wire.world
+        at = 0
+        for parameter in self.parameters:
+            part = average[at : at + parameter.stop - parameter.start]
+            at += part.numel()
+            if parameter.local.grad is None:
+                parameter.local.grad = part
+            else:
+                parameter.local.grad += part
+
+    @torch.no_grad()
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Whole parameters in the master dtype; every rank calls it."""
+        flat = self.shard.new_empty(self.full.numel())
+        self.wire.all_gather(flat, self.shard).wait()
+        return {
+            parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
+            for parameter, offset in zip(self.parameters, self._offsets, strict=True)
+        }

@@ -1,0 +1,252 @@
+"""Bad input and failure: errors that name the rank or the key, and the last checkpoint survives."""
+
+import errno
+import os
+import shutil
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks, try_ranks
+from zero import FSDP, ShardedOptimizer, Wire, direct_reduce_scatter, load_checkpoint
+from zero import save_checkpoint as save
+
+
+def build(stage, width=6, group=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, width), nn.Linear(width, 3))
+    if stage == 3:
+        model = FSDP(model, group=group)
+        return model, torch.optim.Adam(model.parameters())
+    return model, ShardedOptimizer(model.parameters(), torch.optim.Adam, group=group)
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def lose_a_rank(stage, how, seconds=20):
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model, optimizer = build(stage, group=group)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        if how == "die":
+            os._exit(3)
+        time.sleep(60)
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_survivor_names_the_rank_that_died(stage):
+    outcomes = try_ranks(lose_a_rank, 3, stage, "die", timeout=20)
+    for survivor in (0, 2):
+        assert "rank 1 died or hangs" in str(outcomes[survivor].error)
+
+
+def test_every_survivor_names_the_rank_that_hangs():
+    outcomes = try_ranks(lose_a_rank, 2, 3, "hang", 2, timeout=9)
+    assert "rank 1 died or hangs" in str(outcomes[0].error)
+
+
+def different_models(stage):
+    build(stage, width=6 + dist.get_rank())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_models_that_differ_are_refused_on_every_rank(stage):
+    for outcome in try_ranks(different_models, 2, stage):
+        assert isinstance(outcome.error, ValueError)
+        assert "on rank 1" in str(outcome.error)
+        assert "(7, 5)" in str(outcome.error)
+
+
+def refuse_bad_groups():
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match="empty parameter list: pass"):
+        ShardedOptimizer(iter([]), torch.optim.SGD, lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"parameter number 0, of shape \(3, 2\), is in groups 0 and 1"
+    ):
+        ShardedOptimizer(
+            [{"params": [model.weight]}, {"params": model.parameters()}], torch.optim.SGD
+        )
+    with pytest.raises(ValueError, match="parameter bias, of shape"):
+        ShardedOptimizer([("bias", model.bias), ("bias", model.bias)], torch.optim.SGD)
+    for name, why in (("LBFGS", "plain step"), ("SparseAdam", "dense")):
+        with pytest.raises(ValueError, match=f"{name} cannot be sharded.*{why}"):
+            ShardedOptimizer(model.parameters(), getattr(torch.optim, name))
+
+    class Coupled(torch.optim.SGD):
+        """Scales every step by the norm of all the gradients."""
+
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1e-3)
+            return super().step(closure)
+
+    with pytest.raises(ValueError, match="Coupled cannot be sharded: its step on one parameter"):
+        ShardedOptimizer(model.parameters(), Coupled)
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD)
+    with pytest.raises(TypeError, match=r"sparse gradient for a parameter of shape \(4, 2\)"):
+        embedding(torch.tensor([1])).sum().backward()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"under modules of class Conv2d; the model has Linear"):
+        FSDP(model, shard=(nn.Conv2d,))
+    with pytest.raises(RuntimeError, match=r"call .to\(...\) on the module before"):
+        FSDP(model).double()
+    with pytest.raises(ValueError, match="sums; got"):
+        direct_reduce_scatter(torch.ones(1), torch.ones(1), op=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match=r"output of 2 torch\.float32 does not fit input of 3"):
+        direct_reduce_scatter(torch.ones(2), torch.ones(3))
+    return True
+
+
+def test_bad_arguments_are_refused_with_a_remedy():
+    assert run_ranks(refuse_bad_groups, 1) == [True]
+    with pytest.raises(RuntimeError, match="no process group: call"):
+        Wire()
+
+
+def dtype_of_group():
+    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD)
+    dtype = torch.float64 if dist.get_rank() else torch.float32
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=dtype))]})
+
+
+def test_a_group_added_with_another_dtype_on_one_rank_is_refused():
+    for outcome in try_ranks(dtype_of_group, 2):
+        assert "float64') on rank 1 but ((2,), 'torch.float32') on rank 0" in str(outcome.error)
+
+
+def recover_from_a_broken_backward(stage):
+    model, optimizer = build(stage)
+
+    def explode(_):
+        raise ArithmeticError("on purpose")
+
+    inputs = torch.ones(2, 5, requires_grad=True)
+    inputs.register_hook(explode)
+    with pytest.raises(ArithmeticError):
+        model(inputs).sum().backward()
+    optimizer.zero_grad()
+    twin, theirs = build(1)
+    step(model, optimizer)
+    step(twin, theirs)
+    whole = model.gather_full_params() if stage == 3 else dict(model.named_parameters())
+    for name, value in twin.named_parameters():
+        torch.testing.assert_close(whole[name], value)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_an_exception_in_backward(stage):
+    assert all(run_ranks(recover_from_a_broken_backward, 2, stage))
+
+
+def first_checkpoint(path):
+    model, optimizer = build(1)
+    step(model, optimizer)
+    save(path, model, optimizer, extra={"step": 1})
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def load_it(path, width=6):
+    model, optimizer = build(1, width)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        extra = load_checkpoint(path, model, optimizer)
+    except RuntimeError as error:
+        # Nothing was changed.
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return str(error)
+    return extra["step"], [p.detach().clone() for p in model.parameters()]
+
+
+def fill_the_disk(path):
+    model, optimizer = build(1)
+    step(model, optimizer)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+
+        def full(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        os.fsync = full
+    save(path, model, optimizer, extra={"step": 2})
+
+
+def die_while_saving(path):
+    model, optimizer = build(1)
+    saving = save(path, model, optimizer, extra={"step": 2}, async_op=True)
+    if dist.get_rank() == 1:
+        os._exit(3)
+    saving.wait()
+
+
+@pytest.mark.parametrize("fault", [fill_the_disk, die_while_saving])
+def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
+    path = str(tmp_path / "last")
+    expected = run_ranks(first_checkpoint, 2, path)[0]
+    outcomes = try_ranks(fault, 2, path, timeout=20)
+    if fault is fill_the_disk:
+        for outcome in outcomes:
+            assert "was not saved: rank 1: OSError" in str(outcome.error)
+            assert "No space left" in str(outcome.error)
+    else:
+        assert "rank 1 died or hangs" in str(outcomes[0].error)
+    for extra, values in run_ranks(load_it, 2, path):
+        assert extra == 1
+        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
+def test_a_save_interrupted_between_its_renames_loads_the_previous(tmp_path):
+    path = tmp_path / "last"
+    run_ranks(first_checkpoint, 2, str(path))
+    path.rename(tmp_path / ".last.previous")
+    assert run_ranks(load_it, 1, str(path))[0][0] == 1
+
+
+def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key(tmp_path):
+    path = tmp_path / "last"
+    run_ranks(first_checkpoint, 2, str(path))
+    assert "no checkpoint at" in run_ranks(load_it, 1, str(tmp_path / "none"))[0]
+    for message in run_ranks(load_it, 2, str(path), 7):
+        assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
+    damaged = tmp_path / "damaged"
+    shutil.copytree(path, damaged)
+    file = next(damaged.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+    assert f"{file.name} is truncated to" in run_ranks(load_it, 1, str(damaged))[0]
+    file.unlink()
+    assert f"{file.name} is missing" in run_ranks(load_it, 1, str(damaged))[0]
+    metadata = damaged / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:20])
+    assert ".metadata is damaged" in run_ranks(load_it, 1, str(damaged))[0]
+
+
+def save_an_object(path):
+    model, optimizer = build(1)
+    save(path, model, optimizer, extra={"clock": time.monotonic})
+
+
+def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
+    for outcome in try_ranks(save_an_object, 2, str(tmp_path / "checkpoint")):
+        assert "rank 0: TypeError: zero holds more than plain values" in str(outcome.error)
+
+
+def save_newer(path):
+    from zero import checkpoint
+
+    checkpoint.VERSION = 2
+    return first_checkpoint(path)
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
+    run_ranks(save_newer, 1, str(tmp_path / "newer"))
+    message = run_ranks(load_it, 1, str(tmp_path / "newer"))[0]
+    assert "has format 2, newer than 1" in message

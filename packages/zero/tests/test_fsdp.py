@@ -1,0 +1,292 @@
+"""Stage 3 equals unsharded training."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from worker_pool import run_ranks
+from zero import FSDP
+
+
+class Tiny(nn.Module):
+    """Embedding tied to the head, a norm, a residual, a free parameter, a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.position = nn.Parameter(torch.randn(3, 6))
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.down = nn.Linear(13, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        x = x + self.down(self.frozen(torch.tanh(self.up(self.norm(x)))))
+        return self.head(x)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Tiny()
+
+
+def loss_of(model, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(11, (4, 3), generator=generator)
+    targets = torch.randint(11, (4, 3), generator=generator)
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def reference(world, steps):
+    model = make_model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    for step in range(steps):
+        parts = [torch.autograd.grad(loss_of(model, step, r), trained) for r in range(world)]
+        for parameter, *gradients in zip(trained, *parts, strict=True):
+            total = gradients[0].clone()
+            for gradient in gradients[1:]:
+                total += gradient
+            parameter.grad = total / world
+        optimizer.step()
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def sum_in_rank_order(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    tensor.copy_(parts[0])
+    for part in parts[1:]:
+        tensor += part
+
+
+def train(steps):
+    model = FSDP(make_model(), all_reduce=sum_in_rank_order)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step, dist.get_rank()).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+    held = sum(unit.unsharded_bytes for unit in model.units)
+    return model.gather_full_params(), held
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_it_is_bit_equal_to_the_reference(world):
+    expected = reference(world, 4)
+    for whole, held in run_ranks(train, world, 4):
+        assert held == 0
+        assert list(whole) == list(expected)
+        for name, value in whole.items():
+            assert torch.equal(value, expected[name]), name
+
+
+def one_process_on_the_whole_batch():
+    model, twin = FSDP(make_model().double()), make_model().double()
+    ours = torch.optim.Adam(model.parameters())
+    theirs = torch.optim.Adam(twin.parameters())
+    world = dist.get_world_size()
+    for step in range(3):
+        ours.zero_grad()
+        loss_of(model, step, dist.get_rank()).backward()
+        ours.step()
+        theirs.zero_grad()
+        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        theirs.step()
+    whole = model.gather_full_params()
+    twin.load_state_dict(whole)
+    return all(torch.allclose(whole[n], p, rtol=1e-5) for n, p in twin.named_parameters())
+
+
+def test_it_equals_one_process_on_the_whole_batch_and_its_names_fit_the_unwrapped_module():
+    assert run_ranks(one_process_on_the_whole_batch, 3) == [True] * 3
+
+
+class Checkpointed(Tiny):
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        return self.head(x + checkpoint(self.mix, x, use_reentrant=False))
+
+    def mix(self, x):
+        return self.norm(self.down(self.frozen(torch.tanh(self.up(x)))))
+
+
+class Plain(Checkpointed):
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position
+        return self.head(x + self.mix(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 6)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, compiled):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        blocks = [Block() for _ in range(2)]
+        if compiled:
+            blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(cls, *args):
+    torch.manual_seed(0)
+    return cls(*args)
+
+
+def steps_equal(ours, theirs, tolerance, micro_batches=1):
+    """Train both three steps on the same batches; say whether they end alike."""
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for m in (ours, theirs)
+    ]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            with nullcontext() if last else ours.no_sync():
+                loss_of(ours, 10 * step + micro, rank).backward()
+            for other in range(world):
+                (loss_of(theirs, 10 * step + micro, other) / world).backward()
+        norm = ours.clip_grad_norm_(1.0)
+        other = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        torch.testing.assert_close(norm, other, rtol=tolerance, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(p.dtype == torch.float32 for p in ours.parameters())
+    assert all(unit.unsharded_bytes == 0 for unit in ours.units)
+    whole = ours.gather_full_params()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.data, rtol=tolerance, atol=tolerance)
+    return True
+
+
+def options():
+    exact = 1e-5
+    assert steps_equal(FSDP(make_model()), make_model(), exact, micro_batches=3)
+    assert steps_equal(FSDP(build(Checkpointed)), build(Plain), exact)
+    assert steps_equal(
+        FSDP(build(Stack, False), shard=(Block, nn.Embedding)), build(Stack, False), exact
+    )
+    nested = FSDP(build(Stack, False), shard=(Block, nn.Linear))
+    assert steps_equal(nested, build(Stack, False), exact)
+    gradients = FSDP(make_model(), torch.bfloat16, gradient_dtype=torch.float32)
+    assert steps_equal(gradients, make_model(), 0.02)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert steps_equal(FSDP(make_model(), dtype), make_model(), 0.02)
+    return True
+
+
+def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
+    assert all(run_ranks(options, 2))
+
+
+def compiled_blocks():
+    torch._dynamo.reset()
+    model = FSDP(build(Stack, True), shard=(Block, nn.Embedding, nn.Linear))
+    assert not any("_orig_mod" in name for name in model.gather_full_params())
+    assert steps_equal(model, build(Stack, False), 1e-5)
+    blocks = FSDP(build(Stack, True), shard=(Block,))
+    return steps_equal(blocks, build(Stack, False), 1e-5)
+
+
+def test_compiled_blocks_train_alike_under_their_own_names():
+    assert all(run_ranks(compiled_blocks, 2))
+
+
+def on_the_meta_device():
+    with torch.device("meta"):
+        model = Stack(False)
+    torch.manual_seed(0)
+    ours = FSDP(model, device="cpu").gather_full_params()
+    expected = build(Stack, False).state_dict()
+    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    with torch.device("meta"):
+        free = Tiny()
+    with pytest.raises(ValueError, match="Tiny is on the meta device and has no reset_parameters"):
+        FSDP(free)
+    with torch.device("meta"):
+        free = Tiny()
+    ones = FSDP(
+        free,
+        initialise=lambda m: [nn.init.ones_(p) for p in m._parameters.values() if p is not None],
+    )
+    return all((value == 1).all() for value in ones.gather_full_params().values())
+
+
+def test_modules_on_the_meta_device_are_initialised_as_if_unsharded():
+    assert all(run_ranks(on_the_meta_device, 2))
+
+
+def evaluate_between_steps():
+    """A forward without a backward must not leave old weights for after the step."""
+    model, twin = FSDP(build(Stack, False)), build(Stack, False)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    for step in range(3):
+        loss_of(model, step, 0).backward()
+        loss_of(twin, step, 0).backward()
+        loss_of(model, 50, 0)
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(model, 99, 0), loss_of(twin, 99, 0))
+    return True
+
+
+def test_a_forward_alone_leaves_no_stale_weights():
+    assert all(run_ranks(evaluate_between_steps, 2))
+
+
+def gathers_in_flight():
+    """Whether the next layer was on its way when a layer ran, forward and backward."""
+    model = FSDP(build(Stack, False))
+    seen = {"forward": [], "backward": []}
+
+    def coming():
+        return any(unit._gathering is not None for unit in model.units)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda *_: seen["forward"].append(coming()))
+    for unit in model.units:
+        for parameter in unit.parameters:
+            parameter.whole.register_hook(lambda _: seen["backward"].append(coming()))
+    for _ in range(2):
+        for record in seen.values():
+            record.clear()
+        loss_of(model, 0, 0).backward()
+    return seen, model.wire.take()
+
+
+def test_the_next_layer_is_gathered_while_one_runs():
+    for seen, _ in run_ranks(gathers_in_flight, 2):
+        # Five linear layers: the last has no next in forward, the first none in backward.
+        assert seen["forward"] == [True] * 4 + [False]
+        assert seen["backward"].count(True) == 2 * 4

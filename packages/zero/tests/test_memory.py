@@ -1,0 +1,146 @@
+"""Predicted bytes are the bytes that the allocator counts."""
+
+import json
+import tempfile
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from worker_pool import run_ranks
+from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
+
+WIDTH, LAYERS, VOCABULARY, TOKENS = 128, 6, 512, 96
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def make_build(stage):
+    def build(group):
+        model = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH),
+            *(Block() for _ in range(LAYERS)),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
+        if stage == 3:
+            model = FSDP(model, group=group)
+        if stage in (0, 3):
+            return model, torch.optim.AdamW(model.parameters())
+        options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}
+        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+    return build
+
+
+def loss(model):
+    tokens = torch.zeros(TOKENS, dtype=torch.long)
+    return F.cross_entropy(model(tokens), tokens)
+
+
+def report(stage):
+    return memory_report(make_build(stage), loss)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2), (2, 3), (3, 4)])
+def test_the_measured_peak_is_within_five_percent_of_the_predicted(stage, world):
+    for result in run_ranks(report, world, stage):
+        for moment, measured in zip(result.predicted, result.measured, strict=True):
+            for kind in ("parameters", "gradients", "optimizer", "buffers"):
+                assert getattr(moment, kind) == getattr(measured, kind), (moment.name, kind)
+            assert measured.peak == pytest.approx(moment.peak, rel=0.05), moment.name
+        assert result.measured_peak == pytest.approx(result.predicted_peak, rel=0.05)
+
+
+def allocator_events(run):
+    """Live bytes after each event of the CPU allocator while `run()`, relative to its start."""
+    options = {"activities": [torch.profiler.ProfilerActivity.CPU], "acc_events": True}
+    with torch.profiler.profile(**options, profile_memory=True) as profile:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = [event for event in events if event.get("name") == "[memory]"]
+    sizes = (event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"]))
+    return list(accumulate(sizes))
+
+
+def test_the_hook_based_count_is_what_the_allocator_counts():
+    result = memory_report(make_build(0), loss)
+    model, optimizer = make_build(0)(None)
+    losses = []
+    for _ in range(2):
+        start = sum(t.numel() * t.element_size() for t in model.parameters())
+        start += sum(t.nbytes for values in optimizer.state.values() for t in values.values())
+        forward = allocator_events(lambda: losses.append(loss(model)))
+        backward = allocator_events(lambda: losses.pop().backward())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert result.measured[1].peak == pytest.approx(start + max(forward), rel=0.02)
+    assert result.measured[2].peak == pytest.approx(start + forward[-1] + max(backward), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_held_bytes_are_the_papers_formula(stage):
+    world, parameters = 4, sum(p.numel() for p in make_build(0)(None)[0].parameters())
+    before = memory_report(make_build(stage), loss, world=world).predicted[2]
+    assert before.parameters == pytest.approx(
+        parameters * 4 / (world if stage == 3 else 1), rel=0.01
+    )
+    if stage == 1:
+        # Our stage 1 has the whole gradients, and the average of its shard.
+        assert before.gradients >= parameters * (4 + 4 / world)
+    else:
+        share = world if stage else 1
+        bucket = 4 * 2 * 2**19 if stage == 2 else 0
+        assert parameters * 4 / share <= before.gradients * 1.001
+        assert before.gradients <= parameters * 4 / share * 1.01 + bucket
+    assert before.optimizer == pytest.approx(parameters * 8 / (world if stage else 1), rel=0.01)
+
+
+def test_the_formula_gives_the_papers_figure():
+    adam = {"parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
+    gigabytes = [zero_stage_bytes(7_500_000_000, 64, s, **adam) / 1e9 for s in range(4)]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
+    with pytest.raises(ValueError, match="stages 0 to 3; got 4"):
+        zero_stage_bytes(1, 1, 4)
+
+
+def parameter_bytes_while_running():
+    model, _ = make_build(3)(None)
+    largest = 0
+
+    def look(*_):
+        nonlocal largest
+        largest = max(largest, sum(unit.unsharded_bytes for unit in model.units))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    for unit in model.units:
+        for parameter in unit.parameters:
+            parameter.whole.register_hook(look)
+    for _ in range(2):
+        loss(model).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    return largest, sum(unit.shard.nbytes for unit in model.units)
+
+
+def test_stage_three_holds_its_share_and_two_layers():
+    model, _ = make_build(0)(None)
+    layers = [m.weight.numel() + (m.bias.numel() if m.bias is not None else 0)
+              for m in model.modules() if isinstance(m, nn.Linear)]  # fmt: skip
+    for unsharded, share in run_ranks(parameter_bytes_while_running, 2):
+        total = 4 * sum(p.numel() for p in model.parameters())
+        assert share == pytest.approx(total / 2, rel=0.001)
+        assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

@@ -1,0 +1,286 @@
+"""Stages 1 and 2 equal the unsharded optimizer."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks
+from zero import ShardedOptimizer
+
+ELEMENTWISE = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "Adamax": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "Adagrad": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "RMSprop": {"lr": 0.01, "momentum": 0.5, "centered": True},
+    "Rprop": {"lr": 0.01},
+    "ASGD": {"lr": 0.01},
+}
+WHOLE = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.01}}
+
+
+def make_model(bias=True):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(5, 7, bias=bias),
+        nn.Tanh(),
+        nn.Linear(7, 3, bias=bias),
+        nn.Linear(3, 3, bias=bias),
+    )
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def loss_of(model, step, rank):
+    inputs, targets = batch(step, rank)
+    return (model(inputs) - targets).square().mean()
+
+
+def reference(name, world, steps, bias=True):
+    """Sum each rank's gradient in rank order, divide, take the unsharded step."""
+    model = make_model(bias)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **(ELEMENTWISE | WHOLE)[name])
+    for step in range(steps):
+        parts = []
+        for rank in range(world):
+            parts.append(torch.autograd.grad(loss_of(model, step, rank), list(model.parameters())))
+        for parameter, *gradients in zip(model.parameters(), *parts, strict=True):
+            total = gradients[0].clone()
+            for gradient in gradients[1:]:
+                total += gradient
+            parameter.grad = total / world
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def train_sharded(names, stage, steps, bias):
+    result = {}
+    for name in names:
+        model = make_model(bias)
+        options = (ELEMENTWISE | WHOLE)[name]
+        optimizer = ShardedOptimizer(
+            model.parameters(),
+            getattr(torch.optim, name),
+            shard_gradients=stage == 2,
+            bucket_size_mb=100 / 2**20,
+            **options,
+        )
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, step, dist.get_rank()).backward()
+            optimizer.step()
+        result[name] = [p.detach().clone() for p in model.parameters()]
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_elementwise_optimizer_is_bit_equal_to_the_reference(world, stage):
+    ranks = run_ranks(train_sharded, world, list(ELEMENTWISE), stage, 4, True)
+    for name in ELEMENTWISE:
+        expected = reference(name, world, 4)
+        for result in ranks:
+            assert all(torch.equal(a, b) for a, b in zip(result[name], expected, strict=True)), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_optimizers_of_whole_tensors_equal_the_reference(world):
+    ranks = run_ranks(train_sharded, world, list(WHOLE), 2, 4, False)
+    for name in WHOLE:
+        expected = reference(name, world, 4, bias=False)
+        for result in ranks:
+            for a, b in zip(result[name], expected, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def follow_a_life(stage):
+    """Groups from generators, a scheduler, a closure, clipping, a group added on the way."""
+    model, twin = make_model(), make_model()
+    late = nn.Parameter(torch.ones(9, dtype=torch.float64))
+    twin_late = nn.Parameter(torch.ones(9, dtype=torch.float64))
+
+    def groups(module):
+        weights = (p for n, p in module.named_parameters() if "weight" in n)
+        biases = (p for n, p in module.named_parameters() if "bias" in n)
+        return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+
+    ours = ShardedOptimizer(
+        groups(model), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1, momentum=0.9
+    )
+    theirs = torch.optim.SGD(groups(twin), lr=0.1, momentum=0.9)
+    schedules = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4) for optimizer in (ours, theirs)
+    ]
+    for step in range(6):
+        if step == 3:
+            ours.add_param_group({"params": late, "lr": 0.2})
+            theirs.add_param_group({"params": twin_late, "lr": 0.2})
+            for schedule in schedules:
+                schedule.base_lrs.append(0.2)
+
+        def closure(step=step):
+            ours.zero_grad()
+            for micro in range(2):
+                with ours.no_sync() if micro == 0 else nullcontext():
+                    loss = loss_of(model, 10 * step + micro, dist.get_rank())
+                    (loss + late.float().sum() * (step > 3)).backward()
+            ours.clip_grad_norm_(0.05)
+            return loss
+
+        assert ours.step(closure) > 0
+        theirs.zero_grad()
+        for rank in range(dist.get_world_size()):
+            for micro in range(2):
+                loss = loss_of(twin, 10 * step + micro, rank)
+                loss = loss + twin_late.float().sum() * (step > 3)
+                (loss / dist.get_world_size()).backward()
+        nn.utils.clip_grad_norm_([p for g in theirs.param_groups for p in g["params"]], 0.05)
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    for a, b in zip([*model.parameters(), late], [*twin.parameters(), twin_late], strict=True):
+        torch.testing.assert_close(a, b)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_groups_schedulers_closures_clipping_and_late_groups_work_as_in_torch(stage):
+    assert all(run_ranks(follow_a_life, 2, stage))
+
+
+def skip_parameters(stage):
+    """Rank 1 does not use the last layer; nobody uses the middle one."""
+    model, twin = make_model(), make_model()
+    ours = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, lr=0.1,
+        bucket_size_mb=64 / 2**20,
+    )  # fmt: skip
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+
+    def loss(module, rank):
+        x = module[0](batch(0, rank)[0])
+        return x.sum() + (module[3](x[:, :3]).sum() if rank == 0 else 0)
+
+    for _ in range(3):
+        ours.zero_grad()
+        loss(model, dist.get_rank()).backward()
+        ours.step()
+        theirs.zero_grad()
+        (sum(loss(twin, rank) for rank in range(2)) / 2).backward()
+        theirs.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_unused_on_some_or_all_ranks_are_treated_as_by_one_process(stage):
+    assert all(run_ranks(skip_parameters, 2, stage))
+
+
+def use_a_part_in_the_second_backward(stage):
+    """Without no_sync: the second backward touches one parameter of a bucket only."""
+    model, twin = make_model(), make_model()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    for module in (model, twin):
+        loss_of(module, 0, 0).backward()
+        module[3].bias.sum().backward()
+    ours.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b - 0.1 * b.grad)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_without_no_sync_accumulate_too(stage):
+    assert all(run_ranks(use_a_part_in_the_second_backward, 2, stage))
+
+
+def edit_gradients():
+    """Scaling `.grad` between backward and step is honoured in stage 1."""
+    model, twin = make_model(), make_model()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for module in (model, twin):
+        loss_of(module, 0, 0).backward()
+    for parameter in model.parameters():
+        parameter.grad *= 3.0
+    ours.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b - 0.3 * b.grad)
+    return True
+
+
+def test_gradients_that_were_changed_after_backward_are_averaged_again():
+    assert all(run_ranks(edit_gradients, 2))
+
+
+def exchange_states(name):
+    """The unsharded optimizer's state goes in, comes out, and continues alike."""
+    options = (ELEMENTWISE | WHOLE)[name]
+    twin = make_model(bias=False)
+    theirs = getattr(torch.optim, name)(twin.parameters(), **options)
+    for step in range(2):
+        theirs.zero_grad()
+        loss_of(twin, step, 0).backward()
+        theirs.step()
+    model = make_model(bias=False)
+    model.load_state_dict(twin.state_dict())
+    ours = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
+    ours.load_state_dict(theirs.state_dict())
+    for module, optimizer in ((model, ours), (twin, theirs)):
+        optimizer.zero_grad()
+        loss_of(module, 2, 0).backward()
+        optimizer.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    whole = ours.full_state_dict()
+    for number, values in theirs.state_dict()["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(whole["state"][number][key], value)
+    again = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
+    again.load_state_dict(ours.state_dict())
+    for key, value in again.full_state_dict()["state"][0].items():
+        torch.testing.assert_close(value, whole["state"][0][key])
+    moved = {**ours.state_dict(), "shard": {"rank": 5, "world": 8}}
+    with pytest.raises(ValueError, match="rank 5 of 8, not of rank"):
+        ours.load_state_dict(moved)
+    return True
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
+def test_state_dictionaries_are_exchanged_with_torchs_own(name):
+    assert all(run_ranks(exchange_states, 2, name))
+
+
+def one_process_on_the_whole_batch(stage):
+    model, twin = make_model().double(), make_model().double()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.Adam, shard_gradients=stage == 2)
+    theirs = torch.optim.Adam(twin.parameters())
+    for step in range(3):
+        batches = [batch(step, rank) for rank in range(dist.get_world_size())]
+        inputs, targets = (torch.cat(part).double() for part in zip(*batches, strict=True))
+        mine = [part.double() for part in batches[dist.get_rank()]]
+        ours.zero_grad()
+        (model(mine[0]) - mine[1]).square().mean().backward()
+        ours.step()
+        theirs.zero_grad()
+        (twin(inputs) - targets).square().mean().backward()
+        theirs.step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_it_equals_one_process_on_the_whole_batch(stage):
+    assert all(run_ranks(one_process_on_the_whole_batch, 3, stage))

@@ -1,0 +1,35 @@
+"""The README's example runs as it stands, and the tests that it names exist."""
+
+import os
+import re
+from pathlib import Path
+
+from worker_pool import run_ranks
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def run_example(folder):
+    import torch.distributed as dist
+
+    os.chdir(folder)
+    code = re.search(r"```python\n(import.*?)```", README.read_text(), re.S)[1]
+    # The ranks of a test are in a group already, which the example makes and ends.
+    for line in ('dist.init_process_group("gloo")', "dist.destroy_process_group()"):
+        assert line in code
+        code = code.replace(line, "")
+    names = {}
+    exec(code, names)
+    assert dist.is_initialized()
+    return names["step"], len(names["sharded"].units)
+
+
+def test_the_example_runs(tmp_path):
+    assert run_ranks(run_example, 2, str(tmp_path)) == [(1, 2)] * 2
+
+
+def test_every_test_that_is_named_exists():
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", README.read_text())
+    assert len(named) > 20
+    for file, test in named:
+        assert f"def {test}(" in (README.parent / "tests" / file).read_text()

@@ -1,0 +1,123 @@
+"""Hosts on one machine: network namespaces joined by links whose rate is a number we choose.
+
+    python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench --quick
+
+runs the command once in each namespace with torchrun's variables set (RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing rate;
+the kernel's counters give the bytes that really crossed. It needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+PORT = 29500  # free in every new namespace
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace: its interface `device` leads to all the others."""
+
+    rank: int
+    namespace: str
+    device: str
+    address: str
+
+    def popen(self, command: list[str], **kwargs: object) -> subprocess.Popen[str]:
+        """Start `command` inside this host."""
+        inside = ["ip", "netns", "exec", self.namespace, *command]
+        return subprocess.Popen(inside, text=True, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    def sent_bytes(self) -> int:
+        """Bytes that left this host so far, headers included."""
+        path = f"/sys/class/net/{self.device}/statistics/tx_bytes"
+        return int(_run("ip", "netns", "exec", self.namespace, "cat", path))
+
+    def environment(self, hosts: list[Host]) -> dict[str, str]:
+        """What torch.distributed needs in order to meet over these links."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(len(hosts)),
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": self.device,
+        }
+
+
+def why_not() -> str:
+    """The reason why hosts cannot be emulated here; empty if they can."""
+    if sys.platform != "linux":
+        return "network namespaces exist on linux only"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    try:
+        with emulated_hosts(2, "1gbit"):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", "") or str(error)
+        return f"this kernel or its rights do not allow network namespaces: {detail.strip()}"
+
+
+@contextmanager
+def emulated_hosts(count: int, rate: str) -> Iterator[list[Host]]:
+    """`count` hosts on one switch, each sending at `rate` at the most ("2gbit", "500mbit")."""
+    tag = uuid.uuid4().hex[:6]
+    switch = f"sw{tag}"
+    hosts = [Host(i, f"h{tag}{i}", f"v{tag}{i}", f"10.77.0.{i + 1}") for i in range(count)]
+    made = []
+    try:
+        _run("ip", "netns", "add", switch)
+        made.append(switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up", "mtu", "9000")
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+            made.append(host.namespace)
+            _connect(host, switch, rate)
+        yield hosts
+    finally:
+        for namespace in made:
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
+
+
+def _connect(host: Host, switch: str, rate: str) -> None:
+    port, inside = f"p{host.device}", host.namespace
+    _run("ip", "link", "add", host.device, "netns", inside, "type", "veth",
+         "peer", "name", port, "netns", switch)  # fmt: skip
+    _run("ip", "-n", switch, "link", "set", port, "master", "br0", "mtu", "9000", "up")
+    _run("ip", "-n", inside, "addr", "add", f"{host.address}/24", "dev", host.device)
+    _run("ip", "-n", inside, "link", "set", "lo", "up")
+    _run("ip", "-n", inside, "link", "set", host.device, "mtu", "9000", "up")
+    _run("tc", "-n", inside, "qdisc", "add", "dev", host.device, "root",
+         "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")  # fmt: skip
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main() -> int:
+    """Run one command on every emulated host; return the worst exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="2gbit")
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    with emulated_hosts(arguments.hosts, arguments.rate) as hosts:
+        running = [
+            host.popen(arguments.command, env=os.environ | host.environment(hosts))
+            for host in hosts
+        ]
+        return max(process.wait() for process in running)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

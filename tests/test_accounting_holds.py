@@ -1,0 +1,155 @@
+"""What accounting predicts is what the running code of its siblings does, to the integer."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import accounting
+import ddp
+import pytest
+import torch
+import torch.distributed as dist
+import zero
+from llmsys_suite.config import RunConfig
+from llmsys_suite.data import load_corpus
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.phases import Recorder
+from llmsys_suite.progress import Progress
+from llmsys_suite.stages import parallel
+from llmsys_suite.stages.plan import counted, predict
+from llmsys_suite.worker import Run
+from torch.utils._python_dispatch import TorchDispatchMode
+from worker_pool import run_ranks
+
+ROWS, CONTEXT = 8, 32
+SHAPE = ModelConfig(d_model=32, d_ff=96, num_layers=4, num_heads=4, context=CONTEXT)
+MODEL = accounting.Transformer(layers=4, d_model=32, heads=4, d_ff=96, vocab_size=256)
+SINGLE_PRECISION = {"weights": "fp32", "gradients": "fp32", "activations": "fp32"}
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "large", "xl", "2.7B", "10B"])
+def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
+    config = RunConfig(size=size, rows=2, context=64)
+    predicted, found = predict(config), counted(config)
+    assert predicted["parameters"] == found["actual_parameters"]
+    assert predicted["step_flops_full"] == found["counted_flops"]
+
+
+def decoder():
+    torch.manual_seed(0)
+    return Decoder(SHAPE)
+
+
+def tokens():
+    return torch.randint(0, 256, (2, CONTEXT))
+
+
+def bytes_given_to_ddp():
+    model = ddp.DDP(decoder(), bucket_size_mb=0.05)
+    model.module.loss(tokens(), tokens()).backward()
+    model.finish_gradient_synchronization()
+    return model.meter.last.gradient_bytes
+
+
+def bytes_given_to_sharded_optimizer():
+    model = decoder()
+    optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    optimizer.wire.bytes.clear()
+    model.loss(tokens(), tokens()).backward()
+    optimizer.step()
+    return dict(optimizer.wire.bytes)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ddp_hands_over_the_predicted_gradient_bytes(world):
+    predicted = accounting.communication(MODEL, accounting.Plan(data=world), **SINGLE_PRECISION)
+    for handed in run_ranks(bytes_given_to_ddp, world):
+        assert handed == predicted["gradients"].payload
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_zero_hands_over_the_predicted_bytes_of_each_collective(world):
+    plan = accounting.Plan(data=world, zero=1)
+    predicted = accounting.communication(MODEL, plan, **SINGLE_PRECISION)
+    by_operation = {c.operation: c.payload for c in predicted}
+    for handed in run_ranks(bytes_given_to_sharded_optimizer, world):
+        # Besides them an all-reduce of flags: which parameters have a gradient.
+        assert {name: handed[name] for name in by_operation} == by_operation
+
+
+class CountedAllReduce(TorchDispatchMode):
+    """Bytes that enter the functional all-reduces of torch.distributed.tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_reduce" in str(func):
+            self.bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def a_run():
+    config = RunConfig(rows=ROWS, context=CONTEXT, world=dist.get_world_size())
+    device = torch.device("cpu")
+    return Run(
+        config=config,
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        device=device,
+        corpus=load_corpus(Path(__file__).parent),
+        recorder=Recorder(dist.get_rank(), device),
+        progress=Progress(enabled=False),
+    )
+
+
+def whole_batch(run):
+    return run.corpus.batch(rows=ROWS, context=CONTEXT, seed=0, step=0)
+
+
+def bytes_of_tensor_parallel():
+    run = a_run()
+    model = parallel.TensorModel(run, SHAPE)
+    with CountedAllReduce() as counted:
+        model.step(*whole_batch(run))
+    return counted.bytes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallel_reduces_the_predicted_bytes(world):
+    # The suite's embedding and head are whole on every rank.
+    blocks = replace(MODEL, vocab_size=0)
+    predicted = accounting.communication(
+        blocks, accounting.Plan(tensor=world), batch=ROWS, seq=CONTEXT, **SINGLE_PRECISION
+    )
+    for handed in run_ranks(bytes_of_tensor_parallel, world):
+        assert handed == predicted.payload.total
+
+
+def bytes_sent_by_pipeline():
+    run = a_run()
+    model = parallel.PipelineModel(run, SHAPE, microbatches=4)
+    batch = whole_batch(run)
+    model.step(*batch)
+    sent = {"forward": 0, "backward": 0}
+
+    def count(direction, send_operations):
+        def counted(microbatch):
+            operations = send_operations(microbatch)
+            sent[direction] += sum(operation.tensor.nbytes for operation in operations)
+            return operations
+
+        return counted
+
+    model.stage.get_fwd_send_ops = count("forward", model.stage.get_fwd_send_ops)
+    model.stage.get_bwd_send_ops = count("backward", model.stage.get_bwd_send_ops)
+    model.step(*batch)
+    return sent
+
+
+def test_a_pipeline_sends_the_predicted_bytes_over_each_boundary_in_each_direction():
+    plan = accounting.Plan(pipeline=2, microbatches=4, schedule="gpipe")
+    predicted = accounting.communication(MODEL, plan, batch=ROWS, seq=CONTEXT, **SINGLE_PRECISION)
+    first, last = run_ranks(bytes_sent_by_pipeline, 2)
+    assert first == {"forward": predicted.boundaries["forward 0 to 1"].total, "backward": 0}
+    assert last == {"forward": 0, "backward": predicted.boundaries["backward 1 to 0"].total}

@@ -1,0 +1,191 @@
+"""The command as a user types it: a whole run, bad input, Ctrl-C and a killed worker."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LLMSYS = [sys.executable, "-m", "llmsys_suite"]
+SUBTITLE = "One language model's whole life in one command"
+
+
+def llmsys(*arguments, timeout=300, **kwargs):
+    return subprocess.run(
+        [*LLMSYS, *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, check=False, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One short run of every stage, shared by the tests that read its folder."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    done = llmsys("run", "--steps", 4, "--warmup", 1, "--out", out, timeout=600)
+    return out, done
+
+
+def test_a_run_ends_with_every_audit_check_green(finished):
+    out, done = finished
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"audit: (\d+)/\1 passed", done.stdout)
+    checks = json.loads((out / "checks.json").read_text())
+    assert len(checks) > 50
+    assert all(check["passed"] for check in checks)
+
+
+def test_the_folder_holds_what_the_readme_says(finished):
+    out, _ = finished
+    names = {path.name for path in out.iterdir()}
+    assert names >= {
+        "env.json", "config.json", "samples.jsonl", "summary.json", "checks.json",
+        "report.md", "report.html", "inspect.html", "model.safetensors",
+    }  # fmt: skip
+    assert not any(name.endswith(".part") for name in names)
+    assert json.loads((out / "summary.json").read_text())["status"] == "complete"
+
+
+def test_the_loss_falls_on_real_text(finished):
+    out, _ = finished
+    losses = json.loads((out / "summary.json").read_text())["stages"]["train"]["losses"]
+    assert all(curve[-1] < 0.9 * curve[0] for curve in losses.values())
+    assert len(losses) == 12
+
+
+def test_the_report_is_one_page_that_fetches_nothing(finished):
+    out, _ = finished
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") >= 6
+    assert not re.search(r"<(script|link|img|iframe)", page)
+    assert not re.search(r"(src|href)=['\"]http", page)
+
+
+def test_every_rank_every_step_every_phase_is_kept_raw(finished):
+    out, _ = finished
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    flat = [s for s in samples if s["variant"] == "ddp flat"]
+    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(5)}
+    assert {s["phase"] for s in flat} == {
+        "step",
+        "forward",
+        "backward",
+        "communication",
+        "optimizer",
+    }
+
+
+def test_no_process_takes_more_than_two_gibibytes(finished):
+    out, _ = finished
+    stages = json.loads((out / "summary.json").read_text())["stages"]
+    assert max(stage["peak_process_mib"] for stage in stages.values()) < 2048
+
+
+def test_a_tampered_record_is_red_and_fails(finished, tmp_path):
+    out, _ = finished
+    from llmsys_suite.audit import audit
+    from llmsys_suite.folder import RunFolder
+
+    folder = RunFolder(out)
+    stages = folder.summary["stages"]
+    samples = folder.samples()
+    victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
+    victim["loss"] *= 1.01
+    checks = audit(folder.config, stages["plan"], stages["train"], samples)
+    assert [c.name for c in checks if not c.passed] == ["zero 1: every loss = one process's"]
+
+
+def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
+    out, _ = finished
+    before = (out / "report.html").read_text()
+    done = llmsys("report", out)
+    assert done.returncode == 0
+    assert "## Train" in done.stdout
+    assert (out / "report.html").read_text().count("<svg") == before.count("<svg")
+    compared = llmsys("compare", out, out, "--fail-above", 5)
+    assert compared.returncode == 0, compared.stderr
+    assert "not distinguishable" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "trane"],
+        ["run", "--size", "huge"],
+        ["run", "--data", "nowhere"],
+        ["run", "--size", "10B"],
+        ["report", "nowhere"],
+    ],
+)
+def test_bad_input_is_one_line_and_status_2_and_writes_nothing(arguments, tmp_path):
+    done = llmsys(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if not line.endswith("this machine")]
+    assert len(lines) == 1
+    assert lines[0].startswith("llmsys: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def children_of(process):
+    done = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def start_and_wait_for_samples(out):
+    process = subprocess.Popen(
+        [*LLMSYS, "run", "train", "--steps", "2000", "--out", str(out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    samples = out / "samples.jsonl"
+    while not (samples.exists() and samples.stat().st_size > 2000):
+        assert time.monotonic() < deadline, process.communicate()[1]
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    return process, children_of(process)
+
+
+def assert_gone(pids):
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a worker is left behind"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "worker killed", "launcher killed"])
+def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_path):
+    out = tmp_path / "run"
+    process, workers = start_and_wait_for_samples(out)
+    assert len(workers) == 2
+    if how == "ctrl-c":
+        process.send_signal(signal.SIGINT)
+    elif how == "worker killed":
+        os.kill(workers[1], signal.SIGKILL)
+    else:
+        process.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert_gone(workers)
+    assert json.loads((out / "summary.json").read_text())["status"] == "incomplete"
+    assert (out / "samples.jsonl").stat().st_size > 2000
+    if how == "worker killed":
+        assert "rank 1 was killed by SIGKILL" in errors
+
+
+def test_it_runs_under_torchrun(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "llmsys_suite", "run", "links", "--preset", "cpu", "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "complete"

@@ -1,0 +1,43 @@
+"""The pins in pyproject.toml are the resolution, and the resolution is reproducible."""
+
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+from pins import UV, pins_of
+from workspace import PACKAGES, ROOT, folder
+
+needs_uv = pytest.mark.skipif(not shutil.which(UV), reason="uv is not on the PATH")
+LOCK = ROOT / "uv.lock"
+needs_lock = pytest.mark.skipif(not LOCK.exists(), reason="`uv sync` has not written uv.lock yet")
+
+
+def test_no_committed_file_names_a_package_index():
+    done = subprocess.run(
+        ["git", "grep", "-lE", "https?://[a-z.]*/(simple|packages)/|files\\.pythonhosted"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() in ([], ["tests/test_pins.py"])
+
+
+@needs_lock
+def test_every_package_of_the_resolution_is_pinned_exactly():
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
+    assert uv["exclude-newer"]
+    assert uv["constraint-dependencies"] == pins_of(tomllib.loads(LOCK.read_text()))
+
+
+@needs_lock
+@needs_uv
+def test_a_cold_resolution_gives_the_same_lock(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for package in PACKAGES:
+        copy = tmp_path / "packages" / package
+        copy.mkdir(parents=True)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(folder(package) / name, copy)
+    subprocess.run(
+        [UV, "lock", "--quiet", "--cache-dir", str(tmp_path / "cache")], cwd=tmp_path, check=True
+    )
+    assert (tmp_path / "uv.lock").read_bytes() == LOCK.read_bytes()

@@ -1,0 +1,111 @@
+"""The packages share one shape, and no leaf knows another."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, source
+
+SECTIONS = [
+    "Install",
+    "Use",
+    "What it guarantees",
+    "How it works",
+    "Measured",
+    "Limits",
+    "References",
+]
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.split(".")[0]
+
+
+def test_the_tree_holds_these_packages_and_no_other():
+    assert sorted(p.name for p in (ROOT / "packages").iterdir()) == sorted(PACKAGES)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_imports_no_sibling(leaf):
+    siblings = {module(package) for package in PACKAGES if package != leaf}
+    for path in [*folder(leaf).rglob("src/**/*.py"), *folder(leaf).rglob("tests/*.py")]:
+        assert not siblings & set(imported_modules(path)), path
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_depends_on_no_sibling(leaf):
+    names = {re.split(r"[ <>=@;\[]", need)[0] for need in project(leaf).get("dependencies", [])}
+    assert not names & set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_the_common_shape(package):
+    assert (source(package) / "py.typed").exists()
+    assert list((folder(package) / "tests").glob("test_*.py"))
+    assert not list((folder(package) / "tests").rglob("__init__.py"))
+    about = project(package)
+    assert about["requires-python"] == ">=3.11"
+    assert about["license"] == "BSD-3-Clause"
+    assert "Private :: Do Not Upload" in about["classifiers"]
+    docstring = (source(package) / "__init__.py").read_text()
+    assert docstring.startswith(f'"""{about["description"]}')
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_has_a_bench_and_tests_for_faults_and_its_readme(leaf):
+    tree = ast.parse((source(leaf) / "bench.py").read_text())
+    bench = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "bench")
+    assert {"device", "quick"} <= {argument.arg for argument in bench.args.kwonlyargs}
+    assert (folder(leaf) / "tests" / "test_faults.py").exists()
+    assert (folder(leaf) / "tests" / "test_readme.py").exists()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_init_holds_the_public_names_and_nothing_else(package):
+    tree = ast.parse((source(package) / "__init__.py").read_text())
+    docstring, *rest = tree.body
+    assert isinstance(docstring, ast.Expr)
+    assert all(isinstance(node, (ast.ImportFrom, ast.Assign)) for node in rest)
+    names = {
+        alias.asname or alias.name
+        for n in rest
+        if isinstance(n, ast.ImportFrom)
+        for alias in n.names
+    }
+    assigned = [n for n in rest if isinstance(n, ast.Assign)]
+    assert [n.targets[0].id for n in assigned] == ["__all__"]
+    assert set(ast.literal_eval(assigned[0].value)) == names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_readme_has_the_common_sections(package):
+    text = (folder(package) / "README.md").read_text()
+    assert text.startswith(f"# {package}\n")
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_guarantee_names_a_test_that_exists(package):
+    text = (folder(package) / "README.md").read_text()
+    table = text.split("## What it guarantees")[1].split("\n## ")[0]
+    cited = re.findall(r"(test_\w+)\.py::(test_\w+)", table)
+    assert cited
+    for file, name in cited:
+        path = folder(package) / "tests" / f"{file}.py"
+        assert f"def {name}(" in path.read_text(), f"{file}.py::{name}"
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_importing_a_leaf_does_not_import_what_it_may_never_need(leaf):
+    heavy = ["matplotlib", "ray", "pandas", "sklearn", "transformers", "torch._dynamo"]
+    if leaf in ("accounting", "scaling"):
+        heavy.append("torch")
+    check = f"import sys, {leaf}; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,208 @@
+"""Run a function on several ranks, each a process of its own.
+
+Notable:
+- processes are forked from a server that has imported torch already, so a rank costs milliseconds,
+  not the seconds of an import; every call gets fresh ranks, so a test may kill one;
+- ranks meet through a file, so that no port is chosen;
+- the function is found by its file and name, because a test module is not importable by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What the server imports before ranks are forked from it, by names that need no path of ours: the
+# server has none. The first optimizer of a process imports torch._dynamo, which costs more than
+# torch itself.
+PRELOADED = [
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+    "torch.testing",
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank: a value, or the exception or the exit code that ended it."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exit_code: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or self.exit_code is not None
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not finish in time."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Call `function(*args)` on `world` ranks of a process group; return their values by rank.
+
+    `function` stands at the top level of its file. Raises RankFailed with every failed rank's
+    traceback.
+    """
+    outcomes = try_ranks(function, world, *args, timeout=timeout, backend=backend)
+    failures = [outcome for outcome in outcomes if outcome.failed]
+    if failures:
+        report = (f"rank {o.rank}: {o.trace or f'exit code {o.exit_code}'}" for o in failures)
+        raise RankFailed("\n".join(report)) from failures[0].error
+    return [outcome.value for outcome in outcomes]
+
+
+def try_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+) -> list[Outcome]:
+    """Call `function(*args)` on `world` ranks; return each rank's outcome, failures included.
+
+    A rank that still runs after `timeout` seconds is killed. An empty `backend` starts the ranks
+    without a process group; RANK, WORLD_SIZE and STORE_FILE in the environment let them make one.
+    """
+    path = sys.modules[function.__module__].__file__
+    call = pickle.dumps(args)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"WORLD_SIZE": str(world), "STORE_FILE": f"{folder}/store"}
+        ranks: list[tuple[ForkServerProcess, Connection]] = []
+        for rank in range(world):
+            ours, theirs = _context().Pipe()
+            process = _context().Process(
+                target=_serve,
+                args=(theirs, path, function.__qualname__, call),
+                kwargs={
+                    "environment": environment | {"RANK": str(rank)},
+                    "backend": backend,
+                    "timeout": timeout,
+                },
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, ours))
+        deadline = time.monotonic() + timeout
+        return [_collect(rank, *ranks[rank], deadline) for rank in range(world)]
+
+
+@cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _collect(rank: int, process: ForkServerProcess, pipe: Connection, deadline: float) -> Outcome:
+    outcome = None
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            outcome = pickle.loads(pipe.recv_bytes())
+            process.join(5)
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    exit_code = process.exitcode
+    pipe.close()
+    process.close()
+    return outcome or Outcome(rank, exit_code=exit_code)
+
+
+def _serve(
+    pipe: Connection,
+    path: str,
+    name: str,
+    call: bytes,
+    *,
+    environment: dict[str, str],
+    backend: str,
+    timeout: float,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    try:
+        if backend:
+            dist.init_process_group(
+                backend,
+                store=dist.FileStore(environment["STORE_FILE"], world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=timeout),
+            )
+        function: Any = _load(path)
+        for part in name.split("."):
+            function = getattr(function, part)
+        outcome = Outcome(rank, value=function(*pickle.loads(call)))
+        message = pickle.dumps(outcome)
+    except BaseException as error:
+        message = _failure(rank, error)
+        outcome = pickle.loads(message)
+    pipe.send_bytes(message)
+    if dist.is_initialized() and not outcome.failed:
+        dist.destroy_process_group()
+    # No farewell: a failed rank must not wait in a collective that its peers will never join.
+    os._exit(0)
+
+
+def _failure(rank: int, error: BaseException) -> bytes:
+    trace = traceback.format_exc()
+    try:
+        message = pickle.dumps(Outcome(rank, error=error, trace=trace))
+        pickle.loads(message)
+    except Exception:
+        # An exception that cannot be pickled travels as its text.
+        text = RuntimeError(f"{type(error).__name__}: {error}")
+        message = pickle.dumps(Outcome(rank, error=text, trace=trace))
+    return message
+
+
+@cache
+def _load(path: str) -> ModuleType:
+    name = "ranks_" + Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

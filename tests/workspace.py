@@ -1,0 +1,38 @@
+"""Where things are in this repository, for the tests that look at it as a whole."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LEAVES = (
+    "accounting",
+    "collectives",
+    "ddp",
+    "flashattn2",
+    "interp",
+    "paramserver",
+    "scaling",
+    "tinyml",
+    "zero",
+)
+SUITE = "llmsys-suite"
+PACKAGES = (*LEAVES, SUITE)
+
+
+def folder(package: str) -> Path:
+    return ROOT / "packages" / package
+
+
+def module(package: str) -> str:
+    return package.replace("-", "_")
+
+
+def source(package: str) -> Path:
+    return folder(package) / "src" / module(package)
+
+
+def project(package: str) -> dict[str, Any]:
+    return tomllib.loads((folder(package) / "pyproject.toml").read_text())["project"]
