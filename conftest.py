@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from hypothesis import settings
+
 # One thread a process: many small operators on two cores spend their time in barriers otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -10,3 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # and any test file may be the first to import it.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine is no failure: an example may take the time it takes.
+settings.register_profile("any machine", parent=settings(), deadline=None)
+settings.load_profile("any machine")

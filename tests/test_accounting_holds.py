@@ -8,14 +8,16 @@ import ddp
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import zero
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.live_memory import training_step_memory
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
 from llmsys_suite.stages import parallel
-from llmsys_suite.stages.plan import counted, predict
+from llmsys_suite.stages.plan import counted, predict, transformer
 from llmsys_suite.worker import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker_pool import run_ranks
@@ -32,6 +34,50 @@ def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
     predicted, found = predict(config), counted(config)
     assert predicted["parameters"] == found["actual_parameters"]
     assert predicted["step_flops_full"] == found["counted_flops"]
+
+
+def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
+    """The bytes alive at the highest point of an AdamW step whose state is there already."""
+    shape = replace(ModelConfig.named(config.size, context=config.context), checkpoint=checkpointed)
+    with torch.device(device):
+        model = Decoder(shape, attention)
+        tokens = torch.zeros(config.rows, config.context, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    model.loss(tokens, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
+
+
+def predicted_peak(config, **options):
+    return accounting.peak_memory(
+        transformer(config), batch=config.rows, seq=config.context, fused_norm=False, **options
+    ).total
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize(("rows", "context"), [(1, 64), (4, 256), (2, 1024)])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "large", "xl", "2.7B", "10B"])
+def test_peak_memory_of_every_size_is_predicted_within_5_percent(size, rows, context, checkpointed):
+    # The meta device allocates nothing, so that any size can be counted anywhere.
+    config = RunConfig(size=size, rows=rows, context=context)
+    found = peak_of_second_step(config, plain_attention, "meta", checkpointed=checkpointed)
+    predicted = predicted_peak(config, flash=False, foreach=False, checkpointed=checkpointed)
+    assert predicted == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize(("rows", "context"), [(1, 32), (8, 128), (16, 256)])
+def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
+    rows, context, flash, checkpointed, foreach
+):
+    config = RunConfig(rows=rows, context=context)
+    attention = F.scaled_dot_product_attention if flash else plain_attention
+    options = {"checkpointed": checkpointed, "foreach": foreach}
+    found = peak_of_second_step(config, attention, "cpu", **options)
+    assert predicted_peak(config, flash=flash, **options) == pytest.approx(found, rel=0.10)
 
 
 def decoder():

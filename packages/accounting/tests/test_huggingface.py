@@ -126,6 +126,7 @@ def test_published_counts_are_exact(name: str) -> None:
     assert kv_cache(model).total == expected.kv_bytes
 
 
+@pytest.mark.timing
 def test_all_published_models_are_counted_in_ten_milliseconds() -> None:
     def count() -> float:
         start = time.perf_counter()

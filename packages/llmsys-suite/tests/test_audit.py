@@ -15,6 +15,8 @@ PLAN = {
     "step_flops_causal": 500,
     "counted_flops": 600,
     "gradient_bytes": 400,
+    "training_peak_bytes": 1000,
+    "measured_peak_bytes": 1040,
     "peak": 1e6,
 }
 
@@ -58,7 +60,7 @@ def failed(found):
 def test_an_honest_record_passes_every_check():
     found = checks()
     assert failed(found) == []
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,18 @@ def test_an_honest_record_passes_every_check():
 )
 def test_a_wrong_prediction_fails(key, name):
     assert failed(checks(plan=PLAN | {key: PLAN[key] + 1})) == [name]
+
+
+def test_a_peak_beyond_its_tolerance_fails():
+    names = failed(checks(plan=PLAN | {"measured_peak_bytes": 1110}))
+    assert names == ["predicted peak memory = a real step's"]
+
+
+def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
+    samples = copy.deepcopy(honest())
+    late = next(s for s in samples if s["phase"] == "step" and not s["warmup"])
+    late["seconds"] *= 3
+    assert not any("phases" in name for name in failed(checks(samples=samples)))
 
 
 def test_bytes_that_were_not_handed_over_fail():

@@ -113,6 +113,18 @@ def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[i
     return dense, routed
 
 
+def one_layer(model: Transformer) -> Transformer:
+    """A single layer of `model`, of the kind that keeps most: with experts where it has them, and
+    without a window."""
+    return replace(
+        model,
+        layers=1,
+        moe_layers=(0,) if model.expert_layers else None,
+        window_layers=None,
+        window=0,
+    )
+
+
 def _stage_memory(
     model: Transformer,
     plan: Plan,
@@ -145,7 +157,7 @@ def _stage_memory(
         name,
         "B",
         *states,
-        _times("activations", one, 0 if on_host else held),
+        times("activations", one, in_flight=0 if on_host else held),
         working,
         head_activations(model, tokens=tokens, precision=kind, tensor=plan.tensor)
         if last
@@ -217,29 +229,23 @@ def _one_block(
     whole = replace(
         plan, recompute="none", pipeline=1, virtual_stages=1, schedule="1f1b", devices=0
     )
-    sample = replace(
-        model,
-        layers=1,
-        moe_layers=(0,) if model.expert_layers else None,
-        window_layers=None,
-        window=0,
-    )
     block = activations(
-        sample, whole, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout
+        one_layer(model), whole, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout
     )
     return total("one block recomputed", "B", *block.parts)
 
 
-def _times(name: str, part: Breakdown, times: Number) -> Breakdown | None:
-    """A part that is there several times, each of its leaves multiplied."""
-    if not times:
+def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
+    """A part that is there several times, each of its leaves multiplied by a named factor."""
+    ((label, count),) = factor.items()
+    if not count:
         return None
-    if times == 1:
+    if count == 1:
         return Breakdown(name, part.unit, parts=part.parts)
 
     def scaled(node: Breakdown) -> Breakdown:
         if node.factors:
-            factors = (("in flight", times), *node.factors)
+            factors = ((label.replace("_", " "), count), *node.factors)
             return Breakdown(node.name, node.unit, factors=factors, note=node.note)
         return Breakdown(node.name, node.unit, parts=tuple(map(scaled, node.parts)))
 

@@ -41,14 +41,16 @@ def predict(config: RunConfig) -> dict[str, Any]:
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
-    # The single process takes the whole batch, so it is the largest.
-    memory = accounting.training_memory(
+    # The single process takes the whole batch, so it is the largest. On a CPU torch's RMSNorm is
+    # several operators and its optimizers take one parameter at a time.
+    on_gpu = config.device != "cpu"
+    memory = accounting.peak_memory(
         model,
-        accounting.Plan(data=1),
         batch=config.rows,
         seq=config.context,
         precision="fp32",
-        flash=True,
+        fused_norm=on_gpu,
+        foreach=on_gpu,
     )
     traffic = accounting.communication(
         model, accounting.Plan(data=config.world), weights="fp32", gradients="fp32"
@@ -81,6 +83,7 @@ def run(run: Run) -> dict[str, Any]:
     return predicted | {
         "variants_fit_together": _agreed(run, fit),
         "peak": _agreed_peak(run),
+        "measured_peak_bytes": measured_peak_bytes(run) if run.rank == 0 else 0,
         **counted(run.config),
     }
 
@@ -103,6 +106,37 @@ def counted(config: RunConfig) -> dict[str, int]:
         "actual_parameters": sum(p.numel() for p in model.parameters()),
         "counted_flops": int(counter.get_total_flops()),
     }
+
+
+def measured_peak_bytes(run: Run) -> int:
+    """What a training step of the real model holds at its highest point, on this run's device.
+
+    The second step of AdamW, whose state is there then: counted operator by operator on a CPU, by
+    the allocator on a GPU.
+    """
+    import torch
+
+    from llmsys_suite.live_memory import training_step_memory
+    from llmsys_suite.model import Decoder, ModelConfig
+
+    config, device = run.config, run.device
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    model = Decoder(ModelConfig.named(config.size, context=config.context)).to(device)
+    batch = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
+    tokens, targets = (part.to(device) for part in batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model.loss(tokens, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    return training_step_memory(model, lambda: model.loss(tokens, targets), optimizer).peak_bytes
 
 
 def matmul_flops_per_second(run: Run, seconds: float = 0.5) -> float:
