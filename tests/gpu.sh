@@ -20,7 +20,7 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__)
 CHECK
 
 status=0
-timeout 900 "$PYTHON" -m pytest -q -m gpu packages || status=1
+timeout 900 "$PYTHON" -m pytest -q -m gpu packages tests || status=1
 for name in flashattn2 zero ddp collectives; do
     echo "== $name.bench"
     timeout 600 "$PYTHON" -m "$name.bench" --device cuda --json "$OUT/$name.json" ${QUICK:+--quick} || status=1

@@ -17,7 +17,7 @@ from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
 from llmsys_suite.stages import parallel
-from llmsys_suite.stages.plan import counted, predict, transformer
+from llmsys_suite.stages.plan import counted, measured_peak_bytes, predict, transformer
 from llmsys_suite.worker import Run
 from torch.utils._python_dispatch import TorchDispatchMode
 from worker_pool import run_ranks
@@ -80,6 +80,14 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
     assert predicted_peak(config, flash=flash, **options) == pytest.approx(found, rel=0.10)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", ["tiny", "small", "medium"])
+def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
+    config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
+    found = measured_peak_bytes(a_run(config))
+    assert predict(config)["training_peak_bytes"] == pytest.approx(found, rel=0.05)
+
+
 def decoder():
     torch.manual_seed(0)
     return Decoder(SHAPE)
@@ -135,18 +143,22 @@ class CountedAllReduce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def a_run():
-    config = RunConfig(rows=ROWS, context=CONTEXT, world=dist.get_world_size())
-    device = torch.device("cpu")
+def a_run(config):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = torch.device(config.device)
     return Run(
         config=config,
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
+        rank=rank,
+        world=config.world,
         device=device,
         corpus=load_corpus(Path(__file__).parent),
-        recorder=Recorder(dist.get_rank(), device),
+        recorder=Recorder(rank, device),
         progress=Progress(enabled=False),
     )
+
+
+def a_small_run():
+    return a_run(RunConfig(rows=ROWS, context=CONTEXT, world=dist.get_world_size()))
 
 
 def whole_batch(run):
@@ -154,7 +166,7 @@ def whole_batch(run):
 
 
 def bytes_of_tensor_parallel():
-    run = a_run()
+    run = a_small_run()
     model = parallel.TensorModel(run, SHAPE)
     with CountedAllReduce() as counted:
         model.step(*whole_batch(run))
@@ -173,7 +185,7 @@ def test_tensor_parallel_reduces_the_predicted_bytes(world):
 
 
 def bytes_sent_by_pipeline():
-    run = a_run()
+    run = a_small_run()
     model = parallel.PipelineModel(run, SHAPE, microbatches=4)
     batch = whole_batch(run)
     model.step(*batch)

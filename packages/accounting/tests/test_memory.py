@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 # CPU kernels: math keeps the probabilities, flash the log-sum-exp.
 KERNELS = {False: SDPBackend.MATH, True: SDPBackend.FLASH_ATTENTION}
@@ -118,6 +120,7 @@ def kernel(flash: bool) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize(
@@ -130,9 +133,12 @@ def kernel(flash: bool) -> Iterator[None]:
     ids=["logits", "activations", "optimizer"],
 )
 def test_peak_of_training_is_predicted_within_three_percent(
-    shape: Transformer, batch: int, seq: int, flash: bool, foreach: bool
+    shape: Transformer, batch: int, seq: int, flash: bool, foreach: bool, checkpointed: bool
 ) -> None:
     model = Model(shape)
+    if checkpointed:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = (torch.randint(shape.vocab_size, (batch, seq)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     with kernel(flash), Peak(tokens, targets, *model.parameters()) as peak:
@@ -141,7 +147,13 @@ def test_peak_of_training_is_predicted_within_three_percent(
             loss_of(model, tokens, targets).backward()
             optimizer.step()
     predicted = peak_memory(
-        shape, batch=batch, seq=seq, flash=flash, fused_norm=False, foreach=foreach
+        shape,
+        batch=batch,
+        seq=seq,
+        flash=flash,
+        fused_norm=False,
+        foreach=foreach,
+        checkpointed=checkpointed,
     )
     assert predicted.total == pytest.approx(peak.most, rel=0.03)
 

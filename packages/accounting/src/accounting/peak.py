@@ -40,6 +40,7 @@ def peak_memory(
     """
     kind = recipe(precision)
     states = {part.name: part for part in model_states(_count(model), precision=kind)}
+    everything = _count(model)
 
     def held(layers: Transformer, recompute: str) -> Breakdown:
         return activations(
@@ -53,9 +54,16 @@ def peak_memory(
             fused_projections=fused_projections,
         )
 
-    def moment(when: str, *parts: Breakdown | None, gradients: bool = True) -> Breakdown:
-        always = (part for name, part in states.items() if gradients or name != "gradients")
-        return total(f"peak memory of {model.name}, {when}", "B", *always, *parts)
+    def moment(when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
+        size = bytes_of(kind.gradients)
+        return total(
+            f"peak memory of {model.name}, {when}",
+            "B",
+            states["weights"],
+            product("gradients", "B", parameters=gradients, bytes=size) if gradients else None,
+            states["optimizer"],
+            *parts,
+        )
 
     cast = product(
         "cast weights",
@@ -74,15 +82,22 @@ def peak_memory(
             cast,
             Breakdown("activations", "B", parts=kept.parts),
             head,
-            gradients=gradients_kept,
+            gradients=everything * gradients_kept,
         ),
-        moment("in the optimizer", _roots(model, kind, foreach)),
+        moment("in the optimizer", _roots(model, kind, foreach), gradients=everything),
     ]
+    later = everything if gradients_kept else everything - _first_block_and_table(model)
     block = held(one_layer(model), "none")
     for part, alive in _inside(model, block, batch * seq, kind, None if flash else seq):
         moments += [
-            moment(f"in the last block's {part}", cast, before, alive, gradients=gradients_kept),
-            moment(f"in the first block's {part}", cast, alive),
+            moment(
+                f"in the last block's {part}",
+                cast,
+                before,
+                alive,
+                gradients=everything * gradients_kept,
+            ),
+            moment(f"in the first block's {part}", cast, alive, gradients=later),
         ]
     return max(moments, key=lambda moment: moment.total)
 
@@ -120,6 +135,16 @@ def _roots(model: Transformer, kind: Precision, foreach: bool) -> Breakdown:
 
 def _count(model: Transformer) -> int:
     return int(parameters(model).total)
+
+
+def _first_block_and_table(model: Transformer) -> int:
+    """Parameters whose gradients are not there yet when the backward enters the first block."""
+    groups = parameters(one_layer(model))
+    block = sum(
+        int(group.total) for group in groups if group.name in ("attention", "mlp", "experts")
+    )
+    table = 0 if model.tied else int(groups["embedding"].total)
+    return block + table
 
 
 def _largest(model: Transformer) -> int:

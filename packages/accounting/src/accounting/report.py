@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from accounting.breakdown import Breakdown, binary_size, readable
-from accounting.communication import Communication, communication
+from accounting.collective import Communication
+from accounting.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache

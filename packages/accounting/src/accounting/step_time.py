@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from accounting.breakdown import Breakdown, product, total
-from accounting.communication import Collective, communication
+from accounting.collective import Collective
+from accounting.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.plan import Plan
