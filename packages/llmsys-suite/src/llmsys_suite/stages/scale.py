@@ -83,14 +83,14 @@ def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
 
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
+    at = 10 * max(BUDGETS_FLOPS)
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
         try:
             law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
+            optimum = law.optimal(at)
         except ValueError as error:
             return {"law": None, "doubts": [str(error)]}
-    at = 10 * max(BUDGETS_FLOPS)
-    optimum = law.optimal(at)
     assert optimum.intervals is not None
     return {
         "law": {"scale": law.scale, "exponent": law.exponent},
