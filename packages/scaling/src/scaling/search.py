@@ -20,6 +20,9 @@ Loss = Literal["huber", "lad", "squares"]
 SAME = 1e-8
 """Objectives that differ by less, relatively, are one optimum."""
 
+PATIENCE = 1000
+"""Steps after which a start has not converged; almost all need less than a hundred."""
+
 REVIVALS = 4.0 ** -np.arange(13)
 """Sizes at which a dead term is tried again, in spreads of the loss."""
 
@@ -44,12 +47,12 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     starts = grid_starts(problem)
     if not prove:
         starts = starts[np.argsort(newton.objective(problem, starts, first))[:8]]
-    ends = newton.polish(problem, starts, delta=first)
+    ends = newton.polish(problem, starts, delta=first, max_steps=PATIENCE)
     for _ in range(3):
         back, revived = _revive(problem, ends, first)
         if not len(back):
             break
-        again = newton.polish(problem, revived, delta=first)
+        again = newton.polish(problem, revived, delta=first, max_steps=PATIENCE)
         ends.theta[back], ends.objective[back] = again.theta, again.objective
         ends.converged[back] = again.converged
     if loss == "lad":

@@ -89,27 +89,32 @@ class Shape:
     """(budgets, budgets) of the bottoms, for a unit variance of log loss."""
 
 
-def common_shape(u: Sequence[Array], loss: Sequence[Array]) -> Shape:
-    """Least squares in log loss over p, q >= 0 and three coefficients for every budget.
+def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:
+    """Least squares in log loss over p, q > 0 and three coefficients for every budget.
 
-    The coefficients follow linearly from p and q, so the search is over two numbers (variable
-    projection). The covariance is that of all coefficients and both numbers together.
+    `sizes` are u = log N less its mean in each budget. The coefficients follow linearly from p and
+    q, so the search is over two numbers (variable projection). The covariance is that of all
+    coefficients and both numbers together.
     """
+    # Budgets of fewer runs are filled up with runs of no weight.
+    count, longest = len(sizes), max(map(len, sizes))
+    u, w = np.zeros((count, longest)), np.zeros((count, longest))
+    for i, (x, loss) in enumerate(zip(sizes, losses, strict=True)):
+        u[i, : len(x)], w[i, : len(x)] = x, 1 / loss
+    seen = w > 0
 
     def residuals(logs: Array) -> Array:
-        return np.concatenate(
-            [x @ c - 1 for x, c in zip(*_solve(u, loss, *np.exp(logs)), strict=True)]
-        )
+        basis, _ = np.linalg.qr(_terms(u, *np.exp(logs)) * w[..., None])
+        left: Array = basis @ (basis.transpose(0, 2, 1) @ seen[..., None]) - seen[..., None]
+        return left[..., 0][seen]
 
     def jacobian(logs: Array) -> Array:
         """Kaufman's: the slopes of the terms, less what the coefficients would take up."""
         p, q = np.exp(logs)
-        rows = []
-        for x, c, v, y in zip(*_solve(u, loss, p, q), u, loss, strict=True):
-            slope = _slopes(v, p, q, c) / y[:, None] * (p, q)
-            basis = np.linalg.qr(x)[0]
-            rows.append(slope - basis @ (basis.T @ slope))
-        return np.concatenate(rows)
+        basis, c = _solve(u, w, p, q)
+        slope = _slopes(u, p, q, c) * w[..., None] * (p, q)
+        free: Array = slope - basis @ (basis.transpose(0, 2, 1) @ slope)
+        return free[seen]
 
     starts = itertools.product(np.log(EXPONENTS), repeat=2)
     start = min(starts, key=lambda logs: float((residuals(np.array(logs)) ** 2).sum()))
@@ -123,39 +128,39 @@ def common_shape(u: Sequence[Array], loss: Sequence[Array]) -> Shape:
         gtol=1e-15,
     )
     p, q = map(float, np.exp(found.x))
-    columns, coefficients = _solve(u, loss, p, q)
-    count = len(u)
-    total = np.zeros((sum(map(len, u)), 3 * count + 2))
-    moves, bottoms, row = np.zeros((count, 3 * count + 2)), np.full(count, math.nan), 0
-    for i, (x, c, v, y) in enumerate(zip(columns, coefficients, u, loss, strict=True)):
-        rows = slice(row, row := row + len(v))
-        total[rows, 3 * i : 3 * i + 3] = x
-        total[rows, -2:] = _slopes(v, p, q, c) / y[:, None]
+    _, coefficients = _solve(u, w, p, q)
+    terms, slopes = _terms(u, p, q) * w[..., None], _slopes(u, p, q, coefficients) * w[..., None]
+    total = np.zeros((count, longest, 3 * count + 2))
+    moves, bottoms = np.zeros((count, 3 * count + 2)), np.full(count, math.nan)
+    total[..., -2:] = slopes
+    for i, c in enumerate(coefficients):
+        total[i, :, 3 * i : 3 * i + 3] = terms[i]
         if c[1] > 0 and c[2] > 0:
             bottoms[i] = bottom = math.log(c[1] / c[2]) / (p + q)
             moves[i, 3 * i + 1 : 3 * i + 3] = np.array([1 / c[1], -1 / c[2]]) / (p + q)
             moves[i, -2:] = -bottom / (p + q)
     # The columns differ by many orders, so they are scaled before they are inverted.
-    scale = np.linalg.norm(total, axis=0) + 1e-300
-    inverse = np.linalg.pinv(total / scale, rcond=1e-13)
+    scale = np.linalg.norm(total[seen], axis=0) + 1e-300
+    inverse = np.linalg.pinv(total[seen] / scale, rcond=1e-13)
     moves = (moves / scale) @ inverse
-    return Shape((p, q), np.array(coefficients), bottoms, moves @ moves.T)
+    return Shape((p, q), coefficients, bottoms, moves @ moves.T)
 
 
 def _terms(u: Array, p: float, q: float) -> Array:
-    """(n, 3): 1, exp(-p u) / p, exp(q u) / q; their sum is level at u = 0."""
-    return np.stack([np.ones_like(u), np.exp(-p * u) / p, np.exp(q * u) / q], axis=1)
+    """(…, 3): 1, exp(-p u) / p, exp(q u) / q; their sum is level at u = 0."""
+    return np.stack([np.ones_like(u), np.exp(-p * u) / p, np.exp(q * u) / q], axis=-1)
 
 
 def _slopes(u: Array, p: float, q: float, c: Array) -> Array:
-    """(n, 2) slopes of the curve in p and q."""
+    """(budgets, n, 2) slopes of the curves in p and q."""
     falling, rising = np.exp(-p * u) / p, np.exp(q * u) / q
-    return np.stack([-c[1] * falling * (u + 1 / p), c[2] * rising * (u - 1 / q)], axis=1)
+    c1, c2 = c[:, 1:2], c[:, 2:3]
+    return np.stack([-c1 * falling * (u + 1 / p), c2 * rising * (u - 1 / q)], axis=-1)
 
 
-def _solve(
-    u: Sequence[Array], loss: Sequence[Array], p: float, q: float
-) -> tuple[list[Array], list[Array]]:
-    """The terms over the loss, and their coefficients, for each budget."""
-    columns = [_terms(v, p, q) / y[:, None] for v, y in zip(u, loss, strict=True)]
-    return columns, [np.asarray(np.linalg.lstsq(x, np.ones(len(x)))[0]) for x in columns]
+def _solve(u: Array, w: Array, p: float, q: float) -> tuple[Array, Array]:
+    """An orthonormal basis of the weighted terms, and the coefficients, for each budget."""
+    basis, triangle = np.linalg.qr(_terms(u, p, q) * w[..., None])
+    ones = (w > 0).astype(np.float64)[..., None]
+    c: Array = np.linalg.solve(triangle, basis.transpose(0, 2, 1) @ ones)[..., 0]
+    return basis, c
