@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from scaling import (
     sweep_learning_rate,
     training,
 )
+from scaling.batch_size import SETTINGS
 
 
 def test_sgd_on_linear_regression_follows_the_exact_law():
@@ -114,6 +117,19 @@ def test_rate_laws_are_recovered():
     assert 16 <= surge.batch_size <= 40
     np.testing.assert_allclose(surge.predict(surge.batch_size), surge.highest_rate)
     assert surge.regime(1.0) == "square root"
+
+
+@pytest.mark.timing
+def test_42944_linear_runs_take_6_seconds_and_all_four_sweeps_60():
+    sweep_learning_rate(seeds=1, steps=1)
+    seconds, runs = [], []
+    for task, optimizer in SETTINGS:
+        start = time.perf_counter()
+        runs.append(sweep_learning_rate(task, optimizer).runs)
+        seconds.append(time.perf_counter() - start)
+    assert runs[0] == 42_944
+    assert seconds[0] < 6
+    assert sum(seconds) < 60
 
 
 @pytest.mark.gpu

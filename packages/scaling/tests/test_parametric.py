@@ -1,33 +1,46 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scaling import Law, fit_parametric, isoflop_runs, newton
+from scaling import Law, fit_parametric, isoflop_runs, load_runs, newton, search
 from scaling.bench import lbfgs
 from scaling.varpro import Problem
 
+exponents = st.floats(0.06, 1.5)
+constants = st.floats(10, 5000)
 laws = st.builds(
-    Law,
-    E=st.floats(0.3, 3),
-    A=st.floats(50, 3000),
-    B=st.floats(50, 3000),
-    alpha=st.floats(0.2, 0.7),
-    beta=st.floats(0.2, 0.7),
+    Law, E=st.floats(0.1, 3), A=constants, B=constants, alpha=exponents, beta=exponents
 )
 
 
+def rounding_of_exponents(law, runs):
+    """How far half an ulp in every loss may move alpha and beta, to first order."""
+    problem = Problem.of(runs)
+    slope = newton.sensitivity(problem, problem.centred(law))
+    norm = np.linalg.norm(slope, axis=1)
+    covariance = np.linalg.inv((slope / norm[:, None]) @ (slope / norm[:, None]).T)
+    return 1.1e-16 * np.sqrt(np.diag(covariance))[3:] / norm[3:]
+
+
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@pytest.mark.filterwarnings("ignore:.*converged starts reached the best objective")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
+@example(Law(1, 50, 50, 0.2, 0.2), "huber")
+@example(Law(1.1, 811, 901, 1.2, 0.1), "huber")
+@example(Law(1, 3000, 260, 0.06, 1.5), "lad")
+@example(Law(2, 940, 230, 0.1, 0.1), "squares")
+@example(Law(1.03, 59, 54, 1.2, 1.2), "squares")
 def test_a_noiseless_law_is_recovered_whatever_law_it_was(law, loss):
-    fit = fit_parametric(isoflop_runs(law), loss, prove=True)
+    runs = isoflop_runs(law)
+    # Two exponents near 1.5 leave a ten-billionth of the loss, whose digits float64 cuts off.
+    assume(rounding_of_exponents(law, runs).max() < 1e-8)
+    fit = fit_parametric(runs, loss, prove=True)
     assert fit.law.alpha == pytest.approx(law.alpha, abs=1e-6)
     assert fit.law.beta == pytest.approx(law.beta, abs=1e-6)
     truth = law.optimal(1e24).parameters
     assert fit.law.optimal(1e24).parameters == pytest.approx(truth, rel=1e-4)
-    # At the flattest corner (both exponents 0.2) two starts settle early, and the fit says so.
-    assert fit.proof.landed >= fit.proof.converged - 5
+    assert fit.proof.holds
+    assert fit.proof.converged >= 275
 
 
 @pytest.mark.parametrize("loss", ["huber", "lad", "squares"])
@@ -37,12 +50,36 @@ def test_every_start_that_converges_lands_on_the_answer_under_noise(loss):
     assert fit.proof.landed == fit.proof.converged >= 285
 
 
+def test_a_start_whose_term_died_is_brought_back():
+    """Without, this law's starts end in two places: with all three terms, and without B."""
+    problem = Problem.of(isoflop_runs(Law(1, 50, 50, 0.2, 0.2)))
+    dead = np.array([[1.776, -0.953, -29.0, 0.258, 0.025]])
+    ends = newton.polish(problem, dead, delta=1e-3)
+    assert ends.converged[0]
+    assert newton.vanished(problem, ends.theta).tolist() == [[False, True]]
+    back, revived = search._revive(problem, ends, 1e-3)
+    assert back.tolist() == [0]
+    assert newton.objective(problem, revived, 1e-3) < ends.objective
+    again = newton.polish(problem, revived, delta=1e-3)
+    np.testing.assert_allclose(again.theta[0, 3:], 0.2, rtol=1e-9)
+
+
+def test_a_term_that_the_runs_do_not_show_stays_dead():
+    """Losses that tokens do not lower: no revival helps, and the edge is the optimum."""
+    runs = isoflop_runs()
+    flat = 2 + 400 * runs.parameters**-0.35 * (1 + 1e-3 * np.log(runs.tokens / 1e9))
+    problem = Problem.of(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
+    theta, proof = search.search(problem, "squares", np.inf, True)
+    assert newton.vanished(problem, theta).tolist() == [[False, True]]
+    assert proof.holds
+
+
 def test_the_objective_is_not_above_that_of_lbfgs_from_many_starts():
     runs = isoflop_runs(noise=5e-3, seed=2)
     assert fit_parametric(runs).objective <= lbfgs(runs, 60) * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), delta=st.sampled_from([1e-3, 1e-2, np.inf]))
 def test_derivatives_agree_with_differences(seed, delta):
     rng = np.random.default_rng(seed)

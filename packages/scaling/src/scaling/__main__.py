@@ -18,8 +18,9 @@ from scaling.bootstrap import bootstrap
 from scaling.design import design
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
 from scaling.law import Interval, Optimum
-from scaling.parametric import Loss, ParametricFit, fit_parametric
+from scaling.parametric import ParametricFit, fit_parametric
 from scaling.runs import Runs, ScalingWarning, load_runs
+from scaling.search import Loss
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,9 +15,11 @@ import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.law import CONSTANTS, Interval, Optimum, checked
-from scaling.parametric import ParametricFit, refit
+from scaling.newton import vanished
+from scaling.parametric import ParametricFit
 from scaling.quantity import FIELDS, Quantity, loss_at, optimum, quantity
 from scaling.runs import Array, ScalingWarning
+from scaling.search import refit
 from scaling.varpro import Problem
 
 
@@ -92,7 +94,8 @@ def bootstrap(
     starts = np.tile(problem.centred(fit.law), (resamples, 1))
     weights = counts.astype(np.float64)
     ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
-    failed = int((~ends.converged).sum())
+    settled = ends.converged & ~vanished(problem, ends.theta).any(1)
+    failed = int((~settled).sum())
     if failed * 100 > resamples:
         warnings.warn(
             f"{failed} of {resamples} refits did not settle on a law: {n} runs do not fix five "

@@ -1,7 +1,8 @@
 """IsoFLOP curves: the best model size of each budget, and the power law through those sizes.
 
-Notable: the size is the bottom of a parabola in log N, not the best run, which can only be a size
-that somebody happened to train; D follows from C = 6 N D, so both laws agree at every budget.
+Notable: the size is the bottom of a curve in log N, not the best run, which can only be a size
+that somebody happened to train; D follows from C = 6 N D, so both laws agree at every budget; the
+line weighs each budget by how well its runs fix the bottom, so that the interval holds.
 (Hoffmann et al. 2022, section 3.2, "Approach 2".)
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from scipy.special import stdtrit
 
 from scaling.law import Interval, Optimum, checked
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.valley import Valley, common_shape, polynomial_bottom
 
 Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
 
@@ -27,18 +29,6 @@ COARSE = 2.5
 
 COARSE_MINIMUM = 1.2
 """The same where the best run itself is taken for the optimum."""
-
-
-@dataclass(frozen=True)
-class Valley:
-    """One budget: where its loss is least, from which runs."""
-
-    compute: float
-    parameters: float
-    loss: float
-    runs: Runs
-    coefficients: tuple[float, ...] | None
-    """c of loss = c0 + c1 u + c2 u^2 + …, where u is log N less its mean over the runs."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,8 @@ class IsoflopFit:
     scale: float
     exponent: float
     offset: float
+    covariance: Array
+    """(2, 2) of the line's height at the middle budget and its slope, in logs."""
     level: float
     warnings: tuple[str, ...]
 
@@ -62,15 +54,13 @@ class IsoflopFit:
         ValueError where an offset makes N negative.
         """
         n = self._size(compute)
-        x = np.log([v.compute for v in self.valleys])
-        y = np.log([v.parameters for v in self.valleys])
-        errors = y - np.log([self._size(v.compute) for v in self.valleys])
-        freedom = len(x) - 2 - (self.offset != 0)
+        freedom = len(self.valleys) - 2 - (self.offset != 0)
         low, high = 0.0, math.inf
         if freedom > 0:
-            leverage = (math.log(compute) - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
-            variance = float((errors**2).sum()) / freedom * (1 / len(x) + leverage)
-            half = float(stdtrit(freedom, 0.5 + self.level / 2)) * math.sqrt(variance)
+            middle = float(np.mean(np.log([v.compute for v in self.valleys])))
+            reach = np.array([1.0, math.log(compute) - middle])
+            deviation = math.sqrt(float(reach @ self.covariance @ reach))
+            half = float(stdtrit(freedom, 0.5 + self.level / 2)) * deviation
             low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
         pairs = compute / FLOPS_PER_PARAMETER_TOKEN
         intervals = {
@@ -95,18 +85,20 @@ def fit_isoflop(
     *,
     nearest: int | None = None,
     bandwidth: float | None = None,
-    degree: int = 2,
+    degree: int | None = None,
     tolerance: float = 0.05,
     level: float = 0.95,
 ) -> IsoflopFit:
     """The law of the optimum through the valley of every budget.
 
-    "parabola" fits one in log N to each budget: through all its runs, or through the `nearest` to
-    the best, or with weights exp(-(distance / bandwidth)^2 / 2) by the distance in log N to its
-    bottom. The closer, the less the valley's skew matters and the more its noise; `degree` 3 or 4
-    instead of 2 follows the skew. "minimum" takes the best run instead, and a line in logs;
-    "minimum-linear" fits a C^b to the best runs by least squares in N, "minimum-offset" a C^b + c.
-    Those three are for comparison, and warn. Budgets are told apart by `tolerance` in compute.
+    "parabola" fits one in log N to each budget, bent by a skew that all budgets share (see
+    `valley`). With `degree` 2 it is a plain one, with 3 or 4 a polynomial that follows each budget
+    by itself: through all its runs, or through the `nearest` to the best, or with weights
+    exp(-(distance / bandwidth)^2 / 2) by the distance in log N to its bottom; both of these take
+    degree 2 unless told. So do budgets of too few runs for a shared skew. "minimum" takes the best
+    run instead, and a line in logs; "minimum-linear" fits a C^b to the best runs by least squares
+    in N, "minimum-offset" a C^b + c. Those three are for comparison, and warn. Budgets are told
+    apart by `tolerance` in compute.
 
     ValueError: fewer than five runs, one budget, too few runs for a parabola, a law that falls or
     is negative. ScalingWarning: coarse grids, a minimum at an edge, minima that do not grow with
@@ -124,8 +116,16 @@ def fit_isoflop(
             f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
         )
     doubts: list[str] = []
-    valleys = [_valley(group, method, nearest, bandwidth, degree, doubts) for group in budgets]
-    kept = tuple(v for v in valleys if v is not None)
+    groups = [_look(group, method, doubts) for group in budgets]
+    local = nearest is not None or bandwidth is not None
+    if method != "parabola":
+        kept, covariance = [_least(group) for group in groups], np.eye(len(groups))
+    elif degree is None and not local and sum(map(len, groups)) > 3 * len(groups) + 2:
+        kept, covariance = _skewed_alike(groups, doubts)
+    else:
+        found = (_polynomial(g, nearest, bandwidth, degree or 2, doubts) for g in groups)
+        kept = [v for v in found if v is not None]
+        covariance = np.eye(len(kept))
     if len(kept) < 2:
         raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(doubts))
     n = [v.parameters for v in kept]
@@ -139,7 +139,8 @@ def fit_isoflop(
         doubts.append(
             f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval"
         )
-    scale, exponent, offset = _power_law(np.array([v.compute for v in kept]), np.array(n), method)
+    c = np.array([v.compute for v in kept])
+    scale, exponent, offset, covariance = _power_law(c, np.array(n), covariance, method)
     if offset:
         doubts.append(
             f"the offset {offset:.3g} in N = a C^b + c contradicts C = 6 N D: N and D cannot both"
@@ -152,22 +153,23 @@ def fit_isoflop(
         )
     for message in doubts:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    return IsoflopFit(runs, method, kept, scale, exponent, offset, level, tuple(doubts))
+    return IsoflopFit(
+        runs, method, tuple(kept), scale, exponent, offset, covariance, level, tuple(doubts)
+    )
 
 
-def _valley(
-    group: Runs,
-    method: Method,
-    nearest: int | None,
-    bandwidth: float | None,
-    degree: int,
-    doubts: list[str],
-) -> Valley | None:
-    """One budget's bottom; None, and a doubt, where it has none."""
+def _where(group: Runs) -> str:
+    return f"compute = {_budget(group):.3g} (rows {list_some(group.rows)})"
+
+
+def _budget(group: Runs) -> float:
+    return float(np.exp(np.log(group.compute).mean()))
+
+
+def _look(group: Runs, method: Method, doubts: list[str]) -> Runs:
+    """The runs of a budget by size, and what is doubtful about them."""
     group = group[np.argsort(group.parameters, kind="stable")]
-    x, compute = np.log(group.parameters), float(np.exp(np.log(group.compute).mean()))
-    best = int(np.argmin(group.loss))
-    where = f"compute = {compute:.3g} (rows {list_some(group.rows)})"
+    x, best, where = np.log(group.parameters), int(np.argmin(group.loss)), _where(group)
     if (spread := group.compute.max() / group.compute.min()) > 1.2:
         doubts.append(f"{where}: 'compute' spans a factor of {spread:.2f}: not one budget")
     if best in (0, len(group) - 1):
@@ -175,45 +177,73 @@ def _valley(
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
     if gap > (COARSE if method == "parabola" else COARSE_MINIMUM):
         doubts.append(f"{where}: 'parameters' {gap:.2f}x apart leave the best size to the form")
-    if method != "parabola":
-        return Valley(compute, math.exp(x[best]), float(group.loss[best]), group, None)
+    return group
+
+
+def _least(group: Runs) -> Valley:
+    best = int(np.argmin(group.loss))
+    size, loss = float(group.parameters[best]), float(group.loss[best])
+    return Valley(_budget(group), size, loss, group)
+
+
+def _polynomial(
+    group: Runs, nearest: int | None, bandwidth: float | None, degree: int, doubts: list[str]
+) -> Valley | None:
+    """One budget's bottom by itself; None, and a doubt, where it has none."""
+    where, x = _where(group), np.log(group.parameters)
     if nearest is not None:
+        best = int(np.argmin(group.loss))
         near = np.sort(np.argsort(np.abs(x - x[best]), kind="stable")[:nearest])
         group, x = group[near], x[near]
-    if len(np.unique(x)) <= degree:
-        doubts.append(f"{where}: {len(np.unique(x))} sizes do not fix degree {degree}; left out")
+    if not _enough(x, degree + 1, where, doubts):
         return None
-    c, bottom = _curve(x, group.loss, degree, bandwidth)
+    c, bottom = polynomial_bottom(x, group.loss, degree, bandwidth)
     if bottom is None:
         doubts.append(f"{where}: 'loss' has no bottom within 'parameters'; left out")
         return None
     loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), c))
-    return Valley(compute, math.exp(bottom), loss, group, (*map(float, c),))
+    return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, c),))
 
 
-def _curve(
-    x: Array, loss: Array, degree: int, bandwidth: float | None
-) -> tuple[Array, float | None]:
-    """Coefficients in x - mean, and the lowest bottom inside; the weights follow the bottom."""
-    bottom = float(x[np.argmin(loss)])
-    for _ in range(20 if bandwidth else 1):
-        # polyfit squares its weights.
-        weights = np.exp(-0.25 * ((x - bottom) / bandwidth) ** 2) if bandwidth else None
-        c = np.polynomial.polynomial.polyfit(x - x.mean(), loss, degree, w=weights)
-        curve = np.polynomial.Polynomial(c)
-        flat = curve.deriv().roots()
-        flat = flat[np.isreal(flat)].real
-        flat = flat[(curve.deriv(2)(flat) > 0) & (flat >= x[0] - x.mean())]
-        flat = flat[flat <= x[-1] - x.mean()]
-        if not flat.size:
-            return c, None
-        bottom = float(flat[np.argmin(curve(flat))] + x.mean())
-    return c, bottom
+def _enough(x: Array, needed: int, where: str, doubts: list[str]) -> bool:
+    sizes = len(np.unique(x))
+    if sizes < needed:
+        doubts.append(f"{where}: {sizes} sizes do not fix {needed} coefficients; left out")
+    return sizes >= needed
 
 
-def _power_law(c: Array, n: Array, method: Method) -> tuple[float, float, float]:
-    exponent, log_scale = np.polyfit(np.log(c), np.log(n), 1)
-    scale, offset = math.exp(log_scale), 0.0
+def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], Array]:
+    """The budgets that have a bottom, and the covariance of the bottoms up to a factor."""
+    sizes = [np.log(g.parameters) for g in groups]
+    pairs = zip(groups, sizes, strict=True)
+    groups = [g for g, x in pairs if _enough(x, 3, _where(g), doubts)]
+    if not groups:
+        return [], np.empty((0, 0))
+    sizes = [np.log(g.parameters) for g in groups]
+    shape = common_shape([x - x.mean() for x in sizes], [g.loss for g in groups])
+    valleys, kept = [], []
+    for i, (group, x) in enumerate(zip(groups, sizes, strict=True)):
+        bottom = float(shape.bottoms[i] + x.mean())
+        if not x[0] <= bottom <= x[-1]:
+            doubts.append(f"{_where(group)}: 'loss' has no bottom within 'parameters'; left out")
+            continue
+        c, size = shape.coefficients[i], math.exp(bottom)
+        curve = Valley(_budget(group), size, 0.0, group, (*map(float, c),), shape.exponents)
+        valleys.append(replace(curve, loss=float(curve.predict(np.array([size]))[0])))
+        kept.append(i)
+    return valleys, shape.covariance[np.ix_(kept, kept)]
+
+
+def _power_law(
+    c: Array, n: Array, covariance: Array, method: Method
+) -> tuple[float, float, float, Array]:
+    """Scale, exponent and offset, and the covariance of the line in logs from its scatter."""
+    x, y = np.log(c), np.log(n)
+    rows = np.stack([np.ones_like(x), x - x.mean()], axis=1)
+    weight = np.linalg.inv(covariance / np.trace(covariance))
+    inverse = np.linalg.inv(rows.T @ weight @ rows)
+    height, exponent = map(float, inverse @ rows.T @ weight @ y)
+    scale, offset = math.exp(height - exponent * float(x.mean())), 0.0
     if method in ("minimum-linear", "minimum-offset"):
         # In units of the means: curve_fit's steps are absolute.
         u, v = c / c.mean(), n / n.mean()
@@ -231,4 +261,7 @@ def _power_law(c: Array, n: Array, method: Method) -> tuple[float, float, float]
             f"the fitted law N = {scale:.3g} C^{exponent:.3g} does not grow with compute: these"
             " budgets do not fix an optimum"
         )
-    return float(scale), float(exponent), offset
+    errors = y - np.log(np.maximum(scale * c**exponent + offset, 1e-300))
+    freedom = max(len(c) - 2 - (offset != 0), 1)
+    scatter = float(errors @ weight @ errors) / freedom
+    return float(scale), float(exponent), offset, scatter * inverse

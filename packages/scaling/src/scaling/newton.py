@@ -15,12 +15,24 @@ from numpy.typing import NDArray
 from scaling.runs import Array
 from scaling.varpro import Problem
 
-# Bounds of (E, a, b, alpha, beta), see `Problem`.
+# Bounds of (E, a, b, alpha, beta), see `Problem`; a and b are relative to the losses' spread.
 LOWEST = np.array([0.0, -30.0, -30.0, 0.02, 0.02])
 HIGHEST = np.array([np.inf, 30.0, 30.0, 3.0, 3.0])
 
-VANISHED = -25.0
-"""A start whose A or B term fell below e^-25 of a nat has left the family: its exponent is free."""
+VANISHED = -12.0
+"""A term below e^-12 of the losses' spread has left the family: its exponent is free."""
+
+
+def bounds(problem: Problem) -> tuple[Array, Array]:
+    """The least and the largest (E, a, b, alpha, beta)."""
+    shift = np.log(max(problem.spread, 1e-16)) * np.array([0.0, 1.0, 1.0, 0.0, 0.0])
+    return LOWEST + shift, HIGHEST + np.maximum(shift, 0)
+
+
+def vanished(problem: Problem, theta: Array) -> NDArray[np.bool_]:
+    """(S, 2) whether the A and the B term of each law is as good as absent."""
+    gone: NDArray[np.bool_] = theta[:, 1:3] <= bounds(problem)[0][1:3] + VANISHED - LOWEST[1]
+    return gone
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Spring:
 
 @dataclass(frozen=True)
 class Polished:
-    """Where each problem of a batch ended; `converged` with all three terms alive."""
+    """Where each problem of a batch ended, and whether it came to rest there."""
 
     theta: Array
     objective: Array
@@ -70,7 +82,7 @@ def polish(
     """
     count, n = len(starts), len(problem.z)
     rows = np.ones((count, 1)) if weights is None else weights
-    theta = np.clip(starts, LOWEST, HIGHEST)
+    theta = np.clip(starts, *bounds(problem))
     value = np.empty(count)
     done = np.zeros(count, dtype=bool)
     steps = 0
@@ -79,7 +91,7 @@ def polish(
         index = np.arange(low, min(low + chunk, count))
         taken = _newton(problem, theta, value, done, index, rows, delta, spring, max_steps)
         steps = max(steps, taken)
-    return Polished(theta, value, done & (theta[:, 1:3] > VANISHED).all(1), steps)
+    return Polished(theta, value, done, steps)
 
 
 def objective(problem: Problem, theta: Array, delta: float) -> Array:
@@ -148,6 +160,7 @@ def _newton(
 ) -> int:
     """Polish the problems at `index` of `result` in place; those that end leave the batch."""
     theta = result[index]
+    lowest, highest = bounds(problem)
     weights = weights[index] if len(weights) > 1 else weights
     point = _Point.at(problem, theta, weights, delta)
     if spring:
@@ -159,8 +172,9 @@ def _newton(
             force, stiffness = spring.derivatives(theta, index)
             gradient += force
             hessian += stiffness
-        move = _solve(theta, gradient, hessian)
-        trial = np.clip(theta + move, LOWEST, HIGHEST)
+        pinned = ((theta <= lowest) & (gradient > 0)) | ((theta >= highest) & (gradient < 0))
+        move = _solve(gradient, hessian, pinned)
+        trial = np.clip(theta + move, lowest, highest)
         new = _Point.at(problem, trial, weights, delta)
         if spring:
             new.objective += spring.energy(trial, index)
@@ -182,9 +196,8 @@ def _newton(
     return max_steps
 
 
-def _solve(theta: Array, gradient: Array, hessian: Array) -> Array:
-    """The Newton step; a parameter that pushes against its bound stays."""
-    pinned = ((theta <= LOWEST) & (gradient > 0)) | ((theta >= HIGHEST) & (gradient < 0))
+def _solve(gradient: Array, hessian: Array, pinned: NDArray[np.bool_]) -> Array:
+    """The Newton step; a parameter that pushes against its bound, pinned, stays."""
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0
     diagonal = np.einsum("sii->si", hessian)

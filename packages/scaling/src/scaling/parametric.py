@@ -10,39 +10,21 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scaling import newton
 from scaling.law import CONSTANTS, Law, Optimum
 from scaling.runs import Array, Runs, ScalingWarning, list_some
-from scaling.varpro import Problem, grid_starts
+from scaling.search import Loss, Proof, search
+from scaling.varpro import Problem
 
 if TYPE_CHECKING:
     from scaling.bootstrap import Bootstrap, Prediction
 
-Loss = Literal["huber", "lad", "squares"]
-
 FEWEST_RUNS = 5
 """As many as there are constants."""
-
-SAME = 1e-8
-"""Objectives that differ by less, relatively, are one optimum."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What became of the starts: `landed` of the `converged` reached the best objective."""
-
-    starts: int
-    converged: int
-    landed: int
-
-    @property
-    def holds(self) -> bool:
-        """Whether every start that converged landed on the same optimum."""
-        return self.landed == self.converged > 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +75,7 @@ def fit_parametric(
     """
     _check(runs, loss, delta)
     problem = Problem.of(runs)
-    theta, proof = _search(problem, loss, delta, prove)
+    theta, proof = search(problem, loss, delta, prove)
     law = problem.law(theta[0])
     errors = newton.residuals(problem, theta)[0]
     found = tuple(_doubts(runs, problem, theta[0], errors, proof))
@@ -101,38 +83,6 @@ def fit_parametric(
         warnings.warn(message, ScalingWarning, stacklevel=2)
     total = _total(errors, loss, delta)
     return ParametricFit(runs, law, loss, delta, total, errors, proof, found)
-
-
-def _search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
-    first = {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
-    starts = grid_starts(problem)
-    if not prove:
-        starts = starts[np.argsort(newton.objective(problem, starts, first))[:8]]
-    ends = refit(problem, starts, loss, delta)
-    best = int(np.argmin(ends.objective))
-    # A residual r is known to a few ulps of 1, which moves the objective by |psi(r)| times that.
-    rounding = 1e-15 * np.abs(np.clip(newton.residuals(problem, ends.theta), -first, first)).sum(1)
-    landed = ends.objective <= ends.objective[best] * (1 + SAME) + 2 * (rounding + rounding[best])
-    proof = Proof(len(starts), int(ends.converged.sum()), int((landed & ends.converged).sum()))
-    return ends.theta[[best]], proof
-
-
-def refit(
-    problem: Problem,
-    starts: Array,
-    loss: Loss,
-    delta: float,
-    *,
-    weights: Array | None = None,
-    finest: float = 1e-9,
-) -> newton.Polished:
-    """`newton.polish` for each loss; LAD is Huber with delta shrinking to `finest`."""
-    first = {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
-    ends = newton.polish(problem, starts, delta=first, weights=weights)
-    while loss == "lad" and first > finest * 1.01:
-        first /= 10
-        ends = newton.polish(problem, ends.theta, delta=first, weights=weights)
-    return ends
 
 
 def _total(errors: Array, loss: Loss, delta: float) -> float:
@@ -179,8 +129,9 @@ def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Pr
             "column 'compute' holds one budget: how the optimum moves with compute rests on the "
             "form of the law alone; train at a second budget"
         )
+    lowest, highest = newton.bounds(problem)
     for i, name in enumerate(CONSTANTS):
-        if theta[i] <= newton.LOWEST[i] or theta[i] >= newton.HIGHEST[i]:
+        if theta[i] <= lowest[i] or theta[i] >= highest[i]:
             value = problem.natural(theta)[i]
             found.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
     spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))

@@ -73,14 +73,13 @@ def _growth(axes: Axes, fit: ParametricFit | IsoflopFit, up_to: float) -> None:
 
 def _valleys(axes: Axes, fit: IsoflopFit) -> None:
     for i, valley in enumerate(fit.valleys):
-        x = np.log(valley.runs.parameters)
+        n = valley.runs.parameters
         colour = f"C{i % 10}"
         label = f"{valley.compute:.0e}"
-        axes.plot(valley.runs.parameters, valley.runs.loss, "o", color=colour, ms=3, label=label)
-        if valley.coefficients:
-            u = np.linspace(x.min(), x.max(), 100)
-            curve = np.polynomial.polynomial.polyval(u - x.mean(), valley.coefficients)
-            axes.plot(np.exp(u), curve, color=colour)
+        axes.plot(n, valley.runs.loss, "o", color=colour, ms=3, label=label)
+        if valley.coefficients is not None:
+            fine = np.geomspace(n.min(), n.max(), 100)
+            axes.plot(fine, valley.predict(fine), color=colour)
         axes.plot(valley.parameters, valley.loss, "k*", ms=7)
     axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats)", title="IsoFLOP valleys")
     axes.legend(title="FLOPs", fontsize=7)

@@ -36,6 +36,11 @@ class Problem:
         x, y, z = np.log(runs.parameters), np.log(runs.tokens), np.log(runs.loss)
         return Problem(x - x.mean(), y - y.mean(), z, float(x.mean()), float(y.mean()))
 
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the losses: the scale on which a term is large or small."""
+        return float(np.exp(self.z).std())
+
     def natural(self, theta: Array) -> Array:
         """(…, 5) centred parameters as (E, A, B, alpha, beta)."""
         e, a, b, alpha, beta = np.moveaxis(theta, -1, 0)
@@ -71,8 +76,8 @@ def grid_starts(problem: Problem, grid: Array = GRID) -> Array:
     moment[..., 1] = columns_x.sum(1)[:, None]
     moment[..., 2] = columns_y.sum(1)
     coefficients = _nonnegative(gram, moment)
-    # A term that is switched off keeps a fiftieth of the loss, or its exponent could not move.
-    floor = 0.02 * np.exp(problem.z.mean())
+    # A term that is switched off keeps a part of the spread, or its exponent could not move.
+    floor = 0.05 * problem.spread
     theta = np.empty((k, k, 5))
     theta[..., 0] = coefficients[..., 0]
     theta[..., 1:3] = np.log(np.maximum(coefficients[..., 1:], floor))
