@@ -179,7 +179,7 @@ def compiled() -> bool:
 
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_module_inside_and_a_compiled_wrapper() -> None:
-    assert run_ranks(compiled, 2, timeout=120) == [True, True]
+    assert run_ranks(compiled, 2, timeout=300) == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:
