@@ -1,13 +1,28 @@
 """The bench runs every design, counts what it sends, and puts prediction beside measurement."""
 
+import importlib
 import json
+import os
+import socket
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from ddp.bench import SIZES_MB, bench
-from ddp.bench_designs import designs, transformer
+import torch.distributed as dist
+from ddp import BucketRecord, Meter
+from ddp.bench import SIZES_MB, _cores_per_rank, _usual_workloads, bench
+from ddp.bench_designs import Design, busy_transformer, designs, transformer
+from ddp.bench_rows import Link, Measured
+from ddp.bucket import assign_buckets, make_bucket
 from torch import nn
 from worker_pool import run_ranks
+
+MIB = 2**20
+sys.path.insert(0, str(Path(__file__).parent))
+suite_workloads = importlib.import_module("suite_workloads")
+LEFT_OUT = "hooks,unsent 100 MB,given unsent 100 MB"
 
 
 def tiny(device: torch.device):
@@ -17,17 +32,22 @@ def tiny(device: torch.device):
     return model, lambda wrapped: wrapped(x).square().mean()
 
 
+def shared_alike(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
 def rows(wanted: str) -> list[dict]:
     # The file is loaded under this name on the ranks.
     options = {"model": "ranks_test_bench:tiny", "all_reduce": "torch.distributed:all_reduce"}
+    options["allocate"] = "ranks_test_bench:shared_alike"
     return bench(quick=True, designs=wanted, rounds=3, **options)
 
 
 @pytest.mark.filterwarnings("default")
 def test_every_design_has_a_row_with_what_it_sent() -> None:
     sizes = ",".join(f"{size:g} MB" for size in SIZES_MB)
-    ours = f"none,naive,flat,overlapped,{sizes},predicted,given 25 MB,PowerSGD 10 MB"
-    first, second = run_ranks(rows, 2, ours, timeout=120)
+    ours = f"none,naive,flat,overlapped,{sizes},predicted,given 25 MB,PowerSGD 10 MB,{LEFT_OUT}"
+    first, second = run_ranks(rows, 2, ours, timeout=300)
     assert second == []
     steps = {row["design"]: row for row in first if row["case"] == "step"}
     swept = [row for row in first if row["case"] == "sweep"]
@@ -42,7 +62,11 @@ def test_every_design_has_a_row_with_what_it_sent() -> None:
         "given 25 MB": 1,
     }.items():
         assert (steps[name]["calls"], steps[name]["gradient_bytes"]) == (calls, gradient_bytes)
+    for name in ("none", *LEFT_OUT.split(",")):
+        assert steps[name]["gradient_bytes"] == "-"
     assert steps["none"]["ratio_to_none_p50"] == 1
+    assert steps["flat"]["exposed_ratio_to_flat"] == 1
+    assert {row["workload"] for row in first} == {"tiny"}
     assert f"{prediction['predicted_mb']:g} MB" in {row["design"] for row in swept}
     assert 1 in {row["ratio_to_best_p50"] for row in swept}
     json.dumps(first)
@@ -50,16 +74,98 @@ def test_every_design_has_a_row_with_what_it_sent() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_torchs_own_wrapper_takes_turns_with_ours() -> None:
-    (measured,) = run_ranks(rows, 1, "10 MB,torch,torch tuned", timeout=120)
+    (measured,) = run_ranks(rows, 1, "10 MB,torch,torch tuned", timeout=300)
     ours, default, tuned = measured
     assert (ours["design"], default["design"], tuned["design"]) == ("10 MB", "torch", "torch tuned")
     assert default["ratio_to_torch_p90"] == tuned["ratio_to_torch_tuned_p10"] == 1
     assert 0 < ours["ratio_to_torch_p10"] <= ours["ratio_to_torch_p50"]
-    assert ours["ratio_to_none_p50"] == "-"
+    assert ours["ratio_to_none_p50"] == ours["communication_share"] == "-"
+
+
+def measured(**seconds: tuple[float, float, float, float]) -> Measured:
+    """Two equal turns of designs whose (step, backward, after backward, cpu) are given."""
+    meter = Meter()
+    meter.record([BucketRecord(("w",), 1, 80, 0, 0.0, 1.0, 1.0)], (0.0, 1.0))
+    meters = {name: meter if name == "flat" else None for name in seconds}
+    ours = [Design(name, nn.Identity(), lambda: None, meters[name]) for name in seconds]
+    timings = np.array([list(seconds.values())] * 2)
+    return Measured("made up", 80, Link(20.0, 0.1), 1.0, ours, timings)
+
+
+def bound(**seconds: tuple[float, float, float, float]) -> dict:
+    (row,) = (row for row in measured(**seconds).rows if row["case"] == "bound")
+    return row
+
+
+def test_the_bound_is_that_of_the_link_or_of_the_processor() -> None:
+    # 80 bytes at 20 a second take 4 s; 3 s of backward pass hide three of them.
+    steps = {"none": (5.0, 3.0, 0.0, 5.0), "flat": (9.5, 3.0, 4.5, 5.5), "torch": (8.0, 6.0, 0, 6)}
+    row = bound(**steps)
+    assert (row["wire_ms"], row["overlap_bound_ms"], row["cpu_bound_ms"]) == (4000, 6000, 5500)
+    assert row["bound_ratio_to_torch"] == 6 / 8
+    assert row["bound_exposed_ratio_to_flat"] == 1 / 4.5
+    # Where communication itself takes the processor, that bounds the step.
+    row = bound(**steps | {"flat": (9.5, 3.0, 4.5, 7.5), "torch": (8.0, 6.0, 0.0, 7.0)})
+    assert (row["cpu_bound_ms"], row["bound_ratio_to_torch"]) == (7000, 7 / 8)
+
+
+@pytest.mark.filterwarnings("default")
+def test_any_model_is_taken_by_its_name_the_suites_included() -> None:
+    pytest.importorskip("llmsys_suite.model")
+    (first,) = run_ranks(suite_rows, 1, suite_workloads.__file__, timeout=300)
+    (step,) = (row for row in first if row["case"] == "step")
+    # 12 layers of 4 d^2 + 3 d f and two norms, a norm, an embedding and a head.
+    d, f = 768, 3072
+    numel = 12 * (4 * d * d + 3 * d * f + 2 * d) + d + 2 * 256 * d
+    assert (step["workload"], step["gradient_bytes"]) == ("small", 4 * numel)
+
+
+def test_the_suites_xl_fits_in_buckets_that_hold_one_set_of_gradients() -> None:
+    pytest.importorskip("llmsys_suite.model")
+    # Without memory behind it: two ranks would take 16 GB in bfloat16, 31 GB in float32.
+    model, loss = suite_workloads.xl(torch.device("meta"))
+    parameters = list(model.parameters())
+    loss(model).backward()
+    runs = assign_buckets(parameters, range(len(parameters)), 25 * MIB)
+    buckets = [make_bucket(run, parameters, None, None) for run in runs]
+    gradients = [view for bucket in buckets for view in bucket.views]
+    assert [g.shape for g in gradients] == [p.grad.shape for p in parameters]
+    # 48 layers of 4 d^2 + 3 d f and two norms, a norm, an embedding and a head.
+    d, f = 1600, 6400
+    numel = 48 * (4 * d * d + 3 * d * f + 2 * d) + d + 2 * 256 * d
+    assert sum(bucket.gradients.nbytes for bucket in buckets) == 2 * numel
+    extra = sum(bucket.tail.nbytes for bucket in buckets)
+    assert extra == 2 * (len(buckets) + len(parameters)) < 1e-5 * 2 * numel
+
+
+def suite_rows(file: str) -> list[dict]:
+    sys.path.insert(0, str(Path(file).parent))
+    return bench(quick=True, model="suite_workloads:small", designs="25 MB", rounds=1)
+
+
+def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
+    module = nn.Linear(2, 2)
+    two = designs(module, [1.0], ["none", "hooks"], {})
+    assert [design.model is module for design in two] == [False, True]
+
+
+def hosts() -> tuple:
+    usual = _usual_workloads()
+    socket.gethostname = lambda: f"host {dist.get_rank()}"
+    return usual, _usual_workloads(), _cores_per_rank()
+
+
+def test_over_a_network_the_bench_adds_a_batch_that_can_hide_the_wire() -> None:
+    small, busy = "ddp.bench_designs:transformer", "ddp.bench_designs:busy_transformer"
+    assert run_ranks(hosts, 2) == [([small], [small, busy], os.cpu_count())] * 2
 
 
 def test_the_workload_is_the_one_the_figures_speak_of() -> None:
-    model, loss = transformer(torch.device("cpu"))
+    for workload in (transformer, busy_transformer):
+        is_the_one(*workload(torch.device("cpu")))
+
+
+def is_the_one(model: nn.Module, loss) -> None:
     parameters = list(model.parameters())
     assert len(parameters) == 74
     assert sum(p.numel() for p in parameters) == 6 * (12 * 512**2 + 13 * 512) + 2 * 1600 * 512

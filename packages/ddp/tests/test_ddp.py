@@ -1,5 +1,7 @@
 """Every design leaves the same weights, and those of one process that saw the whole batch."""
 
+import random
+
 import ddp
 import pytest
 import torch
@@ -9,33 +11,42 @@ from torch.nn import functional as F
 from worker_pool import run_ranks
 
 MIB = 2**20
+DTYPES = (torch.float32, torch.float32, torch.float64)
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused and float64 parameters, a scalar, an empty one, and a buffer."""
+    """Drawn anew for each seed: widths, depth, what is tied, frozen, unused, wide or empty."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        width = int(torch.randint(3, 9, (), generator=generator))
-        depth = int(torch.randint(1, 4, (), generator=generator))
+        draw = random.Random(seed)
         torch.manual_seed(seed)
+        width = draw.randint(3, 9)
         self.embed = nn.Embedding(11, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Linear(width, width, bias=draw.random() < 0.7, dtype=draw.choice(DTYPES))
+            for _ in range(draw.randint(1, 5))
+        )
+        for layer in self.layers:
+            layer.requires_grad_(draw.random() < 0.7)
         self.norm = nn.LayerNorm(width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.unused = nn.Linear(width, width)
+        self.unused = nn.ModuleList(
+            nn.Linear(width, width, dtype=draw.choice(DTYPES)) for _ in range(draw.randint(1, 3))
+        )
         self.wide = nn.Linear(width, width, bias=False, dtype=torch.float64)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.empty(0))
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("shift", torch.randn(width, generator=generator))
+        if draw.random() < 0.5:
+            self.layers.append(self.layers[0])
+        self.register_buffer("shift", torch.randn(width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens) + self.shift
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+            x = x + torch.tanh(layer(x.to(layer.weight.dtype)).float())
         x = self.norm(self.frozen(x)) * self.scale + self.empty.sum()
         return self.head(self.wide(x.double()).float())
 
@@ -94,9 +105,9 @@ def batches(seed: int, step: int, world: int, accumulate: int) -> torch.Tensor:
     return torch.randint(11, (world, accumulate, 2, 6), generator=generator)
 
 
-def all_designs(seed: int, steps: int, accumulate: int, ordered: bool) -> dict:
+def all_designs(seeds: list[int], steps: int, accumulate: int, ordered: bool) -> list[dict]:
     all_reduce = rank_order_all_reduce if ordered else None
-    return {d: train(d, seed, steps, accumulate, all_reduce) for d in DESIGNS}
+    return [{d: train(d, s, steps, accumulate, all_reduce) for d in DESIGNS} for s in seeds]
 
 
 def alone(seed: int, steps: int, accumulate: int, world: int) -> dict:
@@ -129,10 +140,15 @@ def test_all_designs_give_the_same_bits_on_nccl() -> None:
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_all_designs_give_the_same_bits_and_match_one_process(world: int, accumulate: int) -> None:
-    seed, steps = 10 * world + accumulate, 3
-    ranks = run_ranks(all_designs, world, seed, steps, accumulate, world > 2)
+    seeds, steps = list(range(100 * world + 10 * accumulate, 100 * world + 10 * accumulate + 5)), 3
+    ranks = run_ranks(all_designs, world, seeds, steps, accumulate, world > 2, timeout=120)
+    for seed, *of_seed in zip(seeds, *ranks, strict=True):
+        assert_equal_bits_and_close_to(alone(seed, steps, accumulate, world), of_seed)
+
+
+def assert_equal_bits_and_close_to(expected: dict, ranks: list[dict]) -> None:
     reference = ranks[0]["naive"]
-    expected = alone(seed, steps, accumulate, world)
+    assert expected.keys() == reference.keys()
     for rank in ranks:
         for design, weights in rank.items():
             assert weights.keys() == reference.keys()

@@ -1,10 +1,12 @@
 """What goes wrong is said on every rank, in time, with the rank and parameter that caused it."""
 
 import os
+import re
 import socket
 import time
 from datetime import timedelta
 
+import ddp
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
 from worker_pool import try_ranks
 
-TIMEOUT = 6.0  # of the group, seconds
+TIMEOUT = 60.0  # of the group, seconds; nothing below waits for it
 SMALL = 100 / 2**20  # MiB: a bucket or two a layer
 
 
@@ -223,33 +225,37 @@ def test_an_exception_inside_no_sync_reaches_every_rank() -> None:
 # ----- ranks that are gone -----
 
 
-def loses_rank_one(how: str) -> None:
+def loses_rank_one(how: str, grace: float) -> None:
+    rank = dist.get_rank()
+    store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
+    # How long survivors wait for each other's word: on a busy machine that takes a while.
+    ddp.watch.GRACE = grace
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)
     begin = time.monotonic()
-    if dist.get_rank() == 1:
+    if rank == 1:
         if how == "dies":
             os._exit(7)
         if how == "dies in backward":
             model.module.trunk.weight.register_hook(lambda _: os._exit(7))
         if how == "hangs":
-            time.sleep(4.5)
+            store.wait(["0 gave up", "2 gave up"], timedelta(seconds=60))
     try:
         step(model)
     except RuntimeError as error:
-        # The group's timeout, and two seconds to hear from the others.
-        assert time.monotonic() - begin < 2 + 2 + 1 or dist.get_rank() == 1
+        store.set(f"{rank} gave up", "1")
+        seconds = time.monotonic() - begin
         # It stays an error: nobody trains on alone.
         with pytest.raises(RuntimeError, match="out of step"):
             model(torch.ones(2, 5))
-        raise RuntimeError(str(error)) from None
+        raise RuntimeError(f"{error} after {seconds:.2f} s") from None
 
 
 @pytest.mark.parametrize(("how", "world"), [("dies", 2), ("dies in backward", 3), ("hangs", 3)])
 def test_a_lost_rank_is_named_by_every_survivor(how: str, world: int) -> None:
-    said = messages(loses_rank_one, world, how, timeout=20)
+    said = messages(loses_rank_one, world, how, 6.0)
     for rank, message in enumerate(said):
         if rank != 1:
             assert "no word from rank 1: dead or hanging" in message
@@ -259,9 +265,18 @@ def test_a_lost_rank_is_named_by_every_survivor(how: str, world: int) -> None:
         assert "rank 0 gave up" in said[1]
 
 
+@pytest.mark.timing
+@pytest.mark.parametrize("how", ["dies in backward", "hangs"])
+def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> None:
+    said = messages(loses_rank_one, 3, how, 2.0)
+    for rank in (0, 2):
+        seconds = float(re.search(r"after ([\d.]+) s$", said[rank])[1])
+        assert seconds < 2 + 2 + 1
+
+
 def loses_the_store(port: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     loses = DDP(Branches(), SMALL)
     step(loses)
@@ -274,49 +289,8 @@ def test_a_dead_rank_that_hosted_the_store_is_named_too() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    outcomes = try_ranks(loses_the_store, 3, port, timeout=20, backend="")
+    outcomes = try_ranks(loses_the_store, 3, port, timeout=TIMEOUT, backend="")
     assert outcomes[0].exit_code == 7
     for outcome in outcomes[1:]:
         assert "rank 0" in str(outcome.error)
         assert "could not finish" in str(outcome.error)
-
-
-# ----- bad arguments -----
-
-
-def bad_arguments() -> list[str]:
-    said = []
-    for arguments in (
-        {"bucket_size_mb": 0},
-        {"bucket_size_mb": float("nan")},
-        {"gradient_dtype": torch.bfloat16, "compression": object()},
-        {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
-    ):
-        try:
-            DDP(nn.Linear(2, 2), **arguments)
-        except ValueError as error:
-            said.append(str(error))
-    model = DDP(nn.Embedding(5, 2, sparse=True))
-    try:
-        model(torch.tensor([1])).sum().backward()
-    except TypeError as error:
-        said.append(str(error))
-    return said
-
-
-def test_bad_arguments_say_what_to_pass() -> None:
-    (outcome,) = try_ranks(bad_arguments, 1)
-    zero, nan, both, short, sparse = outcome.value
-    assert "bucket_size_mb is 0; it must be above zero, or None" in zero
-    assert "bucket_size_mb is nan" in nan
-    assert "two ways to send" in both
-    assert "allocate returned (8,)" in short
-    assert "need (9,) torch.float32" in short
-    assert "sparse=False" in sparse
-
-
-def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        DDP(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        all_reduce_gradients(nn.Linear(2, 2))

@@ -1,14 +1,13 @@
 """The meter: bytes and calls are those that were sent, and overlap is there where it should be."""
 
 import json
-import threading
 import time
+from collections import deque
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
 from torch import nn
 from worker_pool import run_ranks
@@ -17,36 +16,56 @@ MIB = 2**20
 LAYERS, COMPUTE, TRAVEL = 6, 0.06, 0.02  # seconds a layer
 
 
+class Clock:
+    """Stands in for time.perf_counter: it moves when work is done or awaited, and only then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.due: deque[tuple[float, torch.futures.Future]] = deque()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def move_to(self, then: float) -> None:
+        """Let what ends until then end, each at its own time."""
+        while self.due and self.due[0][0] <= then:
+            self.now, future = self.due.popleft()
+            future.set_result(None)
+        self.now = max(self.now, then)
+
+
 class Slow(torch.autograd.Function):
     """Identity whose backward takes a while."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        time.sleep(COMPUTE)
-        return grad
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.move_to(ctx.clock.now + COMPUTE)
+        return grad, None
 
 
 class SlowNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(LAYERS))
+        self.clock = clock
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = Slow.apply(layer(x))
+            x = Slow.apply(layer(x), self.clock)
         return x.sum()
 
 
 class Handle:
-    def __init__(self) -> None:
-        self.future = torch.futures.Future()
+    def __init__(self, clock: Clock, end: float) -> None:
+        self.clock, self.end, self.future = clock, end, torch.futures.Future()
 
     def wait(self) -> None:
-        self.future.wait()
+        self.clock.move_to(self.end)
 
     def get_future(self) -> torch.futures.Future:
         return self.future
@@ -55,26 +74,21 @@ class Handle:
 class SlowLink:
     """One call at a time, TRAVEL seconds for 64 gradients; counts what it is given."""
 
-    def __init__(self) -> None:
-        self.bytes, self.calls, self._busy = 0, 0, threading.Lock()
+    def __init__(self, clock: Clock) -> None:
+        self.bytes, self.calls, self.clock, self.free = 0, 0, clock, 0.0
 
     def __call__(self, tensor, op, group, async_op):
         self.bytes += tensor.numel() * tensor.element_size()
         self.calls += 1
-        handle = Handle()
-
-        def travel() -> None:
-            with self._busy:
-                time.sleep(TRAVEL * (tensor.numel() // 64))
-            handle.future.set_result(None)
-
-        thread = threading.Thread(target=travel)
-        thread.start()
+        self.free = max(self.free, self.clock.now) + TRAVEL * (tensor.numel() // 64)
+        handle = Handle(self.clock, self.free)
+        self.clock.due.append((self.free, handle.future))
         return handle if async_op else handle.wait()
 
 
 def metered(design: str, folder: str) -> dict:
-    module, link, meter = SlowNet(), SlowLink(), Meter()
+    time.perf_counter = clock = Clock()
+    module, link, meter = SlowNet(clock), SlowLink(clock), Meter()
     x = torch.ones(1, 8)
     if design in ("naive", "flat"):
         with meter.forward():
@@ -121,21 +135,21 @@ def test_bytes_and_calls_are_those_the_collective_was_handed(design, tmp_path) -
     assert got["extra"] == expected
 
 
-def test_overlap_hides_all_but_the_last_bucket(tmp_path) -> None:
-    got = run("overlapped", tmp_path)
-    assert TRAVEL <= got["exposed"] < 3 * TRAVEL
-    assert got["hidden"] >= (LAYERS - 1) * TRAVEL
+@pytest.mark.parametrize(("design", "last"), [("overlapped", 1), ("two a bucket", 2)])
+def test_overlap_hides_all_but_the_last_bucket(design: str, last: int, tmp_path: Path) -> None:
+    got = run(design, tmp_path)
+    assert got["exposed"] == pytest.approx(last * TRAVEL)
+    assert got["hidden"] == pytest.approx((LAYERS - last) * TRAVEL)
     for hidden, exposed in got["buckets"][:-1]:
-        assert hidden >= TRAVEL
-        assert exposed < TRAVEL / 2
+        assert (hidden, exposed) == (pytest.approx(last * TRAVEL), 0)
+    assert got["buckets"][-1] == (pytest.approx(0), pytest.approx(last * TRAVEL))
 
 
 @pytest.mark.parametrize("design", ["naive", "flat", "one bucket"])
 def test_without_overlap_everything_is_exposed(design: str, tmp_path: Path) -> None:
     got = run(design, tmp_path)
-    # One bucket leaves in the last hook, an instant before the backward pass returns.
-    assert got["exposed"] > (LAYERS - 1) * TRAVEL
-    assert got["hidden"] < TRAVEL if design == "one bucket" else got["hidden"] == 0
+    assert got["exposed"] == pytest.approx(LAYERS * TRAVEL)
+    assert got["hidden"] == 0
 
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
@@ -143,10 +157,11 @@ def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) 
     events = [e for e in run(design, tmp_path)["trace"]["traceEvents"] if e["ph"] == "X"]
     assert {event["pid"] for event in events} == {3}
     (backward,) = (e for e in events if e["name"] == "loss and backward")
-    assert backward["dur"] >= 1e6 * LAYERS * COMPUTE
+    assert backward["dur"] == pytest.approx(1e6 * LAYERS * COMPUTE)
     buckets = [e for e in events if e["name"].startswith("bucket")]
     end = backward["ts"] + backward["dur"]
-    assert any(e["ts"] + e["dur"] < end for e in buckets) == overlaps
+    assert sum(e["ts"] + e["dur"] < end for e in buckets) == (LAYERS - 1 if overlaps else 0)
+    assert all(e["dur"] == pytest.approx(1e6 * TRAVEL * (1 if overlaps else 6)) for e in buckets)
     assert all("weight" in e["args"]["parameters"] for e in buckets)
     # Ranges of one lane do not overlap, or the viewer would nest them.
     for lane in {event["tid"] for event in events}:
@@ -157,17 +172,17 @@ def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) 
 def real_link() -> tuple:
     model = DDP(nn.Linear(100, 100), None)
     model(torch.ones(1, 100)).sum().backward()
-    time.sleep(0.05 * dist.get_rank())
+    while not all(flight._ended for flight in model._reducer._flights):
+        time.sleep(0.001)
+    turned_to = time.perf_counter()
     model.finish_gradient_synchronization()
-    weight = model.meter.last.buckets[1]
-    return weight.sent, weight.done, weight.exposed_seconds, model.meter.last.waiting
+    return turned_to, model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
 
 
 def test_the_end_of_a_call_is_when_it_ended_not_when_somebody_looked() -> None:
-    # Rank 1 turns to its gradients 50 ms after they have arrived.
-    sent, done, exposed, waiting = run_ranks(real_link, 2)[1]
-    assert sent <= done <= waiting[0] + 0.01
-    assert exposed < 0.02
+    for turned_to, waiting, ends in run_ranks(real_link, 2):
+        assert len(ends) == 2
+        assert max(ends) <= turned_to <= waiting
 
 
 def test_there_is_no_last_step_before_the_first() -> None:

@@ -10,10 +10,13 @@ Before the turns it times single all-reduces, and from these alone predicts the 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import json
 import os
+import re
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,15 +26,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from ddp.bench_designs import Design, Workload, designs
-from ddp.overhead import fit, optimal_bucket_bytes, overhead_seconds
-
-Row = dict[str, float | int | str]
+from ddp.bench_designs import Timing, Workload, designs
+from ddp.bench_rows import Link, Measured, Row
 
 SIZES_MB = (1.0, 10.0, 100.0, 1000.0)
 
@@ -42,7 +42,7 @@ class Options:
 
     device: str = "cpu"
     quick: bool = False
-    model: str = "ddp.bench_designs:transformer"
+    model: str = ""
     designs: str = ""
     all_reduce: str = ""
     allocate: str = ""
@@ -90,44 +90,69 @@ def _start(rank: int, world: int, folder: str, fields: dict[str, Any]) -> None:
 
 def _rows(options: Options) -> list[Row]:
     device = torch.device(options.device)
-    workload: Workload = _named(options.model)
+    link = _time_link(device, options.quick)
+    rows: list[Row] = []
+    for path in options.model.split(",") if options.model else _usual_workloads():
+        rows += _measure(options, _named(path), link, device).rows
+        gc.collect()
+    return rows if dist.get_rank() == 0 else []
+
+
+def _usual_workloads() -> list[str]:
+    """A small batch, and over a network also one with enough computation to hide the wire behind.
+
+    Each network namespace counts as a host.
+    """
+    names = ["transformer", "busy_transformer"] if _count_hosts() > 1 else ["transformer"]
+    return [f"ddp.bench_designs:{name}" for name in names]
+
+
+def _count_hosts() -> int:
+    network = Path("/proc/self/ns/net")
+    return len(set(_gathered((socket.gethostname(), network.exists() and os.readlink(network)))))
+
+
+def _cores_per_rank() -> float:
+    """Hosts that are emulated on one machine share its cores."""
+    ranks = _gathered(socket.gethostname()).count(socket.gethostname())
+    return max(1.0, (os.cpu_count() or 1) / ranks)
+
+
+def _gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _measure(options: Options, workload: Workload, link: Link, device: torch.device) -> Measured:
+    """Let all designs take turns on one workload."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    bandwidth, latency = _time_link(device, options.quick)
-    predicted_mb = optimal_bucket_bytes(model_bytes, bandwidth, latency) / 2**20
-    predicted_mb = float(f"{predicted_mb:.3g}")
-
+    predicted_mb = link.best_mb(model_bytes)
     given = {"all_reduce": options.all_reduce, "allocate": options.allocate}
     given = {key: _named(path) for key, path in given.items() if path}
-    sizes = sorted({*SIZES_MB, predicted_mb})
     wanted = [
         f"{predicted_mb:g} MB" if name == "predicted" else name
         for name in filter(None, options.designs.split(","))
     ]
-    contenders = designs(module, sizes, wanted, given)
+    asked_mb = (float(name[:-3]) for name in wanted if re.fullmatch(r"[\d.]+ MB", name))
+    contenders = designs(module, sorted({*SIZES_MB, predicted_mb, *asked_mb}), wanted, given)
     rounds = options.rounds or (2 if options.quick else 12)
-    seconds = torch.zeros(2 + rounds, len(contenders), 2, dtype=torch.float64)
+    seconds = torch.zeros(2 + rounds, len(contenders), len(Timing._fields), dtype=torch.float64)
     for turn in range(2 + rounds):
         for place, contender in enumerate(contenders):
             dist.barrier()
             seconds[turn, place] = torch.tensor(contender.step(loss, device))
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    if dist.get_rank():
-        return []
     # Two turns warm up: in the second one the buckets are rebuilt.
-    times = slowest[2:].cpu().numpy()
-    steps = {c.name: times[:, place, 0] for place, c in enumerate(contenders)}
-    after = {c.name: times[:, place, 1] for place, c in enumerate(contenders)}
-    rows = [_step_row(contender, steps, after) for contender in contenders]
-    swept = [c for c in contenders if c.name[0].isdigit()]
-    if len(swept) >= 3:
-        rows += _sweep_rows(swept, steps, after, model_bytes, bandwidth, latency, predicted_mb)
-    return rows
+    timings = slowest[2:].cpu().numpy()
+    cores = _cores_per_rank()
+    return Measured(workload.__name__, model_bytes, link, cores, contenders, timings)
 
 
-def _time_link(device: torch.device, quick: bool) -> tuple[float, float]:
-    """Bytes per second and seconds a call of the all-reduce by itself, the same on every rank."""
+def _time_link(device: torch.device, quick: bool) -> Link:
+    """Time all-reduces of two sizes by themselves; the same on every rank."""
     small, large = 2**14, 2**24 if not quick else 2**22
     times = {}
     for size in (small, large):
@@ -145,70 +170,7 @@ def _time_link(device: torch.device, quick: bool) -> tuple[float, float]:
     dist.broadcast(found, 0)
     call, whole = found.tolist()
     bandwidth = (large - small) / max(whole - call, 1e-9)
-    return bandwidth, max(call - small / bandwidth, 1e-6)
-
-
-def _step_row(design: Design, steps: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> Row:
-    own = steps[design.name]
-    row: Row = {
-        "case": "step",
-        "design": design.name,
-        "step_ms": 1e3 * median(own),
-        "after_backward_ms": 1e3 * median(after[design.name]),
-        "calls": design.meter.last.calls if design.meter else "-",
-        "gradient_bytes": design.meter.last.gradient_bytes if design.meter else "-",
-        "extra_bytes": design.meter.last.extra_bytes if design.meter else "-",
-        "communication_share": 1 - median(steps["none"] / own) if "none" in steps else "-",
-    }
-    for peer in ("none", "torch", "torch tuned"):
-        ratios = own / steps[peer] if peer in steps else None
-        for percent in (50, 10, 90):
-            key = f"ratio_to_{peer.replace(' ', '_')}_p{percent}"
-            row[key] = float(np.percentile(ratios, percent)) if ratios is not None else "-"
-    return row
-
-
-def _sweep_rows(
-    swept: Sequence[Design],
-    steps: dict[str, np.ndarray],
-    after: dict[str, np.ndarray],
-    model_bytes: int,
-    bandwidth: float,
-    latency: float,
-    predicted_mb: float,
-) -> list[Row]:
-    """The overhead model beside the sweep: predicted from the link alone, and fitted to it."""
-    counts = [design.meter.last.calls for design in swept if design.meter]
-    exposed = [median(after[design.name]) for design in swept]
-    try:
-        fitted = fit(model_bytes, counts, exposed)
-    except ValueError:
-        fitted = None
-    best = min(swept, key=lambda design: float(median(steps[design.name])))
-    rows: list[Row] = [
-        {
-            "case": "sweep",
-            "design": design.name,
-            "num_buckets": count,
-            "step_ms": 1e3 * median(steps[design.name]),
-            "after_backward_ms": 1e3 * measured,
-            "model_ms": 1e3 * overhead_seconds(model_bytes, bandwidth, latency, count),
-            "fitted_ms": 1e3 * fitted.seconds(count) if fitted else "-",
-            "ratio_to_best_p50": median(steps[design.name] / steps[best.name]),
-        }
-        for design, count, measured in zip(swept, counts, exposed, strict=True)
-    ]
-    rows.append(
-        {
-            "case": "prediction",
-            "bandwidth_gbps": bandwidth / 1e9,
-            "latency_ms": 1e3 * latency,
-            "predicted_mb": predicted_mb,
-            "fitted_mb": fitted.bucket_bytes / 2**20 if fitted else "-",
-            "best_design": best.name,
-        }
-    )
-    return rows
+    return Link(bandwidth, max(call - small / bandwidth, 1e-6))
 
 
 def _named(path: str) -> Any:
@@ -222,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--model", default=Options.model, help="module:name of a Workload")
-    parser.add_argument("--designs", default="", help="only these, with commas between them")
+    parser.add_argument("--model", default="", help="module:name of a Workload, or several")
+    parser.add_argument("--designs", default="", help="only these: none,flat,25 MB,predicted,...")
     parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each design")

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,18 @@ def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Lo
     return model.to(device), loss
 
 
+class Timing(NamedTuple):
+    """Seconds of one step: all of it, the backward pass, from there to the optimizer, on a CPU.
+
+    The last counts all threads of the process, those that serve the link included.
+    """
+
+    step: float
+    backward: float
+    after_backward: float
+    cpu: float
+
+
 @dataclass(frozen=True)
 class Design:
     """One way to average gradients; `meter` tells what it sent, where it can."""
@@ -58,12 +70,15 @@ class Design:
     synchronise: Callable[[], None]
     meter: Meter | None = None
 
-    def step(self, loss: Loss, device: torch.device) -> tuple[float, float]:
-        """Run one step of SGD; return its seconds, and those between backward and optimizer."""
+    def step(self, loss: Loss, device: torch.device) -> Timing:
+        """Run one step of SGD."""
         _finished(device)
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         self.model.zero_grad()
-        torch.autograd.backward(loss(self.model))
+        value = loss(self.model)
+        _finished(device)
+        backward_begin = time.perf_counter()
+        torch.autograd.backward(value)
         _finished(device)
         backward_end = time.perf_counter()
         self.synchronise()
@@ -74,7 +89,12 @@ class Design:
                 if parameter.grad is not None:
                     parameter.add_(parameter.grad, alpha=-1e-4)
         _finished(device)
-        return time.perf_counter() - begin, synchronised - backward_end
+        return Timing(
+            step=time.perf_counter() - begin,
+            backward=backward_end - backward_begin,
+            after_backward=synchronised - backward_end,
+            cpu=time.process_time() - cpu_begin,
+        )
 
 
 def designs(
@@ -82,10 +102,15 @@ def designs(
 ) -> list[Design]:
     """Each design around a copy of `module` of its own; `wanted` names some, empty means all.
 
-    `given` may hold `all_reduce` and `allocate`: then there are rows for them as well.
+    `given` may hold `all_reduce` and `allocate`: then there are rows for them as well. The rows
+    "hooks" and "unsent" leave passes out one after the other, to show what each of them costs:
+    hooks that do nothing, and gradients that move into buckets which are then not summed. The last
+    design gets `module` itself, so that one alone needs no second copy.
     """
     makers: dict[str, Callable[[nn.Module], Design]] = {
         "none": lambda model: Design("none", model, lambda: None),
+        "hooks": _hooks,
+        "unsent 100 MB": _Unsent(100.0),
         "naive": lambda model: _plain("naive", model, all_reduce_gradients),
         "flat": lambda model: _plain("flat", model, all_reduce_gradients_flat),
         "overlapped": lambda model: _ours("overlapped", model, None),
@@ -97,13 +122,17 @@ def designs(
     makers["PowerSGD 10 MB"] = _Sized(10.0, "PowerSGD ", thin)
     makers["torch"] = _torch
     makers["torch tuned"] = _torch_tuned
+    if "allocate" in given:
+        makers["given unsent 100 MB"] = _Unsent(100.0, "given ", {"allocate": given["allocate"]})
     if given:
         for size in GIVEN_SIZES_MB:
             makers[f"given {size:g} MB"] = _Sized(size, "given ", given)
     unknown = set(wanted) - set(makers)
     if unknown:
         raise ValueError(f"no design is called {sorted(unknown)}; there are {list(makers)}")
-    return [make(copy.deepcopy(module)) for n, make in makers.items() if not wanted or n in wanted]
+    makers = {name: make for name, make in makers.items() if not wanted or name in wanted}
+    *others, last = makers.values()
+    return [*(make(copy.deepcopy(module)) for make in others), last(module)]
 
 
 @dataclass(frozen=True)
@@ -115,6 +144,24 @@ class _Sized:
     def __call__(self, model: nn.Module) -> Design:
         name = f"{self.prefix}{self.size_mb:g} MB"
         return _ours(name, model, self.size_mb, **self.given)
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    size_mb: float
+    prefix: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, model: nn.Module) -> Design:
+        wrapped = DDP(model, self.size_mb, all_reduce=lambda *_, **__: None, **self.given)
+        name = f"{self.prefix}unsent {self.size_mb:g} MB"
+        return Design(name, wrapped, wrapped.finish_gradient_synchronization)
+
+
+def _hooks(model: nn.Module) -> Design:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return Design("hooks", model, lambda: None)
 
 
 def _plain(name: str, model: nn.Module, function: Callable[..., None]) -> Design:

@@ -1,0 +1,45 @@
+"""An argument that cannot be right is refused with what to pass instead."""
+
+import pytest
+import torch
+from ddp import DDP, all_reduce_gradients
+from torch import nn
+from worker_pool import try_ranks
+
+
+def bad_arguments() -> list[str]:
+    said = []
+    for arguments in (
+        {"bucket_size_mb": 0},
+        {"bucket_size_mb": float("nan")},
+        {"gradient_dtype": torch.bfloat16, "compression": object()},
+        {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
+    ):
+        try:
+            DDP(nn.Linear(2, 2), **arguments)
+        except ValueError as error:
+            said.append(str(error))
+    model = DDP(nn.Embedding(5, 2, sparse=True))
+    try:
+        model(torch.tensor([1])).sum().backward()
+    except TypeError as error:
+        said.append(str(error))
+    return said
+
+
+def test_bad_arguments_say_what_to_pass() -> None:
+    (outcome,) = try_ranks(bad_arguments, 1)
+    zero, nan, both, short, sparse = outcome.value
+    assert "bucket_size_mb is 0; it must be above zero, or None" in zero
+    assert "bucket_size_mb is nan" in nan
+    assert "two ways to send" in both
+    assert "allocate returned (8,)" in short
+    assert "need (9,) torch.float32" in short
+    assert "sparse=False" in sparse
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        DDP(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        all_reduce_gradients(nn.Linear(2, 2))
