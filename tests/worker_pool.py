@@ -67,7 +67,7 @@ def run_ranks(
     function: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """Call `function(*args)` on `world` ranks of a process group; return their values by rank.
@@ -87,7 +87,7 @@ def try_ranks(
     function: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Outcome]:
     """Call `function(*args)` on `world` ranks; return each rank's outcome, failures included.
