@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.storage import boxes
+from zero.planner import boxes
 
 
 class Tiny(nn.Module):
