@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 import time
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ from torch import nn
 from worker_pool import run_ranks, try_ranks
 from zero import FSDP, ShardedOptimizer, Wire, direct_reduce_scatter, load_checkpoint
 from zero import save_checkpoint as save
+
+DEADLINE = 300.0
 
 
 def build(stage, width=6, group=None):
@@ -30,26 +33,36 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def lose_a_rank(stage, how, seconds=20):
+def lose_a_rank(stage, how, told, seconds):
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     model, optimizer = build(stage, group=group)
     step(model, optimizer)
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)
-        time.sleep(60)
-    step(model, optimizer)
+        # Until the survivors have said who it was.
+        while not os.path.exists(told):
+            time.sleep(0.05)
+        return
+    try:
+        step(model, optimizer)
+    finally:
+        with open(told, "w"):
+            pass
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_survivor_names_the_rank_that_died(stage):
-    outcomes = try_ranks(lose_a_rank, 3, stage, "die", timeout=20)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
+    told = str(tmp_path / "told")
+    outcomes = try_ranks(lose_a_rank, 3, stage, "die", told, 60, timeout=DEADLINE)
     for survivor in (0, 2):
         assert "rank 1 died or hangs" in str(outcomes[survivor].error)
 
 
-def test_every_survivor_names_the_rank_that_hangs():
-    outcomes = try_ranks(lose_a_rank, 2, 3, "hang", 2, timeout=9)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
+    told = str(tmp_path / "told")
+    outcomes = try_ranks(lose_a_rank, 2, stage, "hang", told, 10, timeout=DEADLINE)
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
@@ -192,7 +205,7 @@ def die_while_saving(path):
 def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
     path = str(tmp_path / "last")
     expected = run_ranks(first_checkpoint, 2, path)[0]
-    outcomes = try_ranks(fault, 2, path, timeout=20)
+    outcomes = try_ranks(fault, 2, path, timeout=DEADLINE)
     if fault is fill_the_disk:
         for outcome in outcomes:
             assert "was not saved: rank 1: OSError" in str(outcome.error)
@@ -202,6 +215,36 @@ def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
     for extra, values in run_ranks(load_it, 2, path):
         assert extra == 1
         assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
+def fill_a_small_disk(path):
+    """Save ever more to a disk of one MiB until it is full; then free what was too much."""
+    model, optimizer = build(1)
+    step(model, optimizer)
+    save(path, model, optimizer, extra={"step": 1})
+    kept = [p.detach().clone() for p in model.parameters()]
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"was not saved: rank 0: .*No space left"):
+        save(path, model, optimizer, extra={"step": 2, "much": torch.zeros(2**19)})
+    assert load_checkpoint(path, model, optimizer) == {"step": 1}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
+    # There is room again: the failed save left nothing.
+    save(path, model, optimizer, extra={"step": 3})
+    return load_checkpoint(path, model, optimizer)["step"]
+
+
+def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no small disk can be made here: {getattr(error, 'stderr', '') or error}")
+    try:
+        assert run_ranks(fill_a_small_disk, 2, str(disk / "last"), timeout=DEADLINE) == [3, 3]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_save_interrupted_between_its_renames_loads_the_previous(tmp_path):

@@ -1,6 +1,6 @@
 """Step time, wire bytes and peak memory of stages 0 to 3 beside torch's own.
 
-Stage 0 is torch DDP; its rivals are DDP + ZeroRedundancyOptimizer (stage 1) and FSDP2 (stage 3).
+Stage 0 is torch DDP; the rivals of stages 1 and 2 are DDP + ZeroRedundancyOptimizer, of 3 FSDP2.
 Under torchrun (or tests/emulated_hosts.py) it uses that group; else it starts two processes.
 """
 
@@ -30,16 +30,19 @@ from zero.partition import by_element, by_parameter
 from zero.wire import wire_bytes
 
 Row = dict[str, float | int | str]
-Step = Callable[[], None]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of `balance` (closed form) and of `step` (measured; from rank 0)."""
+    """Rows of `balance`, `memory`, `peak`, `stage3` and `step`, from rank 0.
+
+    On a CPU two processes; on GPUs as many as there are, two at the most.
+    """
     if "RANK" in os.environ:
         return _on_this_rank(device, quick)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, device, quick)
-        torch.multiprocessing.spawn(_spawned, arguments, nprocs=2)
+        world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
+        arguments = (folder, device, quick, world)
+        torch.multiprocessing.spawn(_spawned, arguments, nprocs=world)
         rows: list[Row] = json.loads(Path(folder, "rows").read_text())
         return rows
 
@@ -155,6 +158,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
     sent = _sent_bytes()
     times: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
+    cpu: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
     wires: dict[str, list[int]] = {name: [] for name in rivals.NAMES}
     payload: dict[str, dict[str, int]] = {}
     built = {name: rivals.build(name, rivals.make_model(size).to(device)) for name in rivals.NAMES}
@@ -162,7 +166,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
     for turn in range(rounds + 2):
         for name, (model, optimizer) in built.items():
             dist.barrier()
-            before, start = sent(), time.perf_counter()
+            before, start, worked = sent(), time.perf_counter(), time.process_time()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -170,14 +174,16 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
                 torch.cuda.synchronize()
             seconds, crossed = time.perf_counter() - start, sent() - before
             # A slow rank makes the step slow.
-            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            both = [seconds, time.process_time() - worked]
+            slowest = torch.tensor(both, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             take = takes[name]
             if take is not None:
                 payload[name] = take()
             # The first step learns orders, the second still warms up.
             if turn >= 2:
-                times[name].append(slowest.item())
+                times[name].append(slowest[0].item())
+                cpu[name].append(slowest[1].item())
                 wires[name].append(crossed)
     model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
     rows: list[Row] = []
@@ -197,6 +203,9 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
         row["rival"] = rival
         row["ratio_p50"] = statistics.median(ratios)
         row["ratio_p10"], row["ratio_p90"] = _quantile(ratios, 0.1), _quantile(ratios, 0.9)
+        # What a rank works, all its threads together: it does not depend on who else is running.
+        pairs = zip(cpu[name], cpu[rival], strict=True)
+        row["cpu_ratio_p50"] = statistics.median(a / b for a, b in pairs)
         rows.append(row)
     return rows
 
@@ -218,14 +227,14 @@ def _loopback() -> bool:
     return os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo"
 
 
-def _spawned(rank: int, folder: str, device: str, quick: bool) -> None:
+def _spawned(rank: int, folder: str, device: str, quick: bool, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = dist.FileStore(f"{folder}/store", world)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     rows = _on_this_rank(device, quick)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
