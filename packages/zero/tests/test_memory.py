@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, memory_report, rivals, zero_stage_bytes
-from zero.allocator import peak_bytes
+from zero.allocator import most_at_once, peak_bytes
 
 WIDTH, LAYERS, VOCABULARY, TOKENS = 128, 6, 512, 96
 DEADLINE = 300.0
@@ -59,41 +59,36 @@ def test_the_measured_peak_is_within_five_percent_of_the_predicted(stage, world)
 
 
 def allocator_and_count(stage):
-    def step(trained):
-        model, optimizer = trained
-        loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return peak_bytes(lambda: make_build(stage)(None), step), report(stage).measured_peak
+    return peak_bytes(*make_build(stage)(None), loss), report(stage).measured_peak
 
 
 @pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 2), (2, 2), (3, 2), (3, 3)])
 def test_the_hook_based_count_is_what_the_allocator_counts(stage, world):
     for allocated, counted in run_ranks(allocator_and_count, world, stage, timeout=DEADLINE):
-        # What the collectives allocate for themselves is not seen by hooks.
-        assert counted == pytest.approx(allocated, rel=0.05)
+        # Hooks do not see what the collectives and the optimizer allocate within an operator.
+        assert counted == pytest.approx(allocated, rel=0.01)
+
+
+def test_a_release_that_was_not_seen_ends_where_its_address_is_used_again():
+    assert most_at_once([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
+    assert most_at_once([(1, 8), (1, 8), (2, 1)]) == 9
+    # Memory from before the record is released.
+    assert most_at_once([(7, -100), (1, 5)]) == 5
 
 
 def peaks_of_torchs_own():
-    def step(trained):
-        model, optimizer = trained
-        loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def one(name):
+        model, optimizer = rivals.build(name, make_build(0)(None)[0])
+        return peak_bytes(model, optimizer, loss)
 
-    def build(name):
-        torch.manual_seed(0)
-        return rivals.build(name, make_build(0)(None)[0])
-
-    return {name: peak_bytes(lambda name=name: build(name), step) for name in rivals.NAMES}
+    return {name: one(name) for name in rivals.NAMES}
 
 
-def test_each_stage_peaks_below_the_one_before_and_ours_below_unsharded():
+def test_each_stage_peaks_below_the_one_before_and_below_torchs_own():
     for peaks in run_ranks(peaks_of_torchs_own, 2, timeout=DEADLINE):
-        assert peaks["stage3"] < peaks["stage2"] <= peaks["stage1"] < peaks["ddp"]
-        assert peaks["ddp_zero_redundancy"] < peaks["ddp"]
-        assert peaks["stage3"] < min(peaks["fsdp2"], peaks["fsdp2_layers"])
+        assert peaks["stage3"] < peaks["stage2"] < peaks["stage1"] < peaks["ddp"]
+        assert peaks["stage2"] < peaks["ddp_zero_redundancy"] < peaks["ddp"]
+        assert peaks["fsdp2_layers"] < peaks["ddp"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

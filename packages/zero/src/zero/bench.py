@@ -93,17 +93,11 @@ def _memory(size: str, device: str) -> list[Row]:
 def _peaks(size: str, device: str) -> list[Row]:
     """What the allocator counts, for ours and torch's own alike."""
 
-    def step(trained: rivals.Trained) -> None:
-        model, optimizer = trained
+    peaks = {}
+    for name in rivals.NAMES:
         with torch.device(device):
-            rivals.loss_of(model, size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def build_one(name: str) -> rivals.Trained:
-        return rivals.build(name, rivals.make_model(size).to(device))
-
-    peaks = {n: peak_bytes(partial(build_one, n), step, device=device) for n in rivals.NAMES}
+            trained = rivals.build(name, rivals.make_model(size))
+            peaks[name] = peak_bytes(*trained, partial(rivals.loss_of, size=size))
     rows: list[Row] = []
     for name, peak in peaks.items():
         rival = min(rivals.RIVALS.get(name, ("ddp",)), key=peaks.__getitem__)
