@@ -125,7 +125,7 @@ def one_process_on_the_whole_batch():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_it_equals_one_process_on_the_whole_batch_and_its_names_fit_the_unwrapped_module(world):
-    assert run_ranks(one_process_on_the_whole_batch, world) == [True] * world
+    assert run_ranks(one_process_on_the_whole_batch, world, timeout=DEADLINE) == [True] * world
 
 
 class Checkpointed(Tiny):
@@ -257,7 +257,7 @@ def on_the_meta_device():
 
 
 def test_modules_on_the_meta_device_are_initialised_as_if_unsharded():
-    assert all(run_ranks(on_the_meta_device, 2))
+    assert all(run_ranks(on_the_meta_device, 2, timeout=DEADLINE))
 
 
 def evaluate_between_steps():
@@ -278,7 +278,7 @@ def evaluate_between_steps():
 
 
 def test_a_forward_alone_leaves_no_stale_weights():
-    assert all(run_ranks(evaluate_between_steps, 2))
+    assert all(run_ranks(evaluate_between_steps, 2, timeout=DEADLINE))
 
 
 def gathers_in_flight():
@@ -303,7 +303,7 @@ def gathers_in_flight():
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
-    for seen, _ in run_ranks(gathers_in_flight, 2):
+    for seen, _ in run_ranks(gathers_in_flight, 2, timeout=DEADLINE):
         # Five linear layers: the last has no next in forward, the first none in backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

@@ -76,18 +76,17 @@ def test_a_release_that_was_not_seen_ends_where_its_address_is_used_again():
     assert most_at_once([(7, -100), (1, 5)]) == 5
 
 
-def peaks_of_torchs_own():
-    def one(name):
-        model, optimizer = rivals.build(name, make_build(0)(None)[0])
-        return peak_bytes(model, optimizer, loss)
-
-    return {name: one(name) for name in rivals.NAMES}
+def peaks_beside_torchs_own():
+    peaks = {str(stage): peak_bytes(*make_build(stage)(None), loss) for stage in (1, 2, 3)}
+    for name in ("ddp", "ddp_zero_redundancy", "fsdp2_layers"):
+        peaks[name] = peak_bytes(*rivals.build(name, make_build(0)(None)[0]), loss)
+    return peaks
 
 
 def test_each_stage_peaks_below_the_one_before_and_below_torchs_own():
-    for peaks in run_ranks(peaks_of_torchs_own, 2, timeout=DEADLINE):
-        assert peaks["stage3"] < peaks["stage2"] < peaks["stage1"] < peaks["ddp"]
-        assert peaks["stage2"] < peaks["ddp_zero_redundancy"] < peaks["ddp"]
+    for peaks in run_ranks(peaks_beside_torchs_own, 2, timeout=DEADLINE):
+        assert peaks["3"] < peaks["2"] < peaks["1"] < peaks["ddp"]
+        assert peaks["2"] < peaks["ddp_zero_redundancy"] < peaks["ddp"]
         assert peaks["fsdp2_layers"] < peaks["ddp"]
 
 
@@ -141,7 +140,7 @@ def test_stage_three_holds_its_share_and_two_layers():
     model, _ = make_build(0)(None)
     layers = [m.weight.numel() + (m.bias.numel() if m.bias is not None else 0)
               for m in model.modules() if isinstance(m, nn.Linear)]  # fmt: skip
-    for unsharded, share in run_ranks(parameter_bytes_while_running, 2):
+    for unsharded, share in run_ranks(parameter_bytes_while_running, 2, timeout=DEADLINE):
         total = 4 * sum(p.numel() for p in model.parameters())
         assert share == pytest.approx(total / 2, rel=0.001)
         assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

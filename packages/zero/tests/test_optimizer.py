@@ -160,7 +160,7 @@ def gradients_while_running_backward():
 
 
 def test_stage_two_frees_each_gradient_as_it_becomes_ready():
-    for freed, most, everything in run_ranks(gradients_while_running_backward, 4):
+    for freed, most, everything in run_ranks(gradients_while_running_backward, 4, timeout=DEADLINE):
         assert freed
         # Its quarter of the average, and at most two buckets on their way and one being filled.
         assert most <= everything / 4 + 3 * everything / 12 * 5 / 4
@@ -177,7 +177,7 @@ def chosen_splits():
 
 
 def test_the_split_may_be_chosen():
-    sizes = run_ranks(chosen_splits, 2)
+    sizes = run_ranks(chosen_splits, 2, timeout=DEADLINE)
     assert [size["elements"] for size in sizes] == [39, 39]
     # 5x7 and 3 | 7x3, 3x3, 7, 3: the largest first, each to the rank that holds least.
     assert sorted(size["parameters"] for size in sizes) == [38, 40]
@@ -236,7 +236,7 @@ def follow_a_life(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_groups_schedulers_closures_clipping_and_late_groups_work_as_in_torch(stage):
-    assert all(run_ranks(follow_a_life, 2, stage))
+    assert all(run_ranks(follow_a_life, 2, stage, timeout=DEADLINE))
 
 
 def skip_parameters(stage):
@@ -266,7 +266,7 @@ def skip_parameters(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_unused_on_some_or_all_ranks_are_treated_as_by_one_process(stage):
-    assert all(run_ranks(skip_parameters, 2, stage))
+    assert all(run_ranks(skip_parameters, 2, stage, timeout=DEADLINE))
 
 
 def use_a_part_in_the_second_backward(stage):
@@ -284,7 +284,7 @@ def use_a_part_in_the_second_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_backwards_without_no_sync_accumulate_too(stage):
-    assert all(run_ranks(use_a_part_in_the_second_backward, 2, stage))
+    assert all(run_ranks(use_a_part_in_the_second_backward, 2, stage, timeout=DEADLINE))
 
 
 def edit_gradients():
@@ -302,7 +302,7 @@ def edit_gradients():
 
 
 def test_gradients_that_were_changed_after_backward_are_averaged_again():
-    assert all(run_ranks(edit_gradients, 2))
+    assert all(run_ranks(edit_gradients, 2, timeout=DEADLINE))
 
 
 def exchange_states(name):
@@ -340,7 +340,7 @@ def exchange_states(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
 def test_state_dictionaries_are_exchanged_with_torchs_own(name):
-    assert all(run_ranks(exchange_states, 2, name))
+    assert all(run_ranks(exchange_states, 2, name, timeout=DEADLINE))
 
 
 def one_process_on_the_whole_batch(stage):
@@ -365,4 +365,4 @@ def one_process_on_the_whole_batch(stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_it_equals_one_process_on_the_whole_batch(world, stage):
-    assert all(run_ranks(one_process_on_the_whole_batch, world, stage))
+    assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))

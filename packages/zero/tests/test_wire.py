@@ -62,6 +62,7 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
+DEADLINE = 300.0
 REASON = why_not()
 
 
@@ -122,7 +123,7 @@ def scatter_and_gather():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
-    assert all(run_ranks(scatter_and_gather, world))
+    assert all(run_ranks(scatter_and_gather, world, timeout=DEADLINE))
 
 
 @settings(max_examples=200, deadline=None)
@@ -173,7 +174,7 @@ def largest_share_of_torchs_own(world):
 
 def test_torchs_own_split_of_gpt2_is_uneven_and_ours_by_whole_parameters_is_as_good():
     numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
-    (torchs,) = run_ranks(largest_share_of_torchs_own, 1, 8, backend="")
+    (torchs,) = run_ranks(largest_share_of_torchs_own, 1, 8, backend="", timeout=DEADLINE)
     assert torchs == pytest.approx(2.48, abs=0.01)
     ours = [
         sum(p.numel for p in by_parameter(numels, 8, 1 << 23).shard_pieces(r)) for r in range(8)
