@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.memory import held_tensors
 
-STEPS = 3
+STEPS = 2
 
 
 def peak_bytes(
@@ -30,7 +30,7 @@ def peak_bytes(
     What lasts between steps is added up, each storage once. A step's own allocations are, on a GPU,
     the CUDA allocator's peak; on a CPU the profiler's record of every allocation and release by
     this thread, not of resident pages. A tensor that a thread of the backend lets go of last counts
-    until its address is used again; the least of three steps leaves out most of those.
+    until its address is used again; the least of two steps leaves out most of those.
     """
     loss(model).backward()
     optimizer.step()
