@@ -4,13 +4,16 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.storage import boxes
+from zero.planner import boxes
+
+DEADLINE = 300.0
 
 
 class Tiny(nn.Module):
@@ -97,12 +100,68 @@ def load_at(path, stage, name):
 )
 def test_resuming_equals_never_having_stopped(tmp_path, before, after, name):
     path = str(tmp_path / "checkpoint")
-    saved, finished = run_ranks(save_at, before[1], path, before[0], name, before[1] == 4)[0]
-    for loaded, resumed in run_ranks(load_at, after[1], path, after[0], name):
+    options = before[0], name, before[1] == 4
+    saved, finished = run_ranks(save_at, before[1], path, *options, timeout=DEADLINE)[0]
+    for loaded, resumed in run_ranks(load_at, after[1], path, after[0], name, timeout=DEADLINE):
         for key, value in saved.items():
             assert torch.equal(loaded[key], value), key
         for key, value in finished.items():
             torch.testing.assert_close(resumed[key], value, rtol=1e-6, atol=1e-6)
+
+
+def part_of_the_loss(model, step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens, targets = (torch.randint(11, (2, 6), generator=generator) for _ in range(2))
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def build_plain(stage, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 11))
+    if stage == 3:
+        model = FSDP(model)
+    if stage in (0, 3):
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"lr": 0.01, "shard_gradients": stage == 2, "bucket_size_mb": 64 / 2**20}
+    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+def never_stopped():
+    """Unsharded: three steps on the sum of four parts, then three on the sum of three."""
+    model, optimizer = build_plain(0, 0)
+    for step in range(6):
+        world = 4 if step < 3 else 3
+        parameters = list(model.parameters())
+        parts = [
+            torch.autograd.grad(part_of_the_loss(model, step, r), parameters) for r in range(world)
+        ]
+        for parameter, *gradients in zip(parameters, *parts, strict=True):
+            total = gradients[0].clone()
+            for gradient in gradients[1:]:
+                total += gradient
+            parameter.grad = total / world
+        optimizer.step()
+    return whole(model)
+
+
+def some_steps(path, stage, resumed):
+    model, optimizer = build_plain(stage, int(resumed))
+    first = load_checkpoint(path, model, optimizer)["step"] if resumed else 0
+    for step in range(first, first + 3):
+        optimizer.zero_grad()
+        part_of_the_loss(model, step, dist.get_rank()).backward()
+        optimizer.step()
+    save_checkpoint(path, model, optimizer, extra={"step": first + 3})
+    return whole(model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_ranks_then_three_are_bit_equal_to_never_having_stopped(tmp_path, stage):
+    path = str(tmp_path / "checkpoint")
+    run_ranks(some_steps, 4, path, stage, False, timeout=DEADLINE)
+    for resumed in run_ranks(some_steps, 3, path, stage, True, timeout=DEADLINE):
+        for name, value in never_stopped().items():
+            assert torch.equal(resumed[name], value), name
 
 
 @settings(max_examples=200, deadline=None)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 import time
 from datetime import timedelta
 
@@ -13,6 +14,8 @@ from torch import nn
 from worker_pool import run_ranks, try_ranks
 from zero import FSDP, ShardedOptimizer, Wire, direct_reduce_scatter, load_checkpoint
 from zero import save_checkpoint as save
+
+DEADLINE = 300.0
 
 
 def build(stage, width=6, group=None):
@@ -30,26 +33,36 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def lose_a_rank(stage, how, seconds=20):
+def lose_a_rank(stage, how, told, seconds):
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     model, optimizer = build(stage, group=group)
     step(model, optimizer)
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)
-        time.sleep(60)
-    step(model, optimizer)
+        # Until the survivors have said who it was.
+        while not os.path.exists(told):
+            time.sleep(0.05)
+        return
+    try:
+        step(model, optimizer)
+    finally:
+        with open(told, "w"):
+            pass
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_survivor_names_the_rank_that_died(stage):
-    outcomes = try_ranks(lose_a_rank, 3, stage, "die", timeout=20)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
+    told = str(tmp_path / "told")
+    outcomes = try_ranks(lose_a_rank, 3, stage, "die", told, 60, timeout=DEADLINE)
     for survivor in (0, 2):
         assert "rank 1 died or hangs" in str(outcomes[survivor].error)
 
 
-def test_every_survivor_names_the_rank_that_hangs():
-    outcomes = try_ranks(lose_a_rank, 2, 3, "hang", 2, timeout=9)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
+    told = str(tmp_path / "told")
+    outcomes = try_ranks(lose_a_rank, 2, stage, "hang", told, 10, timeout=DEADLINE)
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
@@ -59,7 +72,7 @@ def different_models(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models_that_differ_are_refused_on_every_rank(stage):
-    for outcome in try_ranks(different_models, 2, stage):
+    for outcome in try_ranks(different_models, 2, stage, timeout=DEADLINE):
         assert isinstance(outcome.error, ValueError)
         assert "on rank 1" in str(outcome.error)
         assert "(7, 5)" in str(outcome.error)
@@ -107,7 +120,7 @@ def refuse_bad_groups():
 
 
 def test_bad_arguments_are_refused_with_a_remedy():
-    assert run_ranks(refuse_bad_groups, 1) == [True]
+    assert run_ranks(refuse_bad_groups, 1, timeout=DEADLINE) == [True]
     with pytest.raises(RuntimeError, match="no process group: call"):
         Wire()
 
@@ -119,7 +132,7 @@ def dtype_of_group():
 
 
 def test_a_group_added_with_another_dtype_on_one_rank_is_refused():
-    for outcome in try_ranks(dtype_of_group, 2):
+    for outcome in try_ranks(dtype_of_group, 2, timeout=DEADLINE):
         assert "float64') on rank 1 but ((2,), 'torch.float32') on rank 0" in str(outcome.error)
 
 
@@ -145,7 +158,7 @@ def recover_from_a_broken_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_goes_on_after_an_exception_in_backward(stage):
-    assert all(run_ranks(recover_from_a_broken_backward, 2, stage))
+    assert all(run_ranks(recover_from_a_broken_backward, 2, stage, timeout=DEADLINE))
 
 
 def first_checkpoint(path):
@@ -191,42 +204,74 @@ def die_while_saving(path):
 @pytest.mark.parametrize("fault", [fill_the_disk, die_while_saving])
 def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
     path = str(tmp_path / "last")
-    expected = run_ranks(first_checkpoint, 2, path)[0]
-    outcomes = try_ranks(fault, 2, path, timeout=20)
+    expected = run_ranks(first_checkpoint, 2, path, timeout=DEADLINE)[0]
+    outcomes = try_ranks(fault, 2, path, timeout=DEADLINE)
     if fault is fill_the_disk:
         for outcome in outcomes:
             assert "was not saved: rank 1: OSError" in str(outcome.error)
             assert "No space left" in str(outcome.error)
     else:
         assert "rank 1 died or hangs" in str(outcomes[0].error)
-    for extra, values in run_ranks(load_it, 2, path):
+    for extra, values in run_ranks(load_it, 2, path, timeout=DEADLINE):
         assert extra == 1
         assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
+def fill_a_small_disk(path):
+    """Save ever more to a disk of one MiB until it is full; then free what was too much."""
+    model, optimizer = build(1)
+    step(model, optimizer)
+    save(path, model, optimizer, extra={"step": 1})
+    kept = [p.detach().clone() for p in model.parameters()]
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"was not saved: rank 0: .*No space left"):
+        save(path, model, optimizer, extra={"step": 2, "much": torch.zeros(2**19)})
+    assert load_checkpoint(path, model, optimizer) == {"step": 1}
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
+    # There is room again: the failed save left nothing.
+    save(path, model, optimizer, extra={"step": 3})
+    return load_checkpoint(path, model, optimizer)["step"]
+
+
+def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no small disk can be made here: {getattr(error, 'stderr', '') or error}")
+    try:
+        assert run_ranks(fill_a_small_disk, 2, str(disk / "last"), timeout=DEADLINE) == [3, 3]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
 def test_a_save_interrupted_between_its_renames_loads_the_previous(tmp_path):
     path = tmp_path / "last"
-    run_ranks(first_checkpoint, 2, str(path))
+    run_ranks(first_checkpoint, 2, str(path), timeout=DEADLINE)
     path.rename(tmp_path / ".last.previous")
-    assert run_ranks(load_it, 1, str(path))[0][0] == 1
+    assert run_ranks(load_it, 1, str(path), timeout=DEADLINE)[0][0] == 1
 
 
 def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key(tmp_path):
     path = tmp_path / "last"
-    run_ranks(first_checkpoint, 2, str(path))
-    assert "no checkpoint at" in run_ranks(load_it, 1, str(tmp_path / "none"))[0]
-    for message in run_ranks(load_it, 2, str(path), 7):
+    run_ranks(first_checkpoint, 2, str(path), timeout=DEADLINE)
+    assert "no checkpoint at" in run_ranks(load_it, 1, str(tmp_path / "none"), timeout=DEADLINE)[0]
+    for message in run_ranks(load_it, 2, str(path), 7, timeout=DEADLINE):
         assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
     damaged = tmp_path / "damaged"
     shutil.copytree(path, damaged)
     file = next(damaged.glob("*.distcp"))
     os.truncate(file, file.stat().st_size - 1)
-    assert f"{file.name} is truncated to" in run_ranks(load_it, 1, str(damaged))[0]
+    assert (
+        f"{file.name} is truncated to" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
+    )
     file.unlink()
-    assert f"{file.name} is missing" in run_ranks(load_it, 1, str(damaged))[0]
+    assert f"{file.name} is missing" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
     metadata = damaged / ".metadata"
     metadata.write_bytes(metadata.read_bytes()[:20])
-    assert ".metadata is damaged" in run_ranks(load_it, 1, str(damaged))[0]
+    assert ".metadata is damaged" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
 
 
 def save_an_object(path):
@@ -235,7 +280,7 @@ def save_an_object(path):
 
 
 def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
-    for outcome in try_ranks(save_an_object, 2, str(tmp_path / "checkpoint")):
+    for outcome in try_ranks(save_an_object, 2, str(tmp_path / "checkpoint"), timeout=DEADLINE):
         assert "rank 0: TypeError: zero holds more than plain values" in str(outcome.error)
 
 
@@ -247,6 +292,6 @@ def save_newer(path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
-    run_ranks(save_newer, 1, str(tmp_path / "newer"))
-    message = run_ranks(load_it, 1, str(tmp_path / "newer"))[0]
+    run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
+    message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
     assert "has format 2, newer than 1" in message

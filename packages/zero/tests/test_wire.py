@@ -44,7 +44,7 @@ for stage in (1, 2, 3):
         )
         wire = optimizer.wire
     steps = []
-    for step in range(5):
+    for step in range(13):
         dist.barrier()
         before = int(sent.read_text())
         wire.take()
@@ -53,7 +53,8 @@ for stage in (1, 2, 3):
         optimizer.zero_grad()
         dist.barrier()
         steps.append(int(sent.read_text()) - before)
-    # What TCP had to send again on a busy machine is not the program's.
+    # The interface also counts what TCP, on a busy machine, sent a second time: never less than the
+    # program's bytes, so the least of many steps is what the program sends.
     actual = min(steps[1:])
     result[stage] = actual / size, wire_bytes(wire.take(), 2) / size
 if dist.get_rank() == 0:
@@ -61,6 +62,7 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
+DEADLINE = 300.0
 REASON = why_not()
 
 
@@ -75,8 +77,8 @@ def test_bytes_on_a_link_are_the_predicted_ones():
             )
             for host in hosts
         ]
-        output = running[0].communicate(timeout=60)[0]
-        assert running[1].wait(10) == 0
+        output = running[0].communicate(timeout=280)[0]
+        assert running[1].wait(60) == 0
     for stage, (actual, predicted) in json.loads(output).items():
         assert actual <= (1.51 if stage == "3" else 1.01)
         assert actual == pytest.approx(predicted, rel=0.01)
@@ -121,7 +123,7 @@ def scatter_and_gather():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
-    assert all(run_ranks(scatter_and_gather, world))
+    assert all(run_ranks(scatter_and_gather, world, timeout=DEADLINE))
 
 
 @settings(max_examples=200, deadline=None)
@@ -150,10 +152,34 @@ def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():
         shares = [sum(p.numel for p in by_element(numels, world, 1 << 23).shard_pieces(r))
                   for r in range(world)]  # fmt: skip
         assert max(shares) * world / sum(numels) <= 1.01
-    whole = [
+
+
+def largest_share_of_torchs_own(world):
+    """What ZeroRedundancyOptimizer gives the fullest rank of a group that does not exist."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    # One element's memory stands for each parameter.
+    parameters = [torch.nn.Parameter(torch.zeros(1).expand(shape)) for shape in gpt2_shapes()]
+    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    shares = [
+        sum(p.numel() for group in part for p in group["params"])
+        for part in optimizer._partition_parameters()
+    ]
+    dist.destroy_process_group()
+    assert len(shares) == world
+    return max(shares) * world / sum(shares)
+
+
+def test_torchs_own_split_of_gpt2_is_uneven_and_ours_by_whole_parameters_is_as_good():
+    numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
+    (torchs,) = run_ranks(largest_share_of_torchs_own, 1, 8, backend="", timeout=DEADLINE)
+    assert torchs == pytest.approx(2.48, abs=0.01)
+    ours = [
         sum(p.numel for p in by_parameter(numels, 8, 1 << 23).shard_pieces(r)) for r in range(8)
     ]
-    assert max(whole) * 8 / sum(numels) == pytest.approx(2.48, abs=0.01)
+    assert max(ours) * 8 / sum(numels) == pytest.approx(torchs)
 
 
 def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():

@@ -1,6 +1,6 @@
 """Step time, wire bytes and peak memory of stages 0 to 3 beside torch's own.
 
-Stage 0 is torch DDP; its rivals are DDP + ZeroRedundancyOptimizer (stage 1) and FSDP2 (stage 3).
+Stage 0 is torch DDP; the rivals of stages 1 and 2 are DDP + ZeroRedundancyOptimizer, of 3 FSDP2.
 Under torchrun (or tests/emulated_hosts.py) it uses that group; else it starts two processes.
 """
 
@@ -14,34 +14,35 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zero import rivals
+from zero.allocator import peak_bytes
 from zero.fsdp import FSDP
 from zero.memory import memory_report
-from zero.optimizer import ShardedOptimizer
 from zero.partition import by_element, by_parameter
 from zero.wire import wire_bytes
 
 Row = dict[str, float | int | str]
-Step = Callable[[], None]
-
-# vocabulary, width, layers, tokens a rank
-SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of `balance` (closed form) and of `step` (measured; from rank 0)."""
+    """Rows of `balance`, `memory`, `peak`, `stage3` and `step`, from rank 0.
+
+    On a CPU two processes; on GPUs as many as there are, two at the most.
+    """
     if "RANK" in os.environ:
         return _on_this_rank(device, quick)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, device, quick)
-        torch.multiprocessing.spawn(_spawned, arguments, nprocs=2)
+        world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
+        arguments = (folder, device, quick, world)
+        torch.multiprocessing.spawn(_spawned, arguments, nprocs=world)
         rows: list[Row] = json.loads(Path(folder, "rows").read_text())
         return rows
 
@@ -59,7 +60,7 @@ def gpt2_shapes() -> list[tuple[int, ...]]:
 def _balance() -> list[Row]:
     numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
     rows: list[Row] = []
-    for world in (2, 4, 8, 16):
+    for world in range(2, 17):
         row: Row = {"case": "balance", "ranks": world}
         for name, cut in (("elements", by_element), ("whole_parameters", by_parameter)):
             partition = cut(numels, world, 25 * 2**18)
@@ -69,78 +70,14 @@ def _balance() -> list[Row]:
     return rows
 
 
-class Block(nn.Module):
-    """A norm and two linear layers around a residual."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x plus what the layers make of it."""
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return result
-
-
-def make_model(size: str) -> nn.Sequential:
-    """An embedding, blocks and a head: all the weight that a language model has."""
-    vocabulary, width, layers, _ = SIZES[size]
-    torch.manual_seed(0)
-    blocks = [Block(width) for _ in range(layers)]
-    head = nn.Linear(width, vocabulary, bias=False)
-    return nn.Sequential(nn.Embedding(vocabulary, width), *blocks, head)
-
-
-def _ddp(model: nn.Module, rank: int, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if sharded:
-        return wrapped, ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
-        )
-    return wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def _fsdp2(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from torch.distributed.fsdp import fully_shard
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            fully_shard(module)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def _build(
-    name: str, size: str, device: str
-) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], dict[str, int]] | None]:
-    model = make_model(size).to(device)
-    if name == "fsdp2":
-        return *_fsdp2(model), None
-    if name.startswith("ddp"):
-        return *_ddp(model, dist.get_rank(), sharded=name == "ddp_zero_redundancy"), None
-    ours, optimizer = _ours(model, int(name[-1]))
-    wire = ours.wire if isinstance(ours, FSDP) else optimizer.wire  # type: ignore[attr-defined]
-    return ours, optimizer, wire.take
-
-
 def _memory(size: str, device: str) -> list[Row]:
-    tokens = SIZES[size][3]
-
-    def loss(model: nn.Module) -> Tensor:
-        ids = torch.zeros(tokens, dtype=torch.long)
-        return F.cross_entropy(model(ids), ids)
-
     rows: list[Row] = []
     for stage in range(4):
 
-        def build(group: Any, stage: int = stage) -> tuple[nn.Module, torch.optim.Optimizer]:
-            return _ours(make_model(size), stage, group)
+        def build_one(group: Any, stage: int = stage) -> rivals.Trained:
+            return rivals.build_stage(stage, rivals.make_model(size), group)
 
-        report = memory_report(build, loss, device=device)
+        report = memory_report(build_one, partial(rivals.loss_of, size=size), device=device)
         before = report.measured[2]
         row: Row = {"case": "memory", "stage": stage, "ranks": dist.get_world_size()}
         row["parameters_mib"] = before.parameters / 2**20
@@ -153,43 +90,77 @@ def _memory(size: str, device: str) -> list[Row]:
     return rows
 
 
-def _ours(
-    model: nn.Module, stage: int, group: Any = None
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    if stage == 3:
-        model = FSDP(model, group=group)
-    if stage in (0, 3):
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, group=group, shard_gradients=stage == 2, lr=1e-3
-    )
+def _peaks(size: str, device: str) -> list[Row]:
+    """What the allocator counts, for ours and torch's own alike."""
+
+    peaks = {}
+    for name in rivals.NAMES:
+        with torch.device(device):
+            trained = rivals.build(name, rivals.make_model(size))
+            peaks[name] = peak_bytes(*trained, partial(rivals.loss_of, size=size))
+    rows: list[Row] = []
+    for name, peak in peaks.items():
+        rival = min(rivals.RIVALS.get(name, ("ddp",)), key=peaks.__getitem__)
+        row: Row = {"case": "peak", "name": name, "ranks": dist.get_world_size()}
+        row["allocator_peak_mib"] = peak / 2**20
+        row["rival"] = rival
+        row["peak_over_rival"] = peak / peaks[rival]
+        rows.append(row)
+    return rows
 
 
-CASES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "stage3")
-RIVALS = {"stage1": "ddp_zero_redundancy", "stage2": "ddp_zero_redundancy", "stage3": "fsdp2"}
+def _layers(size: str, device: str) -> Row:
+    """How much of stage 3's parameters is whole at once, seen from hooks of every layer."""
+    model, _ = rivals.build_stage(3, rivals.make_model(size).to(device))
+    assert isinstance(model, FSDP)
+    units, largest = model.units, [0]
+
+    def look(*_: Any) -> None:
+        largest[0] = max(largest[0], sum(unit.unsharded_bytes for unit in units))
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    for unit in units:
+        for parameter in unit.parameters:
+            parameter.whole.register_hook(look)
+    with torch.device(device):
+        for _ in range(2):
+            rivals.loss_of(model, size).backward()
+    world = dist.get_world_size()
+    parameters = sum(p.shape.numel() for unit in units for p in unit.parameters)
+    return {
+        "case": "stage3",
+        "ranks": world,
+        "share_times_ranks_over_parameters": sum(u.shard.numel() for u in units)
+        * (world / parameters),
+        "whole_at_once_over_largest_layer": largest[0] / max(u.full.numel() * 4 for u in units),
+    }
 
 
 def _on_this_rank(device: str, quick: bool) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     size = "quick" if quick else "full"
-    rows = _balance() + _memory(size, device) + _steps(size, device, rounds=3 if quick else 10)
+    rows = _balance() + _memory(size, device) + _peaks(size, device) + [_layers(size, device)]
+    rows += _steps(size, device, rounds=3 if quick else 10)
     return rows if dist.get_rank() == 0 else []
 
 
 def _steps(size: str, device: str, rounds: int) -> list[Row]:
-    vocabulary, _, _, tokens = SIZES[size]
+    vocabulary, _, _, tokens = rivals.SIZES[size]
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
     sent = _sent_bytes()
-    times: dict[str, list[float]] = {name: [] for name in CASES}
-    wires: dict[str, list[int]] = {name: [] for name in CASES}
+    times: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
+    cpu: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
+    wires: dict[str, list[int]] = {name: [] for name in rivals.NAMES}
     payload: dict[str, dict[str, int]] = {}
-    built = {name: _build(name, size, device) for name in CASES}
+    built = {name: rivals.build(name, rivals.make_model(size).to(device)) for name in rivals.NAMES}
+    takes = {name: rivals.payload_of(trained) for name, trained in built.items()}
     for turn in range(rounds + 2):
-        for name, (model, optimizer, take) in built.items():
+        for name, (model, optimizer) in built.items():
             dist.barrier()
-            before, start = sent(), time.perf_counter()
+            before, start, worked = sent(), time.perf_counter(), time.process_time()
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -197,17 +168,20 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
                 torch.cuda.synchronize()
             seconds, crossed = time.perf_counter() - start, sent() - before
             # A slow rank makes the step slow.
-            slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+            both = [seconds, time.process_time() - worked]
+            slowest = torch.tensor(both, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            take = takes[name]
             if take is not None:
                 payload[name] = take()
             # The first step learns orders, the second still warms up.
             if turn >= 2:
-                times[name].append(slowest.item())
+                times[name].append(slowest[0].item())
+                cpu[name].append(slowest[1].item())
                 wires[name].append(crossed)
     model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
     rows: list[Row] = []
-    for name in CASES:
+    for name in rivals.NAMES:
         link = "loopback" if _loopback() else os.environ.get("LINK", "network")
         row: Row = {"case": "step", "link": link, "name": name, "ranks": dist.get_world_size()}
         row["time_ms"] = 1e3 * statistics.median(times[name])
@@ -217,10 +191,15 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
             if name in payload
             else float("nan")
         )
-        ratios = [a / b for a, b in zip(times[name], times[RIVALS.get(name, "ddp")], strict=True)]
-        row["rival"] = RIVALS.get(name, "ddp")
+        # Torch's own take the faster of two ways.
+        rival = min(rivals.RIVALS.get(name, ("ddp",)), key=lambda r: statistics.median(times[r]))
+        ratios = [a / b for a, b in zip(times[name], times[rival], strict=True)]
+        row["rival"] = rival
         row["ratio_p50"] = statistics.median(ratios)
         row["ratio_p10"], row["ratio_p90"] = _quantile(ratios, 0.1), _quantile(ratios, 0.9)
+        # What a rank works, all its threads together: it does not depend on who else is running.
+        pairs = zip(cpu[name], cpu[rival], strict=True)
+        row["cpu_ratio_p50"] = statistics.median(a / b for a, b in pairs)
         rows.append(row)
     return rows
 
@@ -242,14 +221,14 @@ def _loopback() -> bool:
     return os.environ.get("GLOO_SOCKET_IFNAME", "lo") == "lo"
 
 
-def _spawned(rank: int, folder: str, device: str, quick: bool) -> None:
+def _spawned(rank: int, folder: str, device: str, quick: bool, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = dist.FileStore(f"{folder}/store", world)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     rows = _on_this_rank(device, quick)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 # Survivors of one failure notice it within this time of each other.
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zero.faults import difference
+from zero.marks import after_gradient, before_gradient, cast
 from zero.norm import scale_to, square_sum
+from zero.replicated import Replicated
 from zero.unit import Unit
-from zero.wire import Collective, DryRun, Wire, Work
+from zero.wire import Collective, DryRun, Wire
 from zero.wrap import Materialise, clean, make_units
 
 
@@ -79,8 +80,9 @@ class FSDP(nn.Module):
             module, shard, materialise, partial(Unit, self.wire, compute_dtype, gradient_dtype)
         )
         sharded = {p.local for unit in self.units for p in unit.parameters}
-        self._replicated = [p for p in module.parameters() if p not in sharded]
-        for tensor in [*self._replicated, *module.buffers()]:
+        rest = [p for p in module.parameters() if p not in sharded]
+        self._replicated = Replicated(self.wire, rest)
+        for tensor in [*rest, *module.buffers()]:
             self.wire.broadcast(tensor.detach(), 0).wait()
         self._order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}
@@ -101,7 +103,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             if unit not in kept:
                 unit.free()
-        return _on_gradient(output, self._begin_backward)
+        return before_gradient(output, self._begin_backward)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the average over ranks.
@@ -137,7 +139,7 @@ class FSDP(nn.Module):
 
         `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
         """
-        replicated = [p.grad for p in self._replicated if p.grad is not None]
+        replicated = [p.grad for p in self._replicated.parameters if p.grad is not None]
         locals_ = [p.local.grad for unit in self.units for p in unit.parameters]
         shards = [gradient for gradient in locals_ if gradient is not None]
         total = square_sum(shards, self.wire.device)
@@ -165,11 +167,11 @@ class FSDP(nn.Module):
                 for sharded in unit.parameters:
                     ready = partial(self._gradient_ready, unit)
                     sharded.whole.register_post_accumulate_grad_hook(ready)
-        for parameter in self._replicated:
+        for parameter in self._replicated.parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _: self._begin_backward())
         if self.compute_dtype is not None:
-            self._cast_replicated_modules()
+            self._replicated.keep_dtype(self.module)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         units = self._units_of[module]
@@ -182,10 +184,9 @@ class FSDP(nn.Module):
         if not self._in_backward and len(self._order) < len(self._last_order):
             self._last_order[len(self._order)].start_gather()
         if self.compute_dtype is not None:
-            args, kwargs = _cast(self.compute_dtype, (args, kwargs))
+            args, kwargs = cast(self.compute_dtype, (args, kwargs))
         if torch.is_grad_enabled():
-            after = partial(self._after_backward, module)
-            args, kwargs = tree_map_only(Tensor, partial(_mark, after), (args, kwargs))
+            args, kwargs = after_gradient((args, kwargs), partial(self._after_backward, module))
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -197,7 +198,8 @@ class FSDP(nn.Module):
                 unit.free()
         if isinstance(module, nn.Embedding) or self._in_backward:
             return output
-        return _on_gradient(output, partial(self._before_backward, module, self._position[module]))
+        before = partial(self._before_backward, module, self._position[module])
+        return before_gradient(output, before)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
         self._begin_backward()
@@ -238,10 +240,10 @@ class FSDP(nn.Module):
             for unit in self.units:
                 if unit.has_gradient():
                     self._reduce(unit)
-            work = self._start_replicated()
+            waits = self._replicated.start()
             while self._reducing:
                 self._reducing.popleft().finish_reduce()
-            for wait in work:
+            for wait in waits:
                 wait()
         for unit in self.units:
             unit.free()
@@ -258,81 +260,3 @@ class FSDP(nn.Module):
         raise RuntimeError(
             "FSDP's shards cannot be moved or cast: call .to(...) on the module before FSDP(module)"
         )
-
-    def _start_replicated(self) -> list[Any]:
-        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._replicated:
-            if parameter.requires_grad:
-                kinds.setdefault(parameter.dtype, []).append(parameter)
-        waits = []
-        for parameters in kinds.values():
-            flat = torch.cat(
-                [
-                    (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                    for p in parameters
-                ]
-            )
-            anywhere = self.wire.any([p.grad is not None for p in parameters])
-            work = self.wire.all_reduce(flat)
-            waits.append(partial(self._finish_replicated, parameters, flat, work, anywhere))
-        return waits
-
-    def _finish_replicated(
-        self, parameters: list[nn.Parameter], flat: Tensor, work: Work, anywhere: Any
-    ) -> None:
-        work.wait()
-        flat /= self.wire.world
-        start = 0
-        for parameter, some in zip(parameters, anywhere(), strict=True):
-            part = flat[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
-            if some and parameter.grad is None:
-                parameter.grad = part.clone()
-            elif some and parameter.grad is not None:
-                parameter.grad.copy_(part)
-
-    def _cast_replicated_modules(self) -> None:
-        replicated = set(self._replicated)
-        for module in self.module.modules():
-            own = [p for p in module._parameters.values() if p in replicated]
-            if own and not list(module.children()):
-                dtype = own[0].dtype
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, dtype=dtype: _cast(dtype, (args, kwargs)),
-                    with_kwargs=True,
-                )
-
-
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: Any) -> Tensor:
-        ctx.call = call
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
-
-
-def _mark(call: Any, tensor: Tensor) -> Tensor:
-    """Return `tensor`; `call()` once backward has its gradient."""
-    return _Mark.apply(tensor, call) if tensor.requires_grad else tensor
-
-
-def _on_gradient(output: Any, call: Any) -> Any:
-    """Return `output`; `call()` before backward goes through it."""
-
-    def attach(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: call())
-        return tensor
-
-    return tree_map_only(Tensor, attach, output)
-
-
-def _cast(dtype: torch.dtype, values: Any) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return tree_map_only(Tensor, cast, values)

@@ -169,6 +169,11 @@ def _moment(
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes by kind, each storage once."""
+    return {kind: _bytes(tensors) for kind, tensors in held_tensors(model, optimizer).items()}
+
+
+def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """What a rank keeps from one moment to the next, by kind."""
     units = model.units if isinstance(model, FSDP) else []
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
@@ -183,12 +188,10 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         for value in values.values()
         if isinstance(value, Tensor)
     ]
+    buffers = list(model.buffers())
     return {
-        "parameters": _bytes(parameters),
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes(state),
-        "buffers": _bytes(model.buffers()),
-    }
+        "parameters": parameters, "gradients": gradients, "optimizer": state, "buffers": buffers
+    }  # fmt: skip
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

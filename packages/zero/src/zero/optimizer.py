@@ -34,7 +34,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     split: "elements" cuts anywhere, so that shards differ by one element at the most;
         "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
-    bucket_size_mb: how much one collective carries.
+    bucket_size_mb: how much one collective carries; by default 25, or 8 with `shard_gradients`,
+        where a bucket's gradients are held twice until they are sent.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: stand in for torch.distributed's.
 
     At construction parameters become views of one flat tensor for each group and dtype, and take
@@ -49,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup | DryRun | None = None,
         shard_gradients: bool = False,
         split: Split | Literal["auto"] = "auto",
-        bucket_size_mb: float = 25.0,
+        bucket_size_mb: float | None = None,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
@@ -65,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all_reduce=all_reduce,
         )
         self.split = how_to_split(optimizer_cls, kwargs) if split == "auto" else split
+        if bucket_size_mb is None:
+            bucket_size_mb = 8.0 if shard_gradients else 25.0
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         self.reducer = Reducer(self.wire, release=shard_gradients)
         self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []

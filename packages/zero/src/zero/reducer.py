@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from zero.direct import Work
 from zero.partition import Partition, Piece, Span, alias
-from zero.wire import Wire, Work
+from zero.wire import Wire
 
 
 @dataclass(eq=False)

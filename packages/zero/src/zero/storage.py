@@ -1,77 +1,29 @@
-"""Runs of elements to and from a torch.distributed.checkpoint folder, all ranks together.
+"""A torch.distributed.checkpoint folder, written and read by all ranks together.
 
-Notable: a run of elements of an n-dimensional tensor is at most 2n-1 boxes, which is what that
-format stores; so the folder holds whole tensors that any other reader of it can load.
+Notable: it is written beside its final name and renamed when every rank is done, so that whatever
+happens while saving, the last good one stays.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.faults import explain
 from zero.holding import Part
+from zero.planner import LoadPlanner, SavePlanner
 
 T = TypeVar("T")
-
-
-def boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cover row-major elements `start` to `stop` by boxes, in order: (offsets, sizes) of each."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:
-        # Within one row.
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    if start < first * row:
-        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _in_row(shape, last, 0, stop - last * row)
-
-
-def _in_row(
-    shape: Sequence[int], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for offsets, sizes in boxes(shape[1:], start, stop):
-        yield (row, *offsets), (1, *sizes)
 
 
 class Writer:
@@ -87,7 +39,7 @@ class Writer:
         self.path = path
         self.group = group
         self.draft = path.with_name(f".{path.name}.saving")
-        self.planner = _SavePlanner(parts, objects)
+        self.planner = SavePlanner(parts, objects)
         self.storage = FileSystemWriter(self.draft)
         self.error: Exception | None = None
         self.results: list[Any] = []
@@ -194,7 +146,7 @@ def read(
     path: Path, metadata: Metadata, parts: Sequence[Part], objects: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Fill the values of `parts`; return the named objects."""
-    planner = _LoadPlanner(parts, objects)
+    planner = LoadPlanner(parts, objects)
     reader = FileSystemReader(path)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.plan_for(metadata)
@@ -232,70 +184,3 @@ def _put_in_place(draft: Path, path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """The boxes of a part, each with its values in its shape."""
-    at = 0
-    wanted = boxes(part.shape, part.start, part.stop)
-    if prod(part.shape) == 0:
-        wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
-    for offsets, sizes in wanted:
-        values = part.values[at : at + prod(sizes)].view(sizes)
-        at += values.numel()
-        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, parts: Sequence[Part], objects: dict[str, Any]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.objects = objects
-        self._objects: dict[MetadataIndex, Any] = {MetadataIndex(k): v for k, v in objects.items()}
-        items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
-        for part in parts:
-            for chunk, values in _chunks(part):
-                index = MetadataIndex(part.name, chunk.offsets)
-                self._objects[index] = values
-                properties = TensorProperties(dtype=values.dtype)
-                data = TensorWriteData(chunk, properties, part.shape)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-
-    def create_local_plan(self) -> SavePlan:
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self._objects[index]
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, parts: Sequence[Part], objects: Sequence[str]) -> None:
-        super().__init__()
-        self.loaded: dict[str, Any] = {}
-        self._parts = parts
-        self._names = objects
-        self._values: dict[MetadataIndex, Tensor] = {}
-
-    def plan_for(self, metadata: Metadata) -> LoadPlan:
-        items: list[ReadItem] = []
-        for number, part in enumerate(self._parts):
-            saved = metadata.state_dict_metadata[part.name]
-            assert isinstance(saved, TensorStorageMetadata)
-            wanted = list(_chunks(part))
-            for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
-                # Two parts may want the same elements, so the place is named by the part's number.
-                place = MetadataIndex(str(number), item.dest_index.offset)
-                items.append(dataclasses.replace(item, dest_index=place))
-            for chunk, values in wanted:
-                self._values[MetadataIndex(str(number), chunk.offsets)] = values
-        nothing = torch.Size((0,))
-        for name in self._names:
-            index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._values[index]

@@ -15,8 +15,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from zero.direct import Work
 from zero.partition import alias, by_element
-from zero.wire import Wire, Work
+from zero.wire import Wire
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,98 @@
+"""The same on CUDA and NCCL, with as many GPUs as there are, two at the most."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from worker_pool import run_ranks
+from zero import FSDP, ShardedOptimizer, load_checkpoint, memory_report, save_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+WIDTH, VOCABULARY = 256, 512
+
+
+def on_gpus(function, *args):
+    return run_ranks(
+        function, min(2, torch.cuda.device_count()), *args, backend="nccl", timeout=300
+    )
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        nn.LayerNorm(WIDTH),
+        *(nn.Linear(WIDTH, WIDTH) for _ in range(4)),
+        nn.Linear(WIDTH, VOCABULARY, bias=False),
+    )
+
+
+def build(stage, group=None, dtype=None):
+    model = make_model().to("meta" if torch.empty(0).is_meta else "cuda")
+    if stage == 3:
+        model = FSDP(model, dtype, group=group)
+    if stage in (0, 3):
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5, "lr": 1e-3}
+    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+def loss_of(model, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(VOCABULARY, (64,), generator=generator).cuda()
+    return F.cross_entropy(model(tokens).float(), tokens)
+
+
+def whole(model):
+    if isinstance(model, FSDP):
+        return model.gather_full_params()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def against_one_process(stage, dtype, folder):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    (model, optimizer), (twin, theirs) = build(stage, dtype=dtype), build(0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        theirs.zero_grad()
+        for other in range(world):
+            (loss_of(twin, step, other) / world).backward()
+        theirs.step()
+    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype is None else {"rtol": 0.05, "atol": 0.01}
+    for name, value in whole(twin).items():
+        torch.testing.assert_close(whole(model)[name], value, **tolerance)
+    save_checkpoint(folder, model, optimizer, extra={"step": 4})
+    saved = whole(model)
+    again, its = build(stage, dtype=dtype)
+    assert load_checkpoint(folder, again, its) == {"step": 4}
+    assert all(torch.equal(value, saved[name]) for name, value in whole(again).items())
+    return True
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, None), (3, None), (3, torch.bfloat16)])
+def test_stages_on_nccl_equal_one_process_and_resume(tmp_path, stage, dtype):
+    assert all(on_gpus(against_one_process, stage, dtype, str(tmp_path / "checkpoint")))
+
+
+def peaks(stage):
+    torch.cuda.set_device(dist.get_rank())
+
+    def loss(model):
+        tokens = torch.zeros(4096, dtype=torch.long)
+        return F.cross_entropy(model(tokens), tokens)
+
+    result = memory_report(lambda group: build(stage, group), loss, device="cuda")
+    return result.predicted_peak, result.measured_peak
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_allocators_peak_is_within_five_percent_of_the_predicted(stage):
+    for predicted, measured in on_gpus(peaks, stage):
+        assert measured == pytest.approx(predicted, rel=0.05)
