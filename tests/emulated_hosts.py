@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -111,12 +112,18 @@ def main() -> int:
     parser.add_argument("--rate", default="2gbit")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
+    # A launcher that is told to end takes its hosts along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with emulated_hosts(arguments.hosts, arguments.rate) as hosts:
         running = [
             host.popen(arguments.command, env=os.environ | host.environment(hosts))
             for host in hosts
         ]
-        return max(process.wait() for process in running)
+        try:
+            return max(process.wait() for process in running)
+        finally:
+            for process in running:
+                process.kill()
 
 
 if __name__ == "__main__":

@@ -34,8 +34,11 @@ ONE = partial(torch.optim.SGD, lr=1.0)
 def test_a_dead_worker_is_named(transport):
     start = time.monotonic()
     with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
-        run(fail, model(), SGD, args=(1, "die"), workers=3, servers=2, transport=transport)
-    assert time.monotonic() - start < 50  # and not after the timeout of 60 s
+        run(
+            fail, model(), SGD, args=(1, "die"), workers=3, servers=2, transport=transport,
+            timeout=300,
+        )  # fmt: skip
+    assert time.monotonic() - start < 200  # and not after the timeout
 
 
 def test_an_exception_in_training_is_raised_as_it_was():
