@@ -41,7 +41,9 @@ class Plan:
         ]
 
 
-def plan(kernel: str, precision: str, q: Tensor, *others: Tensor, packed: bool) -> Plan:
+def plan(
+    kernel: str, precision: str, score: Score, q: Tensor, *others: Tensor, packed: bool
+) -> Plan:
     """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
     k = others[0]
     device = device_of(q.device)
@@ -54,6 +56,7 @@ def plan(kernel: str, precision: str, q: Tensor, *others: Tensor, packed: bool) 
         block_d,
         device.has_tma and not packed and all(fits_tma(x) for x in (q, *others)),
         device.shared_bytes,
+        score.left >= 0 and score.softcap > 0,
     )
     by_key = kernel in ("dkdv", "atomic")
     tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
