@@ -44,7 +44,9 @@ def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated() - before
     with torch.autograd.profiler.profile(profile_memory=True, acc_events=True) as profile:
         run()
-    changes = [e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"]
+    changes: list[int] = [
+        e.nbytes() for e in profile.kineto_results.events() if e.name() == "[memory]"
+    ]
     return max(0, *itertools.accumulate(changes, initial=0))
 
 
