@@ -99,3 +99,17 @@ def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monk
         block_m, block_n, *_ = table["tma", "half", "dkdv"][64]
         tile = explain(x, x, x, backend="triton", **options).tiles[1]
         assert f"dkdv: {block_m} queries by {block_n} keys" in tile
+
+
+def test_so_do_splits(monkeypatch):
+    from flashattn2.kernels import configs, launch
+
+    monkeypatch.setattr(
+        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
+    )
+    # Two heads of 32 tiles of keys, and 132 processors.
+    x = q(dim=64, dtype=torch.bfloat16, seq=4096)
+    tile = explain(x, x, x, backend="triton").tiles[1]
+    block_m, block_n, *_ = configs.CROWDED["tma", "half", "dkdv"][64]
+    assert f"dkdv: {block_m} queries by {block_n} keys" in tile
+    assert "2 splits" in tile

@@ -75,7 +75,9 @@ def plot(rows: list[Row], folder: Path) -> list[Path]:
 def _plot_tflops(rows: list[Row], path: Path) -> Path:
     from matplotlib.figure import Figure
 
-    panels = sorted({(str(r["dtype"]), str(r["pass"])) for r in rows if r["pass"] != "both"})
+    panels = list(
+        itertools.product(sorted({str(r["dtype"]) for r in rows}), ("forward", "backward"))
+    )
     dims = sorted({r["dim"] for r in rows}, key=float)
     names = list(dict.fromkeys(str(r["impl"]) for r in rows))
     figure = Figure((3.6 * len(dims) + 1.8, 2.7 * len(panels)), layout="constrained")

@@ -157,8 +157,8 @@ TILES: dict[tuple[str, str, str], Tiles] = {
 }
 
 
-# A left window bound costs a third loop and a softcap its derivative: where the two together need
-# more registers than there are, a smaller tile serves them.
+# A left window bound costs a third loop, a softcap its derivative, splits their bounds: where the
+# first two together, or the last, need more registers than there are, a smaller tile serves them.
 CROWDED: dict[tuple[str, str, str], Tiles] = {
     ("tma", "half", "dkdv"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
     ("tma", "half", "atomic"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
@@ -187,8 +187,8 @@ def choose(
 ) -> tuple[Tile, bool, str]:
     """The tile for a kernel, whether it loads by TMA, and the float32 precision it works in.
 
-    ``crowded`` asks for a left window bound and a softcap at once.  Where a precision has no tile
-    for so large a head dim, for lack of registers, it is ieee.
+    ``crowded`` asks for a left window bound and a softcap at once, or splits.  Where a precision
+    has no tile for so large a head dim, for lack of registers, it is ieee.
     """
     kind = "half" if element_bytes == 2 else precision
     if block_d not in TILES["pointers", kind, kernel]:
