@@ -61,7 +61,7 @@ def test_in_every_dtype_it_is_as_good_as_plain(monkeypatch, dtype, backend, opti
     q = torch.randn(1, 4, 200, 40).to(dtype)
     k, v = (torch.randn(1, 2, 200, 40).to(dtype) for _ in "kv")
     # Of torch's own kernel the next test says more.
-    draws = 8 if backend == "torch" else 1
+    draws = 9 if backend == "torch" and dtype == torch.float32 else 1
     assert_as_good_as_plain(run(backend), (q, k, v), draws=draws, **options)
 
 
