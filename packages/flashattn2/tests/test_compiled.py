@@ -16,6 +16,8 @@ SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
 LARGEST = {"left": True, "softcap": True}
+# With those it spills 24 bytes on sm_90 with triton 3.6, as every other tile tried does: a limit.
+SPILLS = ("pointers", "tf32", "dkdv", 128)
 
 
 def shipped():
@@ -30,7 +32,8 @@ def shipped():
             for dim, tile in tiles.items():
                 elsewhere = not crowded and dim in configs.CROWDED.get((path, kind, kernel), {})
                 slow = not crowded and kind in ("ieee", "tf32x3")
-                options = {} if elsewhere or slow else LARGEST
+                spills = (path, kind, kernel, dim) == SPILLS
+                options = {} if elsewhere or slow or spills else LARGEST
                 for arch in (90,) if path == "tma" else (90, 80):
                     yield job(path, kind, kernel, dim, tile, arch, **options)
 
