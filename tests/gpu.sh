@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 # The GPU tests and benches on a machine that has python, pytest and torch, and neither uv nor an index.
-# Results go to $OUT (default: docs/results/DATE-gpu). Each bench is limited, so that one that hangs
-# does not take the others with it.
+# Results go to $OUT (default: docs/results/DATE-gpu), in the form that docs/measure.py --write-only makes
+# the READMEs' tables from. Each bench is limited to $LIMIT seconds (1800), so that one that hangs does not take
+# the others with it.
+# DEVICE=cpu BENCHES=flashattn2 QUICK=1 OUT=/tmp/dry tests/gpu.sh is a dry run on a machine with no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON="${PYTHON:-python3}"
+DEVICE="${DEVICE:-cuda}"
 OUT="${OUT:-docs/results/$(date +%F)-gpu}"
 mkdir -p "$OUT"
 for package in packages/*/; do
@@ -12,18 +15,49 @@ for package in packages/*/; do
 done
 export PYTHONPATH="$PWD/tests:$PYTHONPATH"
 
-"$PYTHON" - <<'CHECK' || exit 2
+"$PYTHON" - "$DEVICE" <<'CHECK' || exit 2
 import sys, torch
-if not torch.cuda.is_available():
+if sys.argv[1] == "cuda" and not torch.cuda.is_available():
     sys.exit("make test-gpu needs a CUDA device and this machine shows none")
-print(torch.cuda.get_device_name(), "torch", torch.__version__)
+print(torch.cuda.get_device_name() if sys.argv[1] == "cuda" else sys.argv[1], "torch", torch.__version__)
 CHECK
+
+# keep NAME COMMAND...: run a bench, and keep its rows beside the machine they were measured on.
+keep() {
+    local name="$1" rows
+    shift
+    rows="$(mktemp)"
+    if ! timeout "${LIMIT:-1800}" "$PYTHON" "$@" --json "$rows"; then
+        rm -f "$rows"
+        return 1
+    fi
+    "$PYTHON" - "$rows" "$OUT/$name.json" "python $*" <<'KEEP'
+import json, sys
+from pathlib import Path
+from llmsys_suite.environment import environment
+
+rows, path = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+path.write_text(json.dumps({"environment": environment(), "command": sys.argv[3], "rows": rows}, indent=1) + "\n")
+if path.stem == "flashattn2":
+    from flashattn2 import record
+
+    try:
+        print(*record.plot(rows, path.parent), sep="\n")
+    except ModuleNotFoundError as error:
+        print("no plots:", error)
+KEEP
+    local kept=$?
+    rm -f "$rows"
+    return $kept
+}
 
 status=0
 timeout 900 "$PYTHON" -m pytest -q -m gpu packages tests || status=1
-for name in flashattn2 zero ddp collectives; do
+for name in ${BENCHES:-flashattn2 zero ddp collectives}; do
     echo "== $name.bench"
-    timeout 600 "$PYTHON" -m "$name.bench" --device cuda --json "$OUT/$name.json" ${QUICK:+--quick} || status=1
+    keep "$name" -m "$name.bench" --device "$DEVICE" ${QUICK:+--quick} || status=1
 done
-timeout 600 "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run" || status=1
+if [ "$DEVICE" = cuda ]; then
+    timeout 600 "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run" || status=1
+fi
 exit $status

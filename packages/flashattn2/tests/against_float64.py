@@ -1,9 +1,32 @@
 """How far a result is from float64, beside how far plain PyTorch is in the same dtype."""
 
+from statistics import median
+
 import torch
 from flashattn2 import attention_reference
+from flashattn2.problem import make_score
 
 NAMES = ("output", "lse", "dq", "dk", "dv")
+
+
+def textbook(
+    q, k, v, *, is_causal=False, scale=None, window=None, softcap=None, return_lse=False
+):  # fmt: skip
+    """Attention as anyone would write it: matrix product, softmax, matrix product.
+
+    In half precision it is several times as exact as the reference, which rounds the log-sum-exp.
+    """
+    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    s = (q @ k.mT) * score.scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    queries, keys = (torch.arange(n, device=q.device) for n in s.shape[-2:])
+    hidden = score.hidden(queries, keys, len(keys) - len(queries))
+    blind = hidden.all(-1)[:, None]
+    s = s.masked_fill(hidden & ~blind, -torch.inf)
+    out = (s.softmax(-1) @ v).masked_fill(blind, 0.0)
+    return out, s.logsumexp(-1).masked_fill(blind[:, 0], -torch.inf)
 
 
 def results(run, tensors, dtype, grads, **options):
@@ -19,36 +42,53 @@ def results(run, tensors, dtype, grads, **options):
 
 
 def assert_as_good_as_plain(
-    run, tensors, *, ulps=1, reference=attention_reference, lse_shape=None, **options
+    run, tensors, *, one_by_one=lambda run: run, lse_shape=None, draws=1, **options
 ):
-    """At most twice plain PyTorch's error, and one unit in the last place of the largest value.
+    """The error is at most twice plain PyTorch's, in the same dtype on the same inputs.
 
-    The error is the root mean square over all elements, which hardly changes from draw to draw. The
-    largest single one does (0.5 to 6 times plain's, torch's own kernel among them); ten times
-    plain's still tells an element that is wrong from one that is unlucky.
-    ``ulps`` is 2 where the interpreter truncates to bfloat16 instead of rounding.
+    In half precision that is the largest error of a single draw, beside the textbook's.  In float32
+    it stands beside the reference's, which makes P from the log-sum-exp as we do; both round as
+    finely, and the largest of a few thousand errors is 0.4 to 3 times the other side's by chance
+    alone.  There each draw's root mean square is held to twice plain's; its largest error to ten
+    times, which tells an element that is wrong from one that is unlucky; and in the median of
+    ``draws``, if there are several, the largest error again to twice plain's.
     """
-    dtype = tensors[0].dtype
-    # Cotangents that the dtype holds exactly, so that all three compute the same thing.
-    device = tensors[0].device
-    out_grad = torch.randn(tensors[0].shape, device=device).to(dtype)
-    lse_grad = torch.randn(lse_shape or tensors[0].shape[:-1], device=device)
-    grads = (out_grad, lse_grad)
-    exact = results(reference, tensors, torch.float64, grads, **options)
-    plain = results(reference, tensors, dtype, grads, **options)
-    ours = results(run, tensors, dtype, grads, **options)
-    for name, e, p, o in zip(NAMES, exact, plain, ours, strict=True):
-        precision = torch.float32 if name == "lse" else dtype
-        rounding = ulps * torch.finfo(precision).eps * _largest(e)
-        for measure, factor in ((_root_mean_square, 2), (_largest, 10)):
-            error, allowed = measure(o - e), factor * measure(p - e) + rounding
-            message = f"{name} is off by {error:.2e}, allowed {allowed:.2e}: {options}"
-            assert error <= allowed, message
+    dtype, device = tensors[0].dtype, tensors[0].device
+    reference = one_by_one(attention_reference)
+    plain = reference if dtype == torch.float32 else one_by_one(textbook)
+    ratios = {name: [] for name in NAMES}
+    for draw in range(draws):
+        if draw:
+            tensors = [torch.randn(x.shape, device=device).to(dtype) for x in tensors]
+        # Cotangents that the dtype holds exactly, so that all three compute the same thing.
+        grads = (
+            torch.randn(tensors[0].shape, device=device).to(dtype),
+            torch.randn(lse_shape or tensors[0].shape[:-1], device=device),
+        )
+        exact = results(reference, tensors, torch.float64, grads, **options)
+        theirs = results(plain, tensors, dtype, grads, **options)
+        ours = results(run, tensors, dtype, grads, **options)
+        for name, e, p, o in zip(NAMES, exact, theirs, ours, strict=True):
+            errors = o - e, p - e
+            if dtype == torch.float32:
+                _assert_at_most(2, name, *map(_root_mean_square, errors), options)
+                _assert_at_most(10, name, *map(_largest, errors), options)
+            else:
+                _assert_at_most(2, name, *map(_largest, errors), options)
+            ratios[name].append(_largest(errors[0]) / (_largest(errors[1]) or 1.0))
+    if draws > 1:
+        for name, of_draws in ratios.items():
+            _assert_at_most(2, f"the largest error of {name}", median(of_draws), 1.0, options)
+
+
+def _assert_at_most(factor, name, ours, plain, options):
+    message = f"{name} is off by {ours:.2e}, plain PyTorch by {plain:.2e}: {options}"
+    assert ours <= factor * plain, message
 
 
 def _root_mean_square(x):
-    return x.square().mean().sqrt()
+    return x.square().mean().sqrt().item()
 
 
 def _largest(x):
-    return x.abs().max()
+    return x.abs().max().item()

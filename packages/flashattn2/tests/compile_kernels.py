@@ -2,6 +2,9 @@
 
 A script of its own, since a process that interprets kernels cannot compile them: it reads a list of
 jobs as JSON from standard input, and writes one line of JSON for each.
+
+A job names the kernel, tile, head dim, architecture and path, and the options of attention that are
+compiled in: left, right (so causal), softcap, packed, splits.
 """
 
 import json

@@ -34,6 +34,9 @@ def interpreter(monkeypatch):
         pytest.skip("the interpreter is off where there is a GPU; test_gpu.py runs the kernels")
     monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot_as_a_gpu_does)
     monkeypatch.setattr(
+        InterpreterBuilder, "cast_impl", _cast_as_a_gpu_does(InterpreterBuilder.cast_impl)
+    )
+    monkeypatch.setattr(
         launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), given[4], given[1])
     )
 
@@ -59,6 +62,22 @@ def _dot_as_a_gpu_does(self, a, b, d, *precision):
     for i in range(left.shape[1]):
         total = total + left[:, i, None] * right[i, None, :]
     return TensorHandle(total, d.dtype.scalar)
+
+
+def _cast_as_a_gpu_does(cast_impl):
+    """To bfloat16 by rounding to the nearest, ties to even, where the interpreter cuts off."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def cast(self, handle, to):
+        if handle.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast_impl(self, handle, to)
+        # torch rounds as a GPU does.
+        wide = torch.from_numpy(np.ascontiguousarray(handle.data, dtype=np.float32))
+        bits = wide.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return TensorHandle(bits, tl.bfloat16)
+
+    return cast
 
 
 def _as_float32(handle):

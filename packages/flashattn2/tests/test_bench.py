@@ -1,7 +1,9 @@
 """The bench's rows: complete, with the work by one formula and the memory as predicted."""
 
+import json
+
 import pytest
-from flashattn2 import bench
+from flashattn2 import bench, record
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,37 @@ def test_an_implementation_that_runs_out_of_memory_is_a_row_that_says_so(monkeyp
     rows = list(bench._compare("flash", (1, 1, 16, 16), torch.float32, "cpu", True))
     assert {r["time_ms"] for r in rows if r["impl"] == "big"} == {bench.OUT_OF_MEMORY}
     assert len(rows) == 6
+
+
+def test_a_dated_record_and_its_plots_are_written(rows, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench, "bench", lambda **_: rows)
+    bench.main(["--quick", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("*-cpu/flashattn2.json")
+    kept = json.loads(path.read_text())
+    assert kept["rows"] == rows
+    assert kept["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
+    assert path.parent.name == f"{kept['environment']['date'][:10]}-cpu"
+    assert kept["environment"]["gpus"] == []
+    plots = {p.name for p in path.parent.glob("*.png")}
+    assert plots == {f"flashattn2-{x}.png" for x in ("flash", "train", "naive-memory")}
+    assert capsys.readouterr().out.count(".png") == 3
+
+
+def test_out_of_memory_rows_are_plotted_where_they_were_predicted(rows, tmp_path):
+    pytest.importorskip("matplotlib")
+    failed = {"held_mib": bench.OUT_OF_MEMORY, "time_ms": bench.OUT_OF_MEMORY}
+    paths = record.plot(
+        [{**r, **{k: v for k, v in failed.items() if k in r}} for r in rows], tmp_path
+    )
+    assert [p.name for p in paths] == ["flashattn2-naive-memory.png"]
+
+
+def test_only_the_rows_are_written_where_only_they_are_asked_for(rows, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "bench", lambda **_: rows)
+    monkeypatch.chdir(tmp_path)
+    bench.main(["--json", "rows.json"])
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+    bench.main([])
+    assert len(list(tmp_path.glob("results/*-cpu/flashattn2.json"))) == 1

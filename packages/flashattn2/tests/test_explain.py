@@ -1,5 +1,7 @@
 """`explain` names what runs, and what it names is what runs."""
 
+import itertools
+
 import pytest
 import torch
 from flashattn2 import explain, flash_attention, function
@@ -59,3 +61,55 @@ def test_precision_follows_torch_s_own_switch():
         assert chosen() == "tf32"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
+    from flashattn2.kernels import configs, launch
+
+    monkeypatch.setattr(
+        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
+    )
+    for precision, dim in itertools.product(("tf32", "tf32x3", "ieee"), (16, 64, 128, 256)):
+        x = q(dim=dim)
+        tiles = explain(x, x, x, precision=precision, backend="triton").tiles
+        for tile in tiles:
+            kernel = tile.split(":")[0]
+            if dim in configs.TILES["pointers", precision, kernel]:
+                assert tile.endswith(f", {precision} products")
+            else:
+                assert tile.endswith(
+                    f", ieee products since {precision} has no tile for this head dim"
+                )
+    text = str(explain(*(q(dim=256),) * 3, precision="tf32x3", backend="triton"))
+    assert text.count("ieee products since tf32x3 has no tile") == 3
+
+
+def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monkeypatch):
+    from flashattn2.kernels import configs, launch
+
+    monkeypatch.setattr(
+        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
+    )
+    x = q(dim=64, dtype=torch.bfloat16)
+    for options, table in (
+        ({"window": 3}, configs.TILES),
+        ({"softcap": 2.0, "window": (None, 3)}, configs.TILES),
+        ({"softcap": 2.0, "window": 3}, configs.CROWDED),
+    ):
+        block_m, block_n, *_ = table["tma", "half", "dkdv"][64]
+        tile = explain(x, x, x, backend="triton", **options).tiles[1]
+        assert f"dkdv: {block_m} queries by {block_n} keys" in tile
+
+
+def test_so_do_splits(monkeypatch):
+    from flashattn2.kernels import configs, launch
+
+    monkeypatch.setattr(
+        launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
+    )
+    # Two heads of 32 tiles of keys, and 132 processors.
+    x = q(dim=64, dtype=torch.bfloat16, seq=4096)
+    tile = explain(x, x, x, backend="triton").tiles[1]
+    block_m, block_n, *_ = configs.CROWDED["tma", "half", "dkdv"][64]
+    assert f"dkdv: {block_m} queries by {block_n} keys" in tile
+    assert "2 splits" in tile

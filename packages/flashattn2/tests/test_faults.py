@@ -1,5 +1,8 @@
 """Input that cannot be right is a ValueError that names the argument, the value and the remedy."""
 
+import inspect
+from typing import Literal, get_overloads
+
 import pytest
 import torch
 from flashattn2 import (
@@ -102,3 +105,14 @@ def test_boundaries_are_int32_and_packed_input_has_three_dimensions():
         flash_attention_varlen(q, q, q, cu, cu)
     with pytest.raises(ValueError, match=r"give \(total, heads, dim\)"):
         flash_attention_varlen(q[None], q[None], q[None], cu.int(), cu.int())
+
+
+@pytest.mark.parametrize("function", [flash_attention, flash_attention_varlen])
+def test_the_type_of_the_result_follows_return_lse(function):
+    signatures = [inspect.signature(overload) for overload in get_overloads(function)]
+    pair = tuple[torch.Tensor, torch.Tensor]
+    assert {s.parameters["return_lse"].annotation: s.return_annotation for s in signatures} == {
+        Literal[False]: torch.Tensor,
+        Literal[True]: pair,
+        bool: torch.Tensor | pair,
+    }

@@ -1,5 +1,7 @@
 """The public functions: check, choose, run."""
 
+from typing import Literal, TypedDict, Unpack, overload
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,35 @@ from flashattn2.function import attention
 from flashattn2.problem import Window, check_dense, check_varlen, make_score
 
 
+class _Options(TypedDict, total=False):
+    """What both functions take besides ``return_lse``, which decides the type of the result."""
+
+    is_causal: bool
+    scale: float | None
+    window: Window
+    softcap: float | None
+    deterministic: bool
+    precision: str | None
+    backend: str
+
+
+@overload
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -38,7 +69,8 @@ def flash_attention(
     - ``deterministic``: False lets the Triton backward of half precision add dQ by atomics, in one
       pass and in any order.
     - ``precision``: of float32 matrix products in Triton: "ieee", "tf32x3" or "tf32"; None follows
-      `torch.get_float32_matmul_precision`, where "highest" is ieee and anything else tf32.
+      `torch.get_float32_matmul_precision`, where "highest" is ieee and anything else tf32.  A
+      kernel that has no tile for a head dim in that precision runs in ieee, and `explain` says so.
     - ``backend``: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), or "auto".
 
     Raises ValueError for input that cannot be right, or that the named backend cannot take.
@@ -58,6 +90,39 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -11,8 +11,8 @@ import functools
 import itertools
 import json
 import math
-import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashattn2 import record
 from flashattn2.attention import flash_attention
 from flashattn2.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
+from flashattn2.record import Row
 from flashattn2.reference import attention_reference
 
-Row = dict[str, float | int | str]
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
 OUT_OF_MEMORY = "out of memory"
 
@@ -44,9 +45,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 def machine(device: str) -> Row:
     """What was measured on, and when."""
-    name = platform.processor() or platform.machine()
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if device == "cuda" else record.processor()
     return {
         "case": "machine",
         "device": name,
@@ -268,12 +267,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
+    parser.add_argument(
+        "--out", type=Path,
+        help="write OUT/DATE-cpu or -gpu/flashattn2.json, with the machine, and plots of the rows; "
+        "a full run with neither option does so in docs/results, or results where that is not",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)
+    print(table(rows))
+    out = arguments.out
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    elif out is None and not arguments.quick:
+        docs = Path("docs/results")
+        out = docs if docs.is_dir() else Path("results")
+    if out:
+        given = sys.argv[1:] if argv is None else argv
+        command = ["python", "-m", "flashattn2.bench", *given]
+        for path in record.write(rows, out, command, arguments.device):
+            print(path)
 
 
 def table(rows: list[Row]) -> str:

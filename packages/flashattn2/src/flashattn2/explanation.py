@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flashattn2.dispatch import choose
-from flashattn2.problem import Window, check_dense, make_score
+from flashattn2.problem import Score, Window, check_dense, make_score
 from flashattn2.tiled import TILE
 
 
@@ -34,7 +34,11 @@ def explain(
     precision: str | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """The choice that `flash_attention` makes for these arguments; raises what it would raise."""
+    """The choice that `flash_attention` makes for these arguments; raises what it would raise.
+
+    It names each kernel's tile, and the precision of its float32 products where they are not the
+    one asked for: a head dim too large for a tile of that precision runs in ieee.
+    """
     check_dense(q, k, v)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
     if q.dim() == 3:
@@ -48,22 +52,26 @@ def explain(
     elif method.backend == "triton":
         from flashattn2.kernels.configs import has_atomic
 
-        block_d = 1 << (q.shape[-1] - 1).bit_length()
-        atomic = not deterministic and has_atomic(q.element_size(), block_d)
+        atomic = not deterministic and has_atomic(q.element_size())
         tiles = tuple(
-            _describe(kernel, method.precision, q, k, v)
+            _describe(kernel, method.precision, score, q, k, v)
             for kernel in (("forward", "atomic") if atomic else ("forward", "dkdv", "dq"))
         )
     return Explanation(method.backend, reason, tiles)
 
 
-def _describe(kernel: str, precision: str, *tensors: Tensor) -> str:
+def _describe(kernel: str, precision: str, score: Score, *tensors: Tensor) -> str:
     from flashattn2.kernels import launch
 
-    plan = launch.plan(kernel, precision, *launch.rows_contiguous(*tensors), packed=False)
+    plan = launch.plan(kernel, precision, score, *launch.rows_contiguous(*tensors), packed=False)
     tile = plan.tile
+    products = ""
+    if tensors[0].element_size() == 4:
+        products = f", {plan.precision} products"
+        if plan.precision != precision:
+            products += f" since {precision} has no tile for this head dim"
     return (
         f"{kernel}: {tile.block_m} queries by {tile.block_n} keys by head dim {plan.block_d}, "
         f"{tile.num_warps} warps, {tile.num_stages} stages, {plan.splits} splits, "
-        f"{'TMA descriptors' if plan.tma else 'pointers'}"
+        f"{'TMA descriptors' if plan.tma else 'pointers'}{products}"
     )

@@ -32,12 +32,12 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
     packed = cu_q is not None
-    atomic = not deterministic and has_atomic(q.element_size(), triton.next_power_of_2(q.shape[-1]))
+    atomic = not deterministic and has_atomic(q.element_size())
     batch, heads, rows, dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     by_key = launch.plan(
-        "atomic" if atomic else "dkdv", precision, q, k, v, grad_out, packed=packed
+        "atomic" if atomic else "dkdv", precision, score, q, k, v, grad_out, packed=packed
     )
     lse = lse.contiguous()
     delta_kernel[triton.cdiv(rows, 32), batch * heads](
@@ -76,7 +76,7 @@ def backward(
     if atomic:
         return dq.copy_(dq_sum), dk, dv
 
-    by_query = launch.plan("dq", precision, q, k, v, grad_out, packed=packed)
+    by_query = launch.plan("dq", precision, score, q, k, v, grad_out, packed=packed)
     tile, splits = by_query.tile, by_query.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
     to_dq = launch.parts(dq, splits)

@@ -1,8 +1,8 @@
 """Tile sizes: one for each kernel, way of loading, precision and head dim, and how it is pruned.
 
-Notable: every tile here is compiled for sm_90 and sm_80 by the tests, which refuse one that spills
-registers or leaves the matrix units idle.  A GPU with less shared memory gets the same tile with
-fewer stages, then with fewer rows.
+Notable: every tile here is compiled for sm_90 and sm_80 by the tests, in the largest kernel that it
+serves, which refuse one that spills registers or leaves the matrix units idle.  A GPU with less
+shared memory gets the same tile with fewer stages, then with fewer rows.
 """
 
 from dataclasses import dataclass, replace
@@ -47,6 +47,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         16: (64, 128, 8, 2),
         32: (64, 128, 8, 2),
         64: (64, 128, 8, 2),
+        128: (16, 64, 8, 2),
     },
     ("pointers", "half", "forward"): {
         16: (128, 64, 4, 3),
@@ -74,6 +75,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         32: (32, 128, 8, 2),
         64: (32, 64, 8, 2),
         128: (16, 64, 8, 2),
+        256: (16, 16, 8, 1),
     },
     ("tma", "tf32", "forward"): {
         16: (64, 64, 4, 2),
@@ -88,7 +90,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         64: (64, 64, 8, 2),
         128: (64, 64, 8, 2),
     },
-    ("tma", "tf32", "dkdv"): {16: (32, 64, 8, 2), 32: (32, 64, 8, 2)},
+    ("tma", "tf32", "dkdv"): {16: (32, 64, 8, 2), 32: (32, 64, 8, 2), 64: (32, 64, 8, 2)},
     ("pointers", "tf32", "forward"): {
         16: (64, 64, 4, 2),
         32: (64, 32, 4, 2),
@@ -108,6 +110,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         32: (16, 32, 8, 1),
         64: (16, 32, 8, 1),
         128: (16, 32, 8, 1),
+        256: (16, 32, 8, 1),
     },
     ("tma", "tf32x3", "forward"): {16: (64, 64, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2)},
     ("tma", "tf32x3", "dq"): {16: (64, 64, 8, 2), 32: (64, 32, 4, 2)},
@@ -154,24 +157,52 @@ TILES: dict[tuple[str, str, str], Tiles] = {
 }
 
 
+# A left window bound costs a third loop, a softcap its derivative, splits their bounds: where the
+# first two together, or the last, need more registers than there are, a smaller tile serves them.
+CROWDED: dict[tuple[str, str, str], Tiles] = {
+    ("tma", "half", "dkdv"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
+    ("tma", "half", "atomic"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
+    ("pointers", "half", "forward"): {16: (64, 64, 4, 2)},
+    ("pointers", "half", "dq"): {16: (64, 64, 4, 2), 32: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
+    ("pointers", "half", "dkdv"): {32: (32, 64, 8, 1)},
+    ("pointers", "half", "atomic"): {32: (32, 64, 8, 1), 128: (16, 32, 8, 1)},
+    ("tma", "tf32", "dq"): {128: (64, 32, 8, 2)},
+    ("tma", "tf32", "dkdv"): {64: (16, 64, 8, 1)},
+    ("pointers", "tf32", "forward"): {16: (64, 32, 4, 1)},
+    ("pointers", "tf32", "dq"): {128: (32, 32, 8, 1)},
+    ("tma", "tf32x3", "dq"): {16: (64, 32, 8, 1)},
+    ("tma", "tf32x3", "dkdv"): {16: (16, 64, 8, 1)},
+}
+
+
 def choose(
-    kernel: str, precision: str, element_bytes: int, block_d: int, tma: bool, shared_bytes: int
+    kernel: str,
+    precision: str,
+    element_bytes: int,
+    block_d: int,
+    tma: bool,
+    shared_bytes: int,
+    crowded: bool = False,
 ) -> tuple[Tile, bool, str]:
     """The tile for a kernel, whether it loads by TMA, and the float32 precision it works in.
 
-    Where a precision has no tile for so large a head dim, for lack of registers, it is ieee.
+    ``crowded`` asks for a left window bound and a softcap at once, or splits.  Where a precision
+    has no tile for so large a head dim, for lack of registers, it is ieee.
     """
     kind = "half" if element_bytes == 2 else precision
     if block_d not in TILES["pointers", kind, kernel]:
         kind = precision = "ieee"
     tma = tma and block_d in TILES.get(("tma", kind, kernel), {})
-    tile = Tile(*TILES["tma" if tma else "pointers", kind, kernel][block_d])
-    return prune(kernel, tile, element_bytes, block_d, shared_bytes), tma, precision
+    key = ("tma" if tma else "pointers", kind, kernel)
+    sizes = TILES[key][block_d]
+    if crowded:
+        sizes = CROWDED.get(key, {}).get(block_d, sizes)
+    return prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes), tma, precision
 
 
-def has_atomic(element_bytes: int, block_d: int) -> bool:
-    """Whether dQ may be added by atomics: half precision, where the registers allow."""
-    return element_bytes == 2 and block_d in TILES["pointers", "half", "atomic"]
+def has_atomic(element_bytes: int) -> bool:
+    """Whether dQ may be added by atomics: in half precision."""
+    return element_bytes == 2
 
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:

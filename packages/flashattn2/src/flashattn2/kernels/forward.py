@@ -183,7 +183,7 @@ def forward(
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = launch.rows_contiguous(q, k, v)
-    plan = launch.plan("forward", precision, q, k, v, packed=cu_q is not None)
+    plan = launch.plan("forward", precision, score, q, k, v, packed=cu_q is not None)
     batch, heads, rows, dim = q.shape
     tile, splits = plan.tile, plan.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)

@@ -41,27 +41,30 @@ class Plan:
         ]
 
 
-def plan(kernel: str, precision: str, q: Tensor, *others: Tensor, packed: bool) -> Plan:
+def plan(
+    kernel: str, precision: str, score: Score, q: Tensor, *others: Tensor, packed: bool
+) -> Plan:
     """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
     k = others[0]
     device = device_of(q.device)
     block_d = triton.next_power_of_2(q.shape[-1])
     width = q.element_size()
-    tile, tma, precision = choose(
-        kernel,
-        precision,
-        width,
-        block_d,
-        device.has_tma and not packed and all(fits_tma(x) for x in (q, *others)),
-        device.shared_bytes,
-    )
+    may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, *others))
     by_key = kernel in ("dkdv", "atomic")
-    tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
-    if by_key:
-        tiles, loop = loop, tiles
-    programs = tiles * q.shape[0] * (k if by_key else q).shape[1]
-    splits = 1 if packed else split_count(programs, loop, device.processors)
-    return Plan(tile, block_d, splits, tma, precision)
+    heads = (k if by_key else q).shape[1]
+    # Splitting costs registers too: what is split is planned again, with the tile for that.
+    for crowded in (score.left >= 0 and score.softcap > 0, True):
+        tile, tma, products = choose(
+            kernel, precision, width, block_d, may_use_tma, device.shared_bytes, crowded
+        )
+        tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
+        if by_key:
+            tiles, loop = loop, tiles
+        programs = tiles * q.shape[0] * heads
+        splits = 1 if packed else split_count(programs, loop, device.processors)
+        if splits == 1:
+            break
+    return Plan(tile, block_d, splits, tma, products)
 
 
 def split_count(programs: int, loop: int, processors: int) -> int:
