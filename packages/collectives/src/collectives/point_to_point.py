@@ -95,11 +95,18 @@ class PointToPoint:
             self.exchange([(target, leaving)], [(source, arrived)])
             COMBINE[name](own, arrived, out=out)
             return
+        if max(leaving.numel(), out.numel()) * out.element_size() <= PIECE_BYTES:
+            # Nothing to overlap, and the loop below costs as much as a short message does.
+            arrived = torch.empty_like(out)
+            self.exchange([(target, leaving)], [(source, arrived)])
+            if out.numel():
+                COMBINE[name](own, arrived, out=out)
+            return
         outs = _pieces(out)
         scratch = [torch.empty_like(outs[0]) for _ in outs[:2]]
-        # The receive first: a message that finds it waiting needs one wake-up less.
-        coming = self._start([], [(source, scratch[0])]) if outs else []
-        going = self._start([(target, piece) for piece in _pieces(leaving)], [])
+        sends = [(target, piece) for piece in _pieces(leaving)]
+        started = self._start(sends, [(source, room) for room in scratch[:1]])
+        coming, going = started[: len(scratch[:1])], started[len(scratch[:1]) :]
         for i, (own_piece, out_piece) in enumerate(zip(_pieces(own), outs, strict=True)):
             waiting, coming = coming, []
             if i + 1 < len(outs):
