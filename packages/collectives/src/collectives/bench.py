@@ -8,8 +8,9 @@ Sizes and bandwidths are defined as nccl-tests defines them: the size is the who
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time over ours, pair by pair in the same round (in place
 for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, the largest of all
-ranks'. `runs` is the algorithm that ran. A rank holds twice the largest size in memory; `--append`
-measures what does not fit one sitting in several.
+ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair; `runs` is
+the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures what does
+not fit one sitting in several.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
 def _algorithms(kind: str) -> list[str]:
     topology = communicator().topology
     names = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    return [name for name in names if name != "shared_memory"]
+    return list(names)
 
 
 def _values(rank: int, device: str) -> Tensor:
@@ -252,11 +253,15 @@ def _speed(kind: str, size: int, times: Times) -> Row:
 
 def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
     by_round = ratios(times, native, name)
+    # What "auto" chooses from: not the backend's own, nor what needs tensors of its own kind.
+    singles = [other for other in times if other not in (native, "auto", "shared_empty")]
+    best = min(singles, key=lambda other: float(np.median(times[other].rounds)))
     return {
         "wire_bytes": times[name].wire_bytes,
         "ratio_p50": float(np.median(by_round)),
         "ratio_p10": float(np.quantile(by_round, 0.1)),
         "ratio_p90": float(np.quantile(by_round, 0.9)),
+        "over_best_p50": float(np.median(ratios(times, name, best))),
     }
 
 

@@ -82,7 +82,8 @@ def time_in_turns(
 
 def ratios(times: Mapping[str, Times], over: str, under: str) -> np.ndarray:
     """The time of `over` divided by that of `under`, round by round."""
-    return np.divide(times[over].rounds, times[under].rounds)
+    found: np.ndarray = times[over].rounds / times[under].rounds
+    return found
 
 
 def sent_bytes() -> int:
