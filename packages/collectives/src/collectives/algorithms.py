@@ -137,9 +137,11 @@ def _choose(comm: Communicator, call: Call, size: int) -> str:
 
 def validate(comm: Communicator, kind: str, algorithm: str) -> None:
     """Raise ValueError if the group cannot run `kind` by `algorithm`."""
+    if algorithm == "auto":
+        return
     topology = comm.topology
     possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    if algorithm not in (*possible, "auto"):
+    if algorithm not in possible:
         raise ValueError(
             f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
             f'use one of {", ".join(possible)}, or "auto"'

@@ -8,9 +8,9 @@ Sizes and bandwidths are defined as nccl-tests defines them: the size is the who
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time over ours, pair by pair in the same round (in place
 for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, the largest of all
-ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair; `runs` is
-the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures what does
-not fit one sitting in several.
+ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair, and
+`runs` the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures
+what does not fit one sitting in several.
 """
 
 from __future__ import annotations

@@ -187,13 +187,14 @@ class Communicator:
             if entry.blames:
                 names = f"rank {', '.join(map(str, entry.blames))}"
                 return RankLost(entry.blames, f"{names} is lost, says rank {rank}; {told}")
-        if absent := [rank for rank in self.talking if rank not in entries]:
-            who = f"rank {', '.join(map(str, absent))}"
-            return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
+        # First: a rank that is absent may have had all that it needed of this call.
         try:
             compare([entry.call for entry in entries.values()], list(entries))
         except Mismatch as difference:
             return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
+        if absent := [rank for rank in self.talking if rank not in entries]:
+            who = f"rank {', '.join(map(str, absent))}"
+            return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
         return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
 
 

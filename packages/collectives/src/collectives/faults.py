@@ -67,9 +67,10 @@ class Roll:
         text = json.dumps([entry.rank, entry.call.hex(), list(entry.blames), entry.difference])
         with suppress(RuntimeError):
             self._store.set(f"roll/{self._call}/{entry.rank}", text)
-            # Whoever knows the reason tells it at a place where all look.
+            # Whoever knows the reason tells it where all look: also those that had what they
+            # needed of this call, and fail in a later one.
             if entry.blames:
-                self._store.set(f"roll/{self._call}/reason", text)
+                self._store.set("roll/reason", text)
 
     def read(self, ranks: Sequence[int], seconds: float) -> dict[int, Entry]:
         """The entries of `ranks`, by rank, when all have signed or the time is over.
@@ -80,10 +81,11 @@ class Roll:
         end = time.monotonic() + seconds
         try:
             while True:
-                if (reason := self._entry("reason")) is not None:
+                if (reason := self._entry("roll/reason")) is not None:
                     return {reason.rank: reason}
                 for rank in ranks:
-                    if rank not in found and (entry := self._entry(str(rank))) is not None:
+                    key = f"roll/{self._call}/{rank}"
+                    if rank not in found and (entry := self._entry(key)) is not None:
                         found[rank] = entry
                 if len(found) == len(ranks) or time.monotonic() > end:
                     return found
@@ -92,8 +94,7 @@ class Roll:
             # Unless it is a file, the store lives in rank 0's process.
             return {0: Entry(0, blames=[0])}
 
-    def _entry(self, name: str) -> Entry | None:
-        key = f"roll/{self._call}/{name}"
+    def _entry(self, key: str) -> Entry | None:
         if not self._store.check([key]):
             return None
         rank, call, blames, difference = json.loads(self._store.get(key))
