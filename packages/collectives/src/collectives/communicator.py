@@ -149,7 +149,7 @@ class Communicator:
         except Mismatch as error:
             # The ranks of this host have found it; the other hosts' wait for messages.
             if not (self.topology.one_host or self.comparing):
-                self._give_up(error, packed)
+                self._give_up(error, packed, found_here=True)
             raise
         except RankLost as error:
             self._give_up(error, packed)
@@ -159,10 +159,16 @@ class Communicator:
             self._give_up(reason, packed)
             raise
 
-    def _give_up(self, reason: RankLost | Mismatch, packed: bytes) -> None:
-        """Take no further part, and let every rank know why."""
+    def _give_up(
+        self, reason: RankLost | Mismatch, packed: bytes, *, found_here: bool = False
+    ) -> None:
+        """Take no further part, and let every rank know why.
+
+        What the host's ranks all find at the same tick (`found_here`) need not be told to them, and
+        must not be: one that is late would miss the tick.
+        """
         self._broken = RankLost(reason.ranks, str(reason))
-        if self.topology.arena is not None:
+        if self.topology.arena is not None and not found_here:
             self.topology.arena.leave(reason.ranks[0])
         if not self.topology.one_host:
             difference = str(reason) if isinstance(reason, Mismatch) else ""

@@ -28,7 +28,12 @@ def all_reduce(
     partial = "SUM" if name == "AVG" else name
     speakers = heads(hosts)
     if arena is not None:
-        shared_memory.all_reduce(arena, flat, partial, call)
+        # A host where a rank is missing must find it before the others give up on its speaker.
+        patience, arena.timeout = arena.timeout, 0.6 * arena.timeout
+        try:
+            shared_memory.all_reduce(arena, flat, partial, call)
+        finally:
+            arena.timeout = patience
     if wire.rank in speakers:
         ring.all_reduce(wire.among(speakers), flat, partial)
         average(name, flat, wire.world)

@@ -43,9 +43,7 @@ class Topology:
                 [addresses[r].pid for r in self.here],
                 self.here.index(rank),
                 names=self.here,
-                # Of several hosts, the one where a rank is missing must find it before the others
-                # give up on the rank that speaks for it.
-                timeout=timeout if len(self.hosts) == 1 else 0.7 * timeout,
+                timeout=timeout,
             )
         self._allocations = 0
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
