@@ -152,7 +152,10 @@ class Communicator:
                 self._give_up(error, packed, found_here=True)
             raise
         except RankLost as error:
-            self._give_up(error, packed)
+            told = self._told_difference()
+            self._give_up(told or error, packed)
+            if told:
+                raise told from error
             raise
         except BaseException as error:
             reason = RankLost([self.rank], f"rank {self.rank} failed: {error!r}")
@@ -168,13 +171,22 @@ class Communicator:
         must not be: one that is late would miss the tick.
         """
         self._broken = RankLost(reason.ranks, str(reason))
-        if self.topology.arena is not None and not found_here:
-            self.topology.arena.leave(reason.ranks[0])
         if not self.topology.one_host:
             difference = str(reason) if isinstance(reason, Mismatch) else ""
             entry = Entry(self.rank, packed, reason.ranks, difference)
             Roll(self.store, self._calls).sign(entry)
             self.wire.hang_up()
+        # Last: who is told so in memory looks for the reason in the roll.
+        if self.topology.arena is not None and not found_here:
+            self.topology.arena.leave(reason.ranks[0])
+
+    def _told_difference(self) -> Mismatch | None:
+        """How calls differ, if another host has found that they do."""
+        if not self.topology.one_host:
+            for entry in Roll(self.store, self._calls).read([], 0).values():
+                if entry.difference:
+                    return Mismatch(entry.difference, entry.blames)
+        return None
 
     def _who_is_lost(self, error: PeerError, packed: bytes) -> RankLost | Mismatch:
         arena = self.topology.arena
