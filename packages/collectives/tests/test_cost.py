@@ -7,14 +7,18 @@ import pytest
 from collectives.cost import CostModel, Sample, candidates, terms
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
-PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10)
+PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10, 4e-5)
 
 
 def test_the_terms_are_the_textbooks():
     ring = terms("all_reduce", "ring", 1000, (1, 1, 1, 1))
     assert (ring.messages, ring.wire_bytes, ring.reduced_bytes) == (6, 1500, 750)
-    halving = terms("all_reduce", "halving_doubling", 1000, (1, 1, 1, 1))
-    assert (halving.messages, halving.wire_bytes) == (4, 1500)
+    halving = terms("all_reduce", "halving_doubling", 100_000, (1, 1, 1, 1))
+    assert (halving.messages, halving.wire_bytes) == (4, 150_000)
+    short = terms("all_reduce", "halving_doubling", 1000, (1, 1, 1, 1))
+    assert (short.messages, short.wire_bytes) == (2, 2000)
+    # A tree sends, then receives; a ring does both at every step.
+    assert (ring.operations, terms("all_reduce", "tree", 8, (1, 1)).operations) == (12, 2)
     tree = terms("broadcast", "tree", 1000, (1,) * 8)
     assert (tree.messages, tree.wire_bytes) == (3, 3000)
     assert terms("reduce_scatter", "ring", 1000, (1, 1)).wire_bytes == 500

@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import collectives
 import pytest
@@ -11,18 +12,16 @@ from collectives import segment
 from collectives.communicator import communicator
 from worker_pool import run_ranks, try_ranks
 
-TIMEOUT = 2.0
-# "apart": every rank a host of its own, so that nothing but messages can tell.
+# Long enough for a busy machine to be heard in the tenth of it that a roll call takes.
+TIMEOUT = 8.0
+# "apart": every rank a host of its own, so that nothing but messages can tell; "pairs": two hosts.
 PLACES = ("together", "apart")
 
 
-def alone():
-    return f"host of {os.getpid()}"
-
-
 def place(where):
-    if where == "apart":
-        segment.host_identity = alone
+    if where != "together":
+        a_host = 1 if where == "apart" else 2
+        segment.host_identity = lambda: f"host {int(os.environ['RANK']) // a_host}"
 
 
 def fail(where, algorithm, how):
@@ -32,7 +31,7 @@ def fail(where, algorithm, how):
     if rank == 1:
         if how == "dies":
             os._exit(1)
-        time.sleep(TIMEOUT + 1)
+        time.sleep(TIMEOUT + 3)
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(collectives.RankLost, match="rank 1") as caught:
@@ -51,34 +50,38 @@ def fail(where, algorithm, how):
         ("dies", "apart", "ring"),
         ("dies", "apart", "halving_doubling"),
         ("dies", "apart", "tree"),
+        # Rank 1 is not the one that speaks for its host, so the other host hears of it.
+        ("dies", "pairs", "hierarchical"),
+        ("dies", "pairs", "ring"),
         ("hangs", "together", "auto"),
         ("hangs", "apart", "ring"),
         ("hangs", "apart", "tree"),
+        ("hangs", "pairs", "hierarchical"),
     ],
 )
 def test_a_lost_rank_is_named_by_all_others(how, where, algorithm):
-    outcomes = try_ranks(fail_within, 3, where, algorithm, how, backend="")
-    for rank in (0, 2):
+    world = 4 if where == "pairs" else 3
+    outcomes = try_ranks(fail_within, world, where, algorithm, how, backend="")
+    for rank in {0, 2, world - 1}:
         assert not outcomes[rank].failed, outcomes[rank].trace
         ranks, seconds = outcomes[rank].value
         assert ranks == (1,)
-        assert seconds < TIMEOUT + 1
+        # Ranks wait from their own call on; a busy machine may start them seconds apart.
+        assert seconds < 2 * TIMEOUT
 
 
 def fail_within(where, algorithm, how):
     start(TIMEOUT)
     found = fail(where, algorithm, how)
     # A survivor that left at once would be taken for lost by one that looks later.
-    time.sleep(1)
+    time.sleep(3)
     return found
 
 
-def start(seconds):
-    from datetime import timedelta
-
+def start(seconds, backend="gloo"):
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(os.environ["STORE_FILE"], world),
         rank=int(os.environ["RANK"]),
         world_size=world,
@@ -114,7 +117,16 @@ def disagree(where, algorithm):
 
 @pytest.mark.parametrize(
     ("where", "algorithm"),
-    [("together", "auto"), ("together", "ring"), ("apart", "auto"), ("apart", "tree")],
+    [
+        ("together", "auto"),
+        ("together", "ring"),
+        ("apart", "auto"),
+        ("apart", "ring"),
+        ("apart", "halving_doubling"),
+        ("apart", "tree"),
+        ("pairs", "auto"),
+        ("pairs", "hierarchical"),
+    ],
 )
 def test_a_mismatch_is_an_error_on_every_rank_that_names_the_odd_one(where, algorithm):
     first, *others = run_ranks(disagree, 3, where, algorithm)
@@ -125,6 +137,105 @@ def test_a_mismatch_is_an_error_on_every_rank_that_names_the_odd_one(where, algo
     assert "rank 1 called all_reduce(shape (1000,), torch.float32, MAX" in first["op"]
     assert "rank 1 called broadcast(" in first["order"]
     assert "from rank 2" in first["root"]
+
+
+def torchs_own(where):
+    """The registered backend, called by torch's names."""
+    import collectives.backend
+
+    place(where)
+    start(60, "collectives")
+    odd, tensor = dist.get_rank() == 1, torch.ones(1000)
+    calls = {
+        r"shape \(1001,\)": lambda: dist.all_reduce(torch.ones(1001) if odd else tensor),
+        "int32": lambda: dist.all_reduce(tensor.int() if odd else tensor),
+        "MAX": lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        "broadcast": lambda: dist.broadcast(tensor, 0) if odd else dist.all_reduce(tensor),
+    }
+    with collectives.checked():
+        for difference, call in calls.items():
+            with pytest.raises(collectives.Mismatch, match=f"rank 1 called .*{difference}"):
+                call()
+            waits = dist.all_reduce(torch.ones(5 if odd else 4), async_op=True)
+            with pytest.raises(collectives.Mismatch, match="rank 1 called"):
+                waits.wait()
+        dist.all_reduce(tensor)
+    assert tensor.sum().item() == 3000, "no data may have moved"
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_the_registered_backend_compares_calls_too(where):
+    run_ranks(torchs_own, 3, where, backend="", timeout=120)
+
+
+def end(work, what, group):
+    """A rank that had all it needed of a broadcast has no error yet; its next call tells."""
+    work.wait()
+    assert what == "root"
+    collectives.all_reduce(torch.ones(1), group=group, algorithm="ring")
+
+
+def disagree_unchecked(where, algorithm):
+    """Rank 1 differs in one thing on each of several groups, which the timeout ends."""
+    place(where)
+    world, odd, tensor = dist.get_world_size(), dist.get_rank() == 1, torch.ones(1000)
+
+    def either(usual, other):
+        return lambda **go: (other if odd else usual)(**go)
+
+    def reduce(tensor, op=dist.ReduceOp.SUM):
+        return lambda **go: collectives.all_reduce(tensor.clone(), op, **go)
+
+    def tell(source):
+        return lambda **go: collectives.broadcast(tensor.clone(), source, **go)
+
+    calls = {
+        "longer": either(reduce(tensor), reduce(torch.ones(1001))),
+        "shorter": either(reduce(tensor), reduce(torch.ones(999))),
+        "layout": either(reduce(tensor), reduce(torch.ones(10, 100))),
+        "dtype": either(reduce(tensor), reduce(tensor.int())),
+        "op": either(reduce(tensor), reduce(tensor, dist.ReduceOp.MAX)),
+        "order": either(reduce(tensor), tell(0)),
+        "root": either(tell(0), tell(2)),
+    }
+    seconds = timedelta(seconds=TIMEOUT)
+    groups = {what: dist.new_group(list(range(world)), timeout=seconds) for what in calls}
+    for group in groups.values():
+        collectives.all_reduce(torch.ones(8), group=group, algorithm=algorithm)
+    works = {
+        what: call(group=groups[what], algorithm=algorithm, async_op=True)
+        for what, call in calls.items()
+    }
+    said = {}
+    for what, work in works.items():
+        with pytest.raises(collectives.Mismatch) as caught:
+            end(work, what, groups[what])
+        with pytest.raises(collectives.RankLost, match="earlier call"):
+            collectives.all_reduce(tensor, group=groups[what])
+        said[what] = caught.value.ranks, str(caught.value)
+    time.sleep(3)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "algorithm"),
+    [
+        ("apart", "ring"),
+        ("apart", "halving_doubling"),
+        ("apart", "tree"),
+        ("pairs", "ring"),
+        ("pairs", "hierarchical"),
+    ],
+)
+def test_without_the_comparison_a_mismatch_is_an_error_at_the_timeout(where, algorithm):
+    world = 4 if where == "pairs" else 3
+    for said in run_ranks(disagree_unchecked, world, where, algorithm, timeout=120):
+        assert {ranks for ranks, _ in said.values()} == {(1,)}
+        assert "rank 1 called all_reduce(shape (1001,), torch.float32, SUM" in said["longer"][1]
+        assert "rank 1 called all_reduce(shape (1000,), torch.int32" in said["dtype"][1]
+        assert "MAX" in said["op"][1]
+        assert "rank 1 called broadcast(" in said["order"][1]
+        assert "from rank 2" in said["root"][1]
 
 
 def bring_nan(where):
@@ -171,7 +282,7 @@ def dead_from_the_start():
     begin = time.monotonic()
     with pytest.raises(collectives.RankLost, match="rank 1 did not come"):
         collectives.all_reduce(torch.ones(10))
-    return time.monotonic() - begin < TIMEOUT + 1
+    return time.monotonic() - begin < 2 * TIMEOUT
 
 
 def test_a_rank_that_never_comes_is_named():

@@ -3,19 +3,22 @@
 import ctypes
 import dataclasses
 import gc
+import itertools
 import os
 import resource
 import signal
 import subprocess
 import time
+from functools import partial
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import segment
-from collectives.arena import ARENA_BYTES
+from collectives.arena import ARENA_BYTES, CHUNK_BYTES
 from collectives.communicator import communicator
+from collectives.cost import candidates
 from collectives.shared_memory import ONE_SHOT_BYTES
 from collectives.topology import group_by_host
 from worker_pool import run_ranks, try_ranks
@@ -114,19 +117,41 @@ def test_operations_run_in_the_order_of_the_calls():
     assert all(run_ranks(in_order, 2))
 
 
+def peak_bytes(call):
+    """The most that torch's allocator has given out at once while `call` ran, beyond the start."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((change for _, change in changes), initial=0))
+
+
 def extra_memory():
-    tensor = torch.zeros(32 << 20)
-    collectives.all_reduce(tensor[:1000])
-    gc.collect()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    collectives.all_reduce(tensor)
-    collectives.all_reduce(tensor, algorithm="ring")
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    """Extra bytes of each algorithm on tensors of 4 and of 16 MiB."""
+    found = {}
+    for mib in (4, 16):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.zeros((mib << 20) // dtype.itemsize, dtype=dtype)
+            shared = collectives.shared_empty(tensor.numel(), dtype=dtype)
+            calls = {
+                name: partial(collectives.all_reduce, tensor, algorithm=name)
+                for name in candidates("all_reduce", (dist.get_world_size(),))
+            }
+            calls["in place"] = partial(collectives.all_reduce, shared)
+            for name, call in calls.items():
+                call()
+                found[name, str(dtype), mib] = peak_bytes(call)
+    return found
 
 
-def test_extra_memory_does_not_grow_with_the_tensor():
-    # 128 MiB pass through chunks of one; allocators and sockets round up.
-    assert max(run_ranks(extra_memory, 2)) < 8 * ARENA_BYTES
+def test_extra_memory_is_at_most_one_chunk_whatever_the_size():
+    # Made once for a group, and no more than a page beyond what it is called.
+    assert ARENA_BYTES - CHUNK_BYTES <= 4096
+    for found in run_ranks(extra_memory, 2):
+        for (name, dtype, mib), extra in found.items():
+            # Beyond the arena; and four times the tensor needs not a byte more.
+            assert extra <= CHUNK_BYTES, found
+            assert extra == found[name, dtype, 4], (mib, found)
 
 
 def without_room():

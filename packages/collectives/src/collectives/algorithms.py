@@ -34,6 +34,7 @@ def _all_reduce(comm: Communicator, algorithm: str, op: str, packed: bytes, flat
     if algorithm == "shared_memory":
         shared_memory.all_reduce(topology.require(), flat, op, packed, topology.shared(flat))
     elif algorithm == "hierarchical":
+        comm.talking = hierarchical.heads(topology.hosts)
         hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, op, packed)
     else:
         BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, op)
@@ -66,6 +67,7 @@ def broadcast(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> No
         shared_memory.broadcast(comm.topology.require(), flat, call.root, packed)
     elif algorithm == "hierarchical":
         topology = comm.topology
+        comm.talking = hierarchical.heads(topology.hosts, call.root)
         hierarchical.broadcast(topology.arena, comm.wire, topology.hosts, flat, call.root, packed)
     else:
         BY_MESSAGES[algorithm].broadcast(comm.wire, flat, call.root)
@@ -111,6 +113,7 @@ def agree(comm: Communicator, packed: bytes) -> None:
         shared_memory.barrier(comm.topology.require(), packed)
     elif comm.comparing:
         compare_by_messages(comm.wire, packed)
+    comm.wire.speak_of(packed)
 
 
 def _choose(comm: Communicator, call: Call, size: int) -> str:
@@ -134,9 +137,11 @@ def _choose(comm: Communicator, call: Call, size: int) -> str:
 
 def validate(comm: Communicator, kind: str, algorithm: str) -> None:
     """Raise ValueError if the group cannot run `kind` by `algorithm`."""
+    if algorithm == "auto":
+        return
     topology = comm.topology
     possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    if algorithm not in (*possible, "auto"):
+    if algorithm not in possible:
         raise ValueError(
             f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
             f'use one of {", ".join(possible)}, or "auto"'

@@ -7,8 +7,10 @@
 Sizes and bandwidths are defined as nccl-tests defines them: the size is the whole array; algbw is
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time over ours, pair by pair in the same round (in place
-for all-reduce). `wire_bytes` are the bytes that left the network interface, per rank and call.
-A rank holds five times the largest size in memory.
+for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, the largest of all
+ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair, and
+`runs` the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures
+what does not fit one sitting in several.
 """
 
 from __future__ import annotations
@@ -18,9 +20,7 @@ import itertools
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,11 @@ import collectives
 from collectives.communicator import communicator
 from collectives.cost import CostModel, Sample, candidates
 from collectives.reduction import in_pieces
+from collectives.turns import Times, ratios, time_in_turns
 
 Row = dict[str, float | int | str]
-Contenders = dict[str, Callable[[], object]]
-TIMEOUT = timedelta(seconds=60)
+BLOCK = 1 << 20
+TIMEOUT = timedelta(seconds=200)
 QUICK = (1 << 10, 64 << 10, 1 << 20)
 FULL = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 1 << 20, 10 << 20, 100 << 20, 1 << 30)
 OTHERS = ("reduce_scatter", "all_gather")
@@ -62,7 +63,7 @@ def bench(
         made = not dist.is_initialized()
         if made:
             dist.init_process_group(backend, timeout=TIMEOUT)
-        rows = _measure(device, sizes, quick)
+        rows = with_model(_measure(device, sizes, quick))
         if made:
             dist.destroy_process_group()
         return rows if int(os.environ["RANK"]) == 0 else []
@@ -76,7 +77,7 @@ def bench(
                 start_method="spawn",
             )
             rows += json.loads(Path(folder, "rows").read_text())
-    return rows
+    return with_model(rows)
 
 
 def _rank(
@@ -108,38 +109,51 @@ def _measure(device: str, sizes: Sequence[int], quick: bool) -> list[Row]:
     for kind in OTHERS:
         for size in sizes:
             rows += _other_rows(kind, device, size, quick)
-    return _with_model(rows)
+    return rows
 
 
 def _all_reduce_rows(device: str, size: int, quick: bool) -> list[Row]:
-    count, rank, native = size // 4, dist.get_rank(), dist.get_backend()
-    source = _values(count, rank, device)
-    plain, result = source.clone(), torch.empty_like(source)
-
-    def out_of_place(call: Callable[..., object]) -> None:
-        result.copy_(source)
-        call(result)
-
-    calls: dict[str, tuple[Callable[..., object], Tensor]] = {native: (dist.all_reduce, plain)}
+    count, native = size // 4, dist.get_backend()
+    # Two tensors a rank, each the source of the other's copies: memory is what bounds the size.
+    plain, other = torch.empty(count, device=device), torch.empty(0)
+    calls: dict[str, Callable[..., object]] = {native: dist.all_reduce}
     for name in ("auto", *_algorithms("all_reduce")):
-        calls[name] = (partial(collectives.all_reduce, algorithm=name), plain)
+        calls[name] = partial(collectives.all_reduce, algorithm=name)
     if device == "cpu":
-        shared = collectives.shared_empty(count).copy_(source)
-        calls["shared_empty"] = (collectives.all_reduce, shared)
-    inside = time_in_turns({n: partial(c, t) for n, (c, t) in calls.items()}, size, quick, device)
-    outside = time_in_turns(
-        {n: partial(out_of_place, c) for n, (c, _) in calls.items()}, size, quick, device
-    )
-    want, rows = _sum(count, device), []
-    for name, (call, tensor) in calls.items():
+        other = collectives.shared_empty(count)
+        calls["shared_empty"] = collectives.all_reduce
+    else:
+        other = torch.empty_like(plain)
+
+    def tensors(name: str) -> tuple[Tensor, Tensor]:
+        return (other, plain) if name == "shared_empty" else (plain, other)
+
+    def in_place(name: str) -> None:
+        calls[name](tensors(name)[0])
+
+    def out_of_place(name: str) -> None:
+        result, source = tensors(name)
+        result.copy_(source)
+        calls[name](result)
+
+    want, own, wrong = _sum(device), _values(dist.get_rank(), device), {}
+    for name in calls:
+        result, source = tensors(name)
+        _fill(source, own)
         result.fill_(torch.nan)
-        out_of_place(call)
-        wrong = _wrong(result, want)
-        tensor.copy_(source)
-        call(tensor)
-        row = _row("all_reduce", name, size, outside[name], wrong)
+        out_of_place(name)
+        wrong[name] = _wrong(result, want)
+        _fill(result, own)
+        in_place(name)
+        wrong[f"in_place {name}"] = _wrong(result, want)
+    outside = time_in_turns({n: partial(out_of_place, n) for n in calls}, size, quick, device)
+    inside = time_in_turns({n: partial(in_place, n) for n in calls}, size, quick, device)
+    rows = []
+    for name in calls:
+        row = _row("all_reduce", name, size, outside[name], wrong[name])
         row |= {f"in_place_{k}": v for k, v in _speed("all_reduce", size, inside[name]).items()}
-        rows.append(row | {"in_place_wrong": _wrong(tensor, want)} | _ratios(inside, name, native))
+        row |= {"in_place_wrong": wrong[f"in_place {name}"]}
+        rows.append(row | _ratios(inside, name, native))
     return rows
 
 
@@ -157,93 +171,66 @@ def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
             partial(collectives.all_gather_into_tensor, long, short),
         ),
     }[kind]
-    calls: Contenders = {native: theirs}
+    calls: dict[str, Callable[[], object]] = {native: theirs}
     calls |= {n: partial(ours, algorithm=n) for n in ("auto", *_algorithms(kind))}
-    scatter = kind == "reduce_scatter"
-    out = short if scatter else long
-    if scatter:
-        want = _sum(count * world, device).chunk(world)[rank]
-        long.copy_(_values(count * world, rank, device))
-    else:
-        want = torch.cat([_values(count, r, device) for r in range(world)])
-        short.copy_(_values(count, rank, device))
     measured = time_in_turns(calls, size, quick, device)
     rows = []
     for name, call in calls.items():
-        out.fill_(torch.nan)
-        call()
-        row = _row(kind, name, size, measured[name], _wrong(out, want))
+        if kind == "reduce_scatter":
+            for part in long.chunk(world):
+                _fill(part, _values(rank, device))
+            short.fill_(torch.nan)
+            call()
+            wrong = _wrong(short, _sum(device))
+        else:
+            _fill(short, _values(rank, device))
+            long.fill_(torch.nan)
+            call()
+            parts = enumerate(long.chunk(world))
+            wrong = sum(_wrong(part, _values(r, device)) for r, part in parts)
+        row = _row(kind, name, size, measured[name], wrong)
         rows.append(row | _ratios(measured, name, native))
     return rows
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds a call, the slowest rank's, by round; the slowest call; bytes a call."""
-
-    rounds: np.ndarray
-    calls: np.ndarray
-    wire_bytes: float
-
-
-def time_in_turns(contenders: Contenders, size: int, quick: bool, device: str) -> dict[str, Times]:
-    """Every contender in every round, one after the other; one more round before, not counted."""
-    rounds = 3 if size > 256 << 20 else 5 if quick or size > 32 << 20 else 9
-    repeats = max(1, min(4 if quick else 20, (4 << 20) // size))
-    seconds = np.zeros((len(contenders), rounds, repeats))
-    sent = np.zeros(len(contenders))
-    for j in range(-1, rounds):
-        for i, call in enumerate(contenders.values()):
-            collectives.barrier() if device == "cpu" else dist.barrier()
-            before = _sent_bytes()
-            for k in range(repeats):
-                start = time.perf_counter()
-                call()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                if j >= 0:
-                    seconds[i, j, k] = time.perf_counter() - start
-            if j >= 0:
-                sent[i] += (_sent_bytes() - before) / rounds / repeats
-    slowest = torch.from_numpy(np.concatenate([seconds.ravel(), sent])).to(device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    found = slowest.cpu().numpy()
-    seconds, sent = found[: seconds.size].reshape(seconds.shape), found[seconds.size :]
-    return {
-        name: Times(seconds[i].mean(axis=1), seconds[i].ravel(), float(sent[i]))
-        for i, name in enumerate(contenders)
-    }
 
 
 def _algorithms(kind: str) -> list[str]:
     topology = communicator().topology
     names = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    return [name for name in names if name != "shared_memory"]
+    return list(names)
 
 
-def _values(count: int, rank: int, device: str) -> Tensor:
+def _values(rank: int, device: str) -> Tensor:
+    """What rank `rank` brings, `BLOCK` elements that repeat."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(count, generator=generator).to(device)
+    return torch.randn(BLOCK, generator=generator).to(device)
 
 
-def _sum(count: int, device: str) -> Tensor:
-    total = torch.zeros(count, device=device)
-    for rank in range(dist.get_world_size()):
-        total += _values(count, rank, device)
-    return total
+def _sum(device: str) -> Tensor:
+    return torch.stack([_values(rank, device) for rank in range(dist.get_world_size())]).sum(0)
 
 
-def _wrong(result: Tensor, want: Tensor) -> int:
-    pieces = zip(in_pieces(result, 1 << 20), in_pieces(want, 1 << 20), strict=True)
-    return sum(int((~a.isclose(b, rtol=1e-5, atol=1e-5)).sum()) for a, b in pieces)
+def _fill(tensor: Tensor, block: Tensor) -> None:
+    for piece in in_pieces(tensor, BLOCK):
+        piece.copy_(block[: piece.numel()])
+
+
+def _wrong(result: Tensor, block: Tensor) -> int:
+    pieces = in_pieces(result, BLOCK)
+    return sum(
+        int((~piece.isclose(block[: piece.numel()], rtol=1e-5, atol=1e-5)).sum())
+        for piece in pieces
+    )
 
 
 def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
+    comm = communicator()
+    runs = comm.choices.get((kind, size), name) if name == "auto" else name
     return {
         "case": kind,
         "algorithm": name,
+        "runs": runs,
         "world": dist.get_world_size(),
-        "hosts": len(communicator().topology.hosts),
+        "hosts": len(comm.topology.hosts),
         "size_bytes": size,
         "count": size // 4,
         "type": "float32",
@@ -265,41 +252,41 @@ def _speed(kind: str, size: int, times: Times) -> Row:
 
 
 def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
-    ratios = times[native].rounds / times[name].rounds
+    by_round = ratios(times, native, name)
+    # What "auto" chooses from: not the backend's own, nor what needs tensors of its own kind.
+    singles = [other for other in times if other not in (native, "auto", "shared_empty")]
+    best = min(singles, key=lambda other: float(np.median(times[other].rounds)))
     return {
         "wire_bytes": times[name].wire_bytes,
-        "ratio_p50": float(np.median(ratios)),
-        "ratio_p10": float(np.quantile(ratios, 0.1)),
-        "ratio_p90": float(np.quantile(ratios, 0.9)),
+        "ratio_p50": float(np.median(by_round)),
+        "ratio_p10": float(np.quantile(by_round, 0.1)),
+        "ratio_p90": float(np.quantile(by_round, 0.9)),
+        "over_best_p50": float(np.median(ratios(times, name, best))),
     }
 
 
-def _sent_bytes() -> float:
-    """Bytes that left the interface; the loopback carries every rank's."""
-    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    counter = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
-    share = dist.get_world_size() if device == "lo" else 1
-    return int(counter.read_text()) / share if counter.exists() else 0.0
-
-
-def _with_model(rows: list[Row]) -> list[Row]:
-    """Add the time that a cost model, fitted to these rows, gives to each."""
-    topology = communicator().topology
-    hosts, samples = topology.ranks_per_host, {}
-    for i, row in enumerate(rows):
-        name = str(row["algorithm"])
-        if name == "auto" and topology.one_host:
-            name = "shared_memory"
-        if name in candidates(str(row["case"]), hosts):
-            size, seconds = int(row["size_bytes"]), float(row["time_us"]) / 1e6
-            samples[i] = Sample(str(row["case"]), name, size, hosts, seconds)
-    model = CostModel.fit(list(samples.values())) if samples else CostModel()
-    for i, row in enumerate(rows):
-        row["model_us"] = float("nan")
-        if i in samples:
-            s = samples[i]
-            row["model_us"] = model.predict(s.collective, s.algorithm, s.size_bytes, hosts) * 1e6
+def with_model(rows: list[Row]) -> list[Row]:
+    """Add the time that a cost model gives to each row: one model for each world and its hosts."""
+    for _, group in itertools.groupby(rows, key=lambda row: (row["world"], row["hosts"])):
+        mine = list(group)
+        samples = [s for row in mine if (s := _sample(row)) is not None]
+        model = CostModel.fit(samples) if samples else CostModel()
+        for row in mine:
+            row["model_us"] = float("nan")
+            if (s := _sample(row)) is not None:
+                spent = model.predict(s.collective, s.algorithm, s.size_bytes, s.hosts)
+                row["model_us"] = spent * 1e6
     return rows
+
+
+def _sample(row: Row) -> Sample | None:
+    world, count = int(row["world"]), int(row["hosts"])
+    # As many on each host, which is how this bench is run.
+    hosts = (world // count,) * count
+    if row["runs"] not in candidates(str(row["case"]), hosts):
+        return None
+    size, seconds = int(row["size_bytes"]), float(row["time_us"]) / 1e6
+    return Sample(str(row["case"]), str(row["runs"]), size, hosts, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -311,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
     parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
+    parser.add_argument("--append", action="store_true", help="keep the rows in the JSON file")
     arguments = parser.parse_args(argv)
     rows = bench(
         device=arguments.device,
@@ -321,6 +309,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Other ranks of a group that was here before have nothing to show.
     if not rows:
         return
+    if arguments.append and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text()) + rows
+        rows = with_model(sorted(rows, key=lambda row: (row["hosts"], row["world"])))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.plot:

@@ -6,15 +6,15 @@ Notable:
 - operations of one group run one at a time, in the order of the calls. Synchronous ones run in the
   caller's thread; asynchronous ones on the group's progress thread, where sums and copies release
   the interpreter, so that they overlap with the caller's computation;
-- an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch,
-  found before data moves, leaves it as it was.
+- an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch
+  that is found before data moves leaves it as it was.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from collectives.arena import UNUSABLE
 from collectives.cost import CostModel
-from collectives.faults import GRACE_SECONDS, RankLost, Roll
-from collectives.fingerprint import Call, Mismatch, has_nan
+from collectives.faults import GRACE_SECONDS, Entry, RankLost, Roll
+from collectives.fingerprint import Call, Mismatch, compare, has_nan
 from collectives.point_to_point import PeerError, PointToPoint
 from collectives.topology import Topology
 from collectives.work import Work
@@ -77,6 +78,8 @@ class Communicator:
         self.compare_always = False
         self.comparing = False
         self.look_for_nan = False
+        # The ranks that send and receive in the operation that runs.
+        self.talking: Sequence[int] = range(self.world)
         self._calls = 0
         self._broken: RankLost | None = None
         self._lock = threading.Lock()
@@ -103,9 +106,10 @@ class Communicator:
 
         def operation() -> None:
             found = look_for_nan and has_nan(tensor)
-            with self._lock, self._naming_the_lost():
+            packed = (replace(call, has_nan=True) if found else call).packed
+            with self._lock, self._naming_the_lost(packed):
                 self.comparing = compare
-                body((replace(call, has_nan=True) if found else call).packed)
+                body(packed)
 
         if not async_op:
             last, self._last = self._last, None
@@ -128,45 +132,88 @@ class Communicator:
         self.topology.close()
 
     @contextmanager
-    def _naming_the_lost(self) -> Iterator[None]:
+    def _naming_the_lost(self, packed: bytes) -> Iterator[None]:
         if self._broken is not None:
             raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
         self._calls += 1
+        self.talking = range(self.world)
         # What is left of the timeout is for finding out who is lost.
         self.wire.finish_within(0.8 * self.timeout)
+        self.wire.speak_of(b"")
         try:
             yield
-        except Mismatch:
-            raise
         except PeerError as error:
-            self._give_up(self._who_is_lost(error))
-            raise self._broken from error  # type: ignore[misc]
+            reason = self._who_is_lost(error, packed)
+            self._give_up(reason, packed)
+            raise reason from error
+        except Mismatch as error:
+            # The ranks of this host have found it; the other hosts' wait for messages.
+            if not (self.topology.one_host or self.comparing):
+                self._give_up(error, packed, found_here=True)
+            raise
         except RankLost as error:
-            self._give_up(error)
+            told = self._told_difference()
+            self._give_up(told or error, packed)
+            if told:
+                raise told from error
             raise
         except BaseException as error:
-            self._give_up(RankLost([self.rank], f"rank {self.rank} failed: {error!r}"))
+            reason = RankLost([self.rank], f"rank {self.rank} failed: {error!r}")
+            self._give_up(reason, packed)
             raise
 
-    def _give_up(self, reason: RankLost) -> None:
-        self._broken = reason
-        if self.topology.arena is not None:
+    def _give_up(
+        self, reason: RankLost | Mismatch, packed: bytes, *, found_here: bool = False
+    ) -> None:
+        """Take no further part, and let every rank know why.
+
+        What the host's ranks all find at the same tick (`found_here`) need not be told to them, and
+        must not be: one that is late would miss the tick.
+        """
+        self._broken = RankLost(reason.ranks, str(reason))
+        if not self.topology.one_host:
+            difference = str(reason) if isinstance(reason, Mismatch) else ""
+            entry = Entry(self.rank, packed, reason.ranks, difference)
+            Roll(self.store, self._calls).sign(entry)
+            self.wire.hang_up()
+        # Last: who is told so in memory looks for the reason in the roll.
+        if self.topology.arena is not None and not found_here:
             self.topology.arena.leave(reason.ranks[0])
 
-    def _who_is_lost(self, error: PeerError) -> RankLost:
+    def _told_difference(self) -> Mismatch | None:
+        """How calls differ, if another host has found that they do."""
+        if not self.topology.one_host:
+            for entry in Roll(self.store, self._calls).read([], 0).values():
+                if entry.difference:
+                    return Mismatch(entry.difference, entry.blames)
+        return None
+
+    def _who_is_lost(self, error: PeerError, packed: bytes) -> RankLost | Mismatch:
         arena = self.topology.arena
         if arena is not None and (dead := arena.dead()):
             ranks = [arena.names[i] for i in dead]
-            return RankLost(ranks, f"rank {ranks[0]} died (call {self._calls})")
-        roll = Roll(self.store, self._calls, self.rank, self.world)
-        roll.sign()
+            return RankLost(ranks, f"rank {ranks[0]} died (call {self._calls}); {UNUSABLE}")
+        roll = Roll(self.store, self._calls)
+        roll.sign(Entry(self.rank, packed))
         self.wire.hang_up()
         seconds = min(GRACE_SECONDS, 0.15 * self.timeout)
-        absent = roll.absent(seconds)
-        ranks = absent or [error.peer]
-        who = f"rank {', '.join(map(str, ranks))}"
-        what = f"gave no sign of life for {seconds:g} s after" if absent else "broke off:"
-        return RankLost(ranks, f"{who} {what} messages failed in call {self._calls}: {error}")
+        entries = roll.read(self.talking, seconds)
+        told = f"messages failed in call {self._calls}: {error}; {UNUSABLE}"
+        for rank, entry in entries.items():
+            if entry.difference:
+                return Mismatch(entry.difference, entry.blames)
+            if entry.blames:
+                names = f"rank {', '.join(map(str, entry.blames))}"
+                return RankLost(entry.blames, f"{names} is lost, says rank {rank}; {told}")
+        # First: a rank that is absent may have had all that it needed of this call.
+        try:
+            compare([entry.call for entry in entries.values()], list(entries))
+        except Mismatch as difference:
+            return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
+        if absent := [rank for rank in self.talking if rank not in entries]:
+            who = f"rank {', '.join(map(str, absent))}"
+            return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
+        return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
 
 
 def _progress(works: queue.SimpleQueue[Work | None]) -> None:

@@ -1,12 +1,16 @@
 """What a collective costs: the alpha-beta model, fitted to a measurement, and the choice it makes.
 
-An algorithm's time is linear in five prices (Thakur, Rabenseifner and Gropp, 2005):
+An algorithm's time is linear in six prices (Thakur, Rabenseifner and Gropp, 2005):
 
-    seconds = messages alpha + wire bytes beta + reduced bytes gamma + ticks tau + copied bytes mu
+    seconds = messages alpha + operations omega + wire bytes beta + reduced bytes gamma
+            + ticks tau + copied bytes mu
 
-where alpha is the latency of a message, 1/beta the bandwidth of a link, gamma the time to combine a
-byte, tau a tick of shared memory and mu the time to copy a byte through it. What an algorithm
-spends of each is counted here from its definition (`terms`), so a fit is linear least squares.
+where alpha is the latency of a message, omega what a rank spends on starting and ending a send or a
+receive (the overhead of LogP: Culler and others, 1993), 1/beta the bandwidth of a link, gamma the
+time to combine a byte, tau a tick of shared memory and mu the time to copy a byte through it. What
+an algorithm spends of each is counted here from its definition (`terms`), so a fit is linear least
+squares. Without omega a ring of two, which sends and receives at once, would cost what a tree does,
+which sends and then receives; on short messages it takes longer.
 
 Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
 """
@@ -20,6 +24,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from collectives.arena import SLOT_BYTES
+from collectives.halving_doubling import SHORT_BYTES
 from collectives.point_to_point import PIECE_BYTES
 from collectives.shared_memory import ONE_SHOT_BYTES
 
@@ -33,12 +38,13 @@ class Terms:
     reduced_bytes: float = 0.0
     ticks: float = 0.0
     copied_bytes: float = 0.0
+    operations: float = 0.0
 
     def __add__(self, other: Terms) -> Terms:
         return Terms(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[float, ...]:
-        """The five numbers in order."""
+        """The six numbers in order."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
@@ -55,13 +61,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Five prices. The defaults are a loopback's; `fit` finds those of a machine."""
+    """Six prices. The defaults are a loopback's; `fit` finds those of a machine."""
 
     message_seconds: float = 1.5e-4
     wire_seconds_per_byte: float = 8e-10
     reduce_seconds_per_byte: float = 1e-10
     tick_seconds: float = 1e-5
     copy_seconds_per_byte: float = 1e-10
+    operation_seconds: float = 5e-5
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> CostModel:
@@ -148,21 +155,39 @@ def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) ->
 def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing: int) -> Terms:
     part, steps = (world - 1) / world * size, math.ceil(math.log2(world))
     pieces = max(1, math.ceil(size / PIECE_BYTES))
+    chain = pieces + world - 2
+
+    def exchanges(count: int, wire_bytes: float, reduced_bytes: float = 0.0) -> Terms:
+        # A send and a receive at once.
+        return Terms(count, wire_bytes, reduced_bytes, operations=2 * count)
+
+    def messages(
+        count: int, wire_bytes: float, reduced_bytes: float = 0.0, *, more: int = 0
+    ) -> Terms:
+        # Either a send or a receive; `more` operations beside them.
+        return Terms(count, wire_bytes, reduced_bytes, operations=count + more)
+
     spent = {
-        ("all_reduce", "ring"): Terms(2 * (world - 1), 2 * part, part),
-        ("reduce_scatter", "ring"): Terms(world - 1, part, part),
-        ("all_gather", "ring"): Terms(world - 1, part),
-        ("broadcast", "ring"): Terms(pieces + world - 2, size * (pieces + world - 2) / pieces),
-        ("all_to_all", "ring"): Terms(world - 1, part * sharing),
-        ("all_reduce", "halving_doubling"): Terms(2 * steps, 2 * part * sharing, part),
-        ("reduce_scatter", "halving_doubling"): Terms(steps, part * sharing, part),
-        ("all_gather", "halving_doubling"): Terms(steps, part * sharing),
-        ("broadcast", "halving_doubling"): Terms(2 * steps, part * (1 + sharing)),
-        ("all_to_all", "halving_doubling"): Terms(2 * steps, size / 2 * steps * sharing),
-        ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size),
-        ("reduce_scatter", "tree"): Terms(2 * steps, steps * size + part, steps * size),
-        ("all_gather", "tree"): Terms(2 * steps, steps * size + part),
-        ("broadcast", "tree"): Terms(steps, steps * size),
+        ("all_reduce", "ring"): exchanges(2 * (world - 1), 2 * part, part),
+        ("reduce_scatter", "ring"): exchanges(world - 1, part, part),
+        ("all_gather", "ring"): exchanges(world - 1, part),
+        ("broadcast", "ring"): messages(
+            chain, size * chain / pieces, more=(pieces - 1) * (world > 2)
+        ),
+        ("all_to_all", "ring"): exchanges(world - 1, part * sharing),
+        ("all_reduce", "halving_doubling"): (
+            exchanges(steps, steps * size * sharing, steps * size)
+            if size <= SHORT_BYTES
+            else exchanges(2 * steps, 2 * part * sharing, part)
+        ),
+        ("reduce_scatter", "halving_doubling"): exchanges(steps, part * sharing, part),
+        ("all_gather", "halving_doubling"): exchanges(steps, part * sharing),
+        ("broadcast", "halving_doubling"): messages(2 * steps, part * (1 + sharing), more=steps),
+        ("all_to_all", "halving_doubling"): exchanges(2 * steps, size / 2 * steps * sharing),
+        ("all_reduce", "tree"): messages(2 * steps, 2 * steps * size, steps * size),
+        ("reduce_scatter", "tree"): messages(2 * steps, steps * size + part, steps * size),
+        ("all_gather", "tree"): messages(2 * steps, steps * size + part),
+        ("broadcast", "tree"): messages(steps, steps * size),
     }
     if (collective, algorithm) not in spent:
         raise ValueError(f"there is no {collective} by {algorithm!r}")

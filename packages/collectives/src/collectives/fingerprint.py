@@ -2,7 +2,8 @@
 
 Without it a mismatch is a hang, an abort or, worst, a wrong sum: messages are only bytes. In shared
 memory the comparison rides on a tick that is needed anyway, so there it is always on. Between hosts
-it costs ceil(log2 n) short messages a call, and is on inside `checked`.
+it costs ceil(log2 n) short messages a call, and is on inside `checked`. Outside, ranks that
+disagree do not find each other's messages (see `point_to_point`), and compare when the wait ends.
 """
 
 from __future__ import annotations
@@ -94,7 +95,14 @@ class Call:
 
 
 class Mismatch(RuntimeError):
-    """Ranks met with different calls, or with a NaN; no data has moved, the group still works."""
+    """Ranks met with different calls, or with a NaN; `ranks` are the odd ones.
+
+    Where calls are compared first (`checked`, or one host) no data has moved, the group works on.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
@@ -109,11 +117,13 @@ def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
     calls = [replace(call, has_nan=False) for call in calls]
     usual, times = Counter(calls).most_common(1)[0]
     if times == len(calls):
-        raise Mismatch(f"{_ranks(with_nan)} brought a NaN to {usual}")
-    odd = [f"rank {r} called {c}" for r, c in zip(names, calls, strict=True) if c != usual]
+        raise Mismatch(f"{_ranks(with_nan)} brought a NaN to {usual}", with_nan)
+    odd = {rank: call for rank, call in zip(names, calls, strict=True) if call != usual}
+    told = "; ".join(f"rank {rank} called {call}" for rank, call in odd.items())
     raise Mismatch(
-        f"ranks disagree: {'; '.join(odd)}; rank {names[calls.index(usual)]} called {usual}. "
-        "All ranks must make the same calls in the same order"
+        f"ranks disagree: {told}; rank {names[calls.index(usual)]} called {usual}. "
+        "All ranks must make the same calls in the same order",
+        tuple(odd),
     )
 
 

@@ -5,7 +5,7 @@ trade the half of the data that the other's side will own, and each adds what it
 side does the same alone. Doubling is the same film backwards, with copies in place of sums.
     reduce-scatter   (n-1)/n S      halving
     all-gather       (n-1)/n S      doubling
-    all-reduce      2(n-1)/n S      both
+    all-reduce      2(n-1)/n S      both; for short tensors doubling alone, with sums: S log n
     broadcast        scatter down a tree, then doubling (van de Geijn)
     all-to-all       S/2 log n      Bruck: at step k, all blocks whose distance has bit k go 2^k on
 (Thakur, Rabenseifner and Gropp, 2005). The bytes are exact for powers of two.
@@ -24,14 +24,21 @@ from torch import Tensor
 
 from collectives import tree
 from collectives.point_to_point import PointToPoint
-from collectives.reduction import average
+from collectives.reduction import COMBINE, average
 from collectives.tree import in_column_blocks, in_wide_blocks, levels
+
+# Up to this size a step saved is worth more than the bytes it costs.
+SHORT_BYTES = 64 * 1024
 
 
 def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
 
     def step(block: Tensor) -> None:
+        if block.numel() * block.element_size() <= SHORT_BYTES:
+            _double_and_sum(wire, block, name)
+            average(name, block, wire.world)
+            return
         slices = block.tensor_split(wire.world)
         _halve(wire, block, slices, name)
         average(name, slices[wire.rank], wire.world)
@@ -104,6 +111,20 @@ def _halve(wire: PointToPoint, flat: Tensor, slices: Sequence[Tensor], name: str
         wire.exchange_reduce((partner, give), (partner, keep, keep), name)
         if odd is not None and wire.rank == high - 1:
             wire.exchange_reduce((odd, nothing), (odd, keep, keep), name)
+
+
+def _double_and_sum(wire: PointToPoint, flat: Tensor, name: str) -> None:
+    """Reduce the whole tensor at each level: sums of ever larger ranges of ranks."""
+    theirs = torch.empty_like(flat)
+    for low, middle, high in reversed(levels(wire.rank, wire.world)):
+        partner, odd = _partners(wire.rank, low, middle, high)
+        sends = [(partner, flat)] if wire.rank != odd else []
+        if odd is not None and wire.rank == high - 1:
+            sends.append((odd, flat))
+        wire.exchange(sends, [(partner, theirs)])
+        # The first half's sum comes first on both sides, so that all ranks get the same bits.
+        first, second = (flat, theirs) if wire.rank < middle else (theirs, flat)
+        COMBINE[name](first, second, out=flat)
 
 
 def _double(wire: PointToPoint, flat: Tensor, slices: Sequence[Tensor]) -> None:

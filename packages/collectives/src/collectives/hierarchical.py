@@ -26,11 +26,16 @@ def all_reduce(
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
     partial = "SUM" if name == "AVG" else name
-    heads = [host[0] for host in hosts]
+    speakers = heads(hosts)
     if arena is not None:
-        shared_memory.all_reduce(arena, flat, partial, call)
-    if wire.rank in heads:
-        ring.all_reduce(wire.among(heads), flat, partial)
+        # A host where a rank is missing must find it before the others give up on its speaker.
+        patience, arena.timeout = arena.timeout, 0.6 * arena.timeout
+        try:
+            shared_memory.all_reduce(arena, flat, partial, call)
+        finally:
+            arena.timeout = patience
+    if wire.rank in speakers:
+        ring.all_reduce(wire.among(speakers), flat, partial)
         average(name, flat, wire.world)
     if arena is not None:
         shared_memory.broadcast(arena, flat, 0, call)
@@ -45,10 +50,14 @@ def broadcast(
     call: bytes,
 ) -> None:
     """Give every rank the tensor of rank `source`."""
-    # The source speaks for its host; elsewhere the first rank does.
-    heads = [source if source in host else host[0] for host in hosts]
-    if wire.rank in heads:
-        ring.broadcast(wire.among(heads), flat, heads.index(source))
+    speakers = heads(hosts, source)
+    if wire.rank in speakers:
+        ring.broadcast(wire.among(speakers), flat, speakers.index(source))
     if arena is not None:
-        head = next(rank for rank in heads if rank in arena.names)
+        head = next(rank for rank in speakers if rank in arena.names)
         shared_memory.broadcast(arena, flat, arena.names.index(head), call)
+
+
+def heads(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
+    """The rank that speaks for each host: the source for its own, else the first."""
+    return [source if source is not None and source in host else host[0] for host in hosts]

@@ -5,12 +5,16 @@ Notable:
   needs two pieces of extra memory, whatever the size of the tensor;
 - messages are bytes: any dtype travels, also those that a backend does not know;
 - sent bytes are counted (`sent_bytes`), because bytes do not depend on the machine's mood;
+- a message's tag is made from the call it serves and its length. gloo delivers a message only to a
+  receive with the same tag, so ranks that disagree wait for each other until the timeout; without
+  that, a longer message than expected ends the process and one of another dtype is believed;
 - NCCL must be told of sends and receives that happen together, so there they go as one batch.
 """
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,7 +27,8 @@ from torch import Tensor
 from collectives.reduction import COMBINE, in_pieces
 
 PIECE_BYTES = 512 * 1024
-TAG = 0x0C01
+# gloo takes tags of 31 bits. The odd factor (2^32 over the golden ratio) spreads lengths over them.
+TAG_BITS, SPREAD = 0x7FFFFFFF, 0x9E3779B1
 
 Message = tuple[int, Tensor]
 
@@ -48,13 +53,14 @@ class PointToPoint:
         self.rank, self.world = rank, len(ranks)
         self._deadline = [float("inf")]
         self._sent = [0]
+        self._subject = [0]
 
     def among(self, places: Sequence[int]) -> PointToPoint:
         """The same messages between some of the ranks, in another order."""
         part = PointToPoint(
             self._group, [self._ranks[place] for place in places], places.index(self.rank)
         )
-        part._deadline, part._sent = self._deadline, self._sent
+        part._deadline, part._sent, part._subject = self._deadline, self._sent, self._subject
         return part
 
     @property
@@ -65,6 +71,10 @@ class PointToPoint:
     def finish_within(self, seconds: float) -> None:
         """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
         self._deadline[0] = time.monotonic() + seconds
+
+    def speak_of(self, call: bytes) -> None:
+        """From now on, meet only messages of ranks that speak of the same call."""
+        self._subject[0] = zlib.crc32(call)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send and receive at once; return when all is done. Empty tensors do not travel."""
@@ -85,10 +95,18 @@ class PointToPoint:
             self.exchange([(target, leaving)], [(source, arrived)])
             COMBINE[name](own, arrived, out=out)
             return
-        going = self._start([(target, piece) for piece in _pieces(leaving)], [])
+        if max(leaving.numel(), out.numel()) * out.element_size() <= PIECE_BYTES:
+            # Nothing to overlap, and the loop below costs as much as a short message does.
+            arrived = torch.empty_like(out)
+            self.exchange([(target, leaving)], [(source, arrived)])
+            if out.numel():
+                COMBINE[name](own, arrived, out=out)
+            return
         outs = _pieces(out)
         scratch = [torch.empty_like(outs[0]) for _ in outs[:2]]
-        coming = self._start([], [(source, scratch[0])]) if outs else []
+        sends = [(target, piece) for piece in _pieces(leaving)]
+        started = self._start(sends, [(source, room) for room in scratch[:1]])
+        coming, going = started[: len(scratch[:1])], started[len(scratch[:1]) :]
         for i, (own_piece, out_piece) in enumerate(zip(_pieces(own), outs, strict=True)):
             waiting, coming = coming, []
             if i + 1 < len(outs):
@@ -108,7 +126,7 @@ class PointToPoint:
             if peer != self._ranks[self.rank]:
                 with suppress(RuntimeError):
                     nothing = torch.empty(1, dtype=torch.uint8)
-                    self._group.recv([nothing], peer, TAG + 1).wait(timedelta(milliseconds=1))
+                    self._group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -126,7 +144,8 @@ class PointToPoint:
                     batch.append((operation, raw, peer))
                     continue
                 try:
-                    works.append((peer, getattr(self._group, operation)([raw], peer, TAG), raw))
+                    tag = (self._subject[0] ^ raw.numel() * SPREAD) & TAG_BITS
+                    works.append((peer, getattr(self._group, operation)([raw], peer, tag), raw))
                 except RuntimeError as error:
                     raise PeerError(peer, _first_line(error)) from error
         return works + self._start_batch(batch)

@@ -74,13 +74,23 @@ def average(name: str, tensor: Tensor, world: int) -> None:
 def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:
     """out = parts[0] op parts[1] op ...
 
-    `scratch` holds at least as many elements in the accumulation dtype where that is not the
-    dtype itself (see `accumulation_dtype`); without it `out` must be none of parts[2:].
+    `scratch` holds some elements in the accumulation dtype where that is not the dtype itself (see
+    `accumulation_dtype`): so many are reduced at a time. Without it `out` is none of parts[2:].
     """
+    if scratch is None:
+        _reduce_into(name, parts, out)
+        return
+    for start in range(0, out.numel(), scratch.numel()):
+        block = out[start : start + scratch.numel()]
+        total = scratch[: block.numel()]
+        wide = [part[start : start + scratch.numel()].to(total.dtype) for part in parts[:1]]
+        wide += [part[start : start + scratch.numel()] for part in parts[1:]]
+        _reduce_into(name, wide, total)
+        block.copy_(total)
+
+
+def _reduce_into(name: str, parts: Sequence[Tensor], total: Tensor) -> None:
     combine, world = COMBINE[name], len(parts)
-    total = out if scratch is None else scratch[: out.numel()]
-    if scratch is not None:
-        parts = [parts[0].to(total.dtype), *parts[1:]]
     if world == 1:
         total.copy_(parts[0])
     else:
@@ -88,5 +98,3 @@ def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor
     for part in parts[2:]:
         combine(total, part.to(total.dtype), out=total)
     average(name, total, world)
-    if scratch is not None:
-        out.copy_(total)

@@ -29,6 +29,8 @@ from collectives.reduction import accumulation_dtype, in_pieces, reduce_into
 ONE_SHOT_BYTES = 32 * 1024
 # Small enough for the sum of a piece to be in the cache when it is written to the other ranks.
 PIECE_BYTES = 512 * 1024
+# How many elements of a narrow dtype are widened at a time.
+WIDE_ELEMENTS = 32 * 1024
 _NOTE = struct.Struct("<qq")
 
 
@@ -59,7 +61,7 @@ def all_reduce(
         _in_place(arena, shared.copies, name)
         return
     nobody_shares = notes.count(_NOTE.pack(0, 0)) == len(notes)
-    scratch = _scratch(flat, SLOT_BYTES)
+    scratch = _scratch(flat)
     for i, piece in enumerate(pieces):
         if i or not nobody_shares:
             _copy_in(arena, piece)
@@ -74,7 +76,7 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
     """out = this rank's slice of the reduction of `flat`."""
     slices = flat.tensor_split(arena.world)
     width = SLOT_BYTES // arena.world // flat.element_size()
-    scratch = _scratch(flat, SLOT_BYTES)
+    scratch = _scratch(flat)
     arena.announce(call)
     for start in range(0, max(1, out.numel()), width):
         slots = arena.slots(flat.dtype, ahead=1)
@@ -170,7 +172,7 @@ def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) 
 def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
     mine = [copy.tensor_split(arena.world)[arena.rank] for copy in copies]
     size = PIECE_BYTES // mine[0].element_size()
-    scratch = _scratch(mine[0], PIECE_BYTES)
+    scratch = _scratch(mine[0])
     for parts in zip(*(in_pieces(part, size) for part in mine), strict=True):
         # This slice is this rank's alone, in all copies: the first one collects the sum.
         reduce_into(name, parts, parts[0], scratch)
@@ -179,8 +181,8 @@ def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
     arena.sync()
 
 
-def _scratch(like: Tensor, most_bytes: int) -> Tensor | None:
+def _scratch(like: Tensor) -> Tensor | None:
     wide = accumulation_dtype(like.dtype)
     if wide == like.dtype:
         return None
-    return torch.empty(min(like.numel(), most_bytes // like.element_size()), dtype=wide)
+    return torch.empty(max(1, min(like.numel(), WIDE_ELEMENTS)), dtype=wide)
