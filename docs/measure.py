@@ -28,9 +28,14 @@ SHARED = ["--all-reduce", "collectives:all_reduce", "--allocate", "collectives:s
 
 # What each package measures: a label, where there are several runs, and the command line.
 BENCHES: dict[str, dict[str, list[str]]] = {
-    "accounting": {"": ["-m", "accounting.bench", "--quick"]},
+    "accounting": {"": ["-m", "accounting.bench"]},
     "collectives": {
-        "one-host": ["-m", "collectives.bench", "--quick", "--world", "2", "4"],
+        "one-host": [
+            *("-m", "collectives.bench", "--world", "2", "4", "6"),
+            *("--sizes", "1024", "65536", "1048576", "10485760", "104857600"),
+            *("--plot", "docs/results/collectives-bandwidth.png"),
+        ],
+        "one-gibibyte": ["-m", "collectives.bench", "--sizes", "1073741824"],
         "two-hosts": [*TWO_HOSTS, "-m", "collectives.bench", "--quick"],
     },
     "ddp": {
@@ -40,11 +45,23 @@ BENCHES: dict[str, dict[str, list[str]]] = {
     "flashattn2": {"": ["-m", "flashattn2.bench", "--quick"]},
     "interp": {"": ["-m", "interp.bench", "--quick"]},
     "paramserver": {"": ["-m", "paramserver.bench", "--quick"]},
-    "scaling": {"": ["-m", "scaling.bench", "--quick"]},
+    "scaling": {"": ["-m", "scaling.bench"]},
     "tinyml": {"": ["-m", "tinyml.bench", "--quick"]},
     "zero": {
         "one-host": ["-m", "zero.bench", "--link", "loopback"],
         "two-hosts": [*TWO_HOSTS, "-m", "zero.bench", "--link", "2 Gbit/s"],
+    },
+}
+
+# What a README quotes where all rows and columns would be a wall; the file keeps the rest.
+QUOTED: dict[str, dict[str, tuple[str, ...]]] = {
+    "collectives": {
+        "algorithm": ("auto", "shared_empty"),
+        "columns": (
+            *("case", "algorithm", "runs", "world", "hosts", "size_bytes", "time_us", "p99_us"),
+            *("busbw_gbps", "wrong", "wire_bytes", "ratio_p50", "ratio_p10", "ratio_p90"),
+            "over_best_p50",
+        ),
     },
 }
 
@@ -97,11 +114,21 @@ def rendered(name: str) -> str:
     for label in BENCHES[name]:
         found = sorted(RESULTS.glob(f"*/{name}{'-' if label else ''}{label}.json"))
         if found:
-            parts.append(_section(json.loads(found[-1].read_text())))
+            kept = json.loads(found[-1].read_text())
+            parts.append(_section(kept, _quoted(name, kept["rows"])))
+    if name in QUOTED:
+        parts.append("All rows and columns: `docs/results`.\n")
     return "\n".join(parts)
 
 
-def _section(kept: dict[str, Any]) -> str:
+def _quoted(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    wanted = dict(QUOTED.get(name, {}))
+    columns = wanted.pop("columns", None)
+    kept = (row for row in rows if all(row[key] in values for key, values in wanted.items()))
+    return [{k: v for k, v in row.items() if columns is None or k in columns} for row in kept]
+
+
+def _section(kept: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     facts = kept["environment"]
     where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores"
     lines = [
@@ -109,10 +136,10 @@ def _section(kept: dict[str, Any]) -> str:
         f"Python {facts['python']}.",
         "",
     ]
-    for columns, rows in groupby(kept["rows"], key=tuple):
+    for columns, group in groupby(rows, key=tuple):
         lines.append("| " + " | ".join(column.replace("_", " ") for column in columns) + " |")
         lines.append("|" + "---|" * len(columns))
-        lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in rows]
+        lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in group]
         lines.append("")
     return "\n".join(lines)
 

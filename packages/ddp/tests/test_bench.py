@@ -1,11 +1,8 @@
 """The bench runs every design, counts what it sends, and puts prediction beside measurement."""
 
-import importlib
 import json
 import os
 import socket
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +12,10 @@ from ddp import BucketRecord, Meter
 from ddp.bench import SIZES_MB, _cores_per_rank, _usual_workloads, bench
 from ddp.bench_designs import Design, busy_transformer, designs, transformer
 from ddp.bench_rows import Link, Measured
-from ddp.bucket import assign_buckets, make_bucket
 from torch import nn
 from worker_pool import run_ranks
 
 MIB = 2**20
-sys.path.insert(0, str(Path(__file__).parent))
-suite_workloads = importlib.import_module("suite_workloads")
 LEFT_OUT = "hooks,unsent 100 MB,given unsent 100 MB"
 
 
@@ -107,40 +101,6 @@ def test_the_bound_is_that_of_the_link_or_of_the_processor() -> None:
     # Where communication itself takes the processor, that bounds the step.
     row = bound(**steps | {"flat": (9.5, 3.0, 4.5, 7.5), "torch": (8.0, 6.0, 0.0, 7.0)})
     assert (row["cpu_bound_ms"], row["bound_ratio_to_torch"]) == (7000, 7 / 8)
-
-
-@pytest.mark.filterwarnings("default")
-def test_any_model_is_taken_by_its_name_the_suites_included() -> None:
-    pytest.importorskip("llmsys_suite.model")
-    (first,) = run_ranks(suite_rows, 1, suite_workloads.__file__, timeout=300)
-    (step,) = (row for row in first if row["case"] == "step")
-    # 12 layers of 4 d^2 + 3 d f and two norms, a norm, an embedding and a head.
-    d, f = 768, 3072
-    numel = 12 * (4 * d * d + 3 * d * f + 2 * d) + d + 2 * 256 * d
-    assert (step["workload"], step["gradient_bytes"]) == ("small", 4 * numel)
-
-
-def test_the_suites_xl_fits_in_buckets_that_hold_one_set_of_gradients() -> None:
-    pytest.importorskip("llmsys_suite.model")
-    # Without memory behind it: two ranks would take 16 GB in bfloat16, 31 GB in float32.
-    model, loss = suite_workloads.xl(torch.device("meta"))
-    parameters = list(model.parameters())
-    loss(model).backward()
-    runs = assign_buckets(parameters, range(len(parameters)), 25 * MIB)
-    buckets = [make_bucket(run, parameters, None, None) for run in runs]
-    gradients = [view for bucket in buckets for view in bucket.views]
-    assert [g.shape for g in gradients] == [p.grad.shape for p in parameters]
-    # 48 layers of 4 d^2 + 3 d f and two norms, a norm, an embedding and a head.
-    d, f = 1600, 6400
-    numel = 48 * (4 * d * d + 3 * d * f + 2 * d) + d + 2 * 256 * d
-    assert sum(bucket.gradients.nbytes for bucket in buckets) == 2 * numel
-    extra = sum(bucket.tail.nbytes for bucket in buckets)
-    assert extra == 2 * (len(buckets) + len(parameters)) < 1e-5 * 2 * numel
-
-
-def suite_rows(file: str) -> list[dict]:
-    sys.path.insert(0, str(Path(file).parent))
-    return bench(quick=True, model="suite_workloads:small", designs="25 MB", rounds=1)
 
 
 def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:

@@ -80,7 +80,8 @@ def reduce_into(name: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor
     if scratch is None:
         _reduce_into(name, parts, out)
         return
-    for start in range(0, out.numel(), scratch.numel()):
+    # Of an empty tensor there is nothing to take `scratch`'s elements at a time.
+    for start in range(0, out.numel(), max(1, scratch.numel())):
         block = out[start : start + scratch.numel()]
         total = scratch[: block.numel()]
         wide = [part[start : start + scratch.numel()].to(total.dtype) for part in parts[:1]]
