@@ -31,13 +31,26 @@ NAME = "collectives"
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+def _on_gloo(name: str) -> Callable[..., Any]:
+    """gloo's own method.
+
+    The base class would find it too, but holds the interpreter while it calls: gloo may then wait
+    for its own thread, and that for the interpreter, to drop the tensors of an earlier call.
+    """
+
+    def forward(self: CollectivesProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    return forward
+
+
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are this package's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
         super().__init__(store, rank, world)
-        self._gloo = ProcessGroupGloo(store, rank, world, timeout)
-        # The base class sends what is not overridden here to the registered backend.
+        self._gloo: Any = ProcessGroupGloo(store, rank, world, timeout)
+        # torch asks the group which backend serves a device.
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._set_default_backend(kind)
@@ -50,7 +63,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """torch.distributed.all_reduce."""
         if tensors[0].is_sparse:
-            on_gloo: dist.Work = super().allreduce(tensors, opts)
+            on_gloo: dist.Work = self._gloo.allreduce(tensors, opts)
             return on_gloo
         return self._run(
             opts, tensors, lambda **go: collective.all_reduce(tensors[0], opts.reduceOp, **go)
@@ -121,6 +134,18 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
+
+    allgather = _on_gloo("allgather")
+    allgather_coalesced = _on_gloo("allgather_coalesced")
+    alltoall = _on_gloo("alltoall")
+    gather = _on_gloo("gather")
+    monitored_barrier = _on_gloo("monitored_barrier")
+    recv = _on_gloo("recv")
+    recv_anysource = _on_gloo("recv_anysource")
+    reduce = _on_gloo("reduce")
+    reduce_scatter = _on_gloo("reduce_scatter")
+    scatter = _on_gloo("scatter")
+    send = _on_gloo("send")
 
     def shutdown(self) -> None:
         """Stop the progress thread."""

@@ -170,6 +170,7 @@ CROWDED: dict[tuple[str, str, str], Tiles] = {
     ("tma", "tf32", "dkdv"): {64: (16, 64, 8, 1)},
     ("pointers", "tf32", "forward"): {16: (64, 32, 4, 1)},
     ("pointers", "tf32", "dq"): {128: (32, 32, 8, 1)},
+    ("pointers", "tf32", "dkdv"): {16: (16, 32, 8, 1), 64: (16, 32, 4, 1)},
     ("tma", "tf32x3", "dq"): {16: (64, 32, 8, 1)},
     ("tma", "tf32x3", "dkdv"): {16: (16, 64, 8, 1)},
 }
