@@ -144,6 +144,8 @@ def start_and_wait_for_samples(out):
     process = subprocess.Popen(
         [*LLMSYS, "run", "train", "--steps", "2000", "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # What a background job starts ignores Ctrl-C, and the tests may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 120
     samples = out / "samples.jsonl"
