@@ -117,7 +117,10 @@ def agree(comm: Communicator, packed: bytes) -> None:
 
 
 def _choose(comm: Communicator, call: Call, size: int) -> str:
-    hosts, known = comm.topology.ranks_per_host, (call.kind, size)
+    known = call.kind, size
+    if known in comm.choices:
+        return comm.choices[known]
+    hosts = comm.topology.ranks_per_host
     if comm.model is None:
         if comm.topology.one_host:
             # Nothing to measure: memory costs less than messages at every size.
@@ -130,9 +133,8 @@ def _choose(comm: Communicator, call: Call, size: int) -> str:
                 comm.store,
                 comm.rank,
             )
-    if known not in comm.choices:
-        comm.choices[known] = comm.model.choose(call.kind, size, hosts)
-    return comm.choices[known]
+    chosen = comm.choices[known] = comm.model.choose(call.kind, size, hosts)
+    return chosen
 
 
 def validate(comm: Communicator, kind: str, algorithm: str) -> None:

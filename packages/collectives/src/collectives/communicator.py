@@ -107,9 +107,15 @@ class Communicator:
         def operation() -> None:
             found = look_for_nan and has_nan(tensor)
             packed = (replace(call, has_nan=True) if found else call).packed
-            with self._lock, self._naming_the_lost(packed):
-                self.comparing = compare
-                body(packed)
+            with self._lock:
+                self._begin(compare)
+                try:
+                    body(packed)
+                except BaseException as error:
+                    reason = self._reason(error, packed)
+                    if reason is error:
+                        raise
+                    raise reason from error
 
         if not async_op:
             last, self._last = self._last, None
@@ -131,36 +137,34 @@ class Communicator:
         self._queue.put(None)
         self.topology.close()
 
-    @contextmanager
-    def _naming_the_lost(self, packed: bytes) -> Iterator[None]:
+    def _begin(self, compare: bool) -> None:
         if self._broken is not None:
             raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
         self._calls += 1
+        self.comparing = compare
         self.talking = range(self.world)
         # What is left of the timeout is for finding out who is lost.
         self.wire.finish_within(0.8 * self.timeout)
         self.wire.speak_of(b"")
-        try:
-            yield
-        except PeerError as error:
-            reason = self._who_is_lost(error, packed)
-            self._give_up(reason, packed)
-            raise reason from error
-        except Mismatch as error:
+
+    def _reason(self, error: BaseException, packed: bytes) -> BaseException:
+        """Why the call has failed, as every rank is to say it; the group is given up, if it is."""
+        if isinstance(error, PeerError):
+            lost = self._who_is_lost(error, packed)
+            self._give_up(lost, packed)
+            return lost
+        if isinstance(error, Mismatch):
             # The ranks of this host have found it; the other hosts' wait for messages.
             if not (self.topology.one_host or self.comparing):
                 self._give_up(error, packed, found_here=True)
-            raise
-        except RankLost as error:
-            told = self._told_difference()
-            self._give_up(told or error, packed)
-            if told:
-                raise told from error
-            raise
-        except BaseException as error:
-            reason = RankLost([self.rank], f"rank {self.rank} failed: {error!r}")
+            return error
+        if isinstance(error, RankLost):
+            reason = self._told_difference() or error
             self._give_up(reason, packed)
-            raise
+            return reason
+        failed = RankLost([self.rank], f"rank {self.rank} failed: {error!r}")
+        self._give_up(failed, packed)
+        return error
 
     def _give_up(
         self, reason: RankLost | Mismatch, packed: bytes, *, found_here: bool = False

@@ -54,7 +54,9 @@ def check(name: str, dtype: torch.dtype) -> None:
 
 def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
     """Views of `length` elements each, the last one shorter; an empty tensor is one piece."""
-    return [flat[start : start + length] for start in range(0, max(1, flat.numel()), length)]
+    if flat.numel() <= length:
+        return [flat]
+    return [flat[start : start + length] for start in range(0, flat.numel(), length)]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

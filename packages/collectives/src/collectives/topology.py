@@ -45,18 +45,12 @@ class Topology:
                 names=self.here,
                 timeout=timeout,
             )
+        # How many ranks each host has.
+        self.ranks_per_host = tuple(len(host) for host in self.hosts)
+        # Whether all ranks share memory.
+        self.one_host = len(self.hosts) == 1 and self.arena is not None
         self._allocations = 0
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
-
-    @property
-    def ranks_per_host(self) -> tuple[int, ...]:
-        """How many ranks each host has."""
-        return tuple(len(host) for host in self.hosts)
-
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks share memory."""
-        return len(self.hosts) == 1 and self.arena is not None
 
     def require(self) -> Arena:
         """The arena, where the caller knows that there is one."""
