@@ -1,6 +1,7 @@
 # uv does the set-up. Where it is absent, the first target that needs it installs it into .uv.
 UV_VERSION := 0.13.8
 UV := $(or $(shell command -v uv),.uv/bin/uv)
+USUAL := not timing and not exhaustive
 LEAVES := accounting collectives ddp flashattn2 interp paramserver scaling tinyml zero
 ARGS ?=
 
@@ -9,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: two ranks on two cores otherwise wait for each other's threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help sync run test test-timing test-isolated test-gpu lint types bench report pins
+.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu lint types bench report pins
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -24,17 +25,21 @@ sync: $(filter .uv/bin/uv,$(UV))  ## Make the environment: all packages, all too
 run: sync  ## Take a small model through its whole life; ARGS="--steps 50" passes options on
 	$(UV) run llmsys run $(ARGS)
 
-test: sync  ## Run every test but those that assert a ratio of times
-	$(UV) run pytest -n 2 --dist loadfile -m "not timing" $(ARGS)
+# A third worker computes while another one waits for a rank that hangs.
+test: sync  ## Run every test but those of the next two targets
+	$(UV) run pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
-test-timing: sync  ## Run those that do, alone: they need a machine that does nothing else
+test-timing: sync  ## Run those that assert a ratio of times: they need an idle machine
 	$(UV) run pytest -m timing $(ARGS)
+
+test-exhaustive: sync  ## Run those that try every combination, for many minutes
+	$(UV) run pytest -m exhaustive $(ARGS)
 
 test-isolated: sync  ## Run each package's tests in an environment that holds that package alone
 	@for leaf in $(LEAVES); do \
 		echo "== $$leaf alone"; \
 		UV_COMPILE_BYTECODE=0 $(UV) run --isolated --package $$leaf \
-			pytest -o "pythonpath=. tests" -m "not timing" packages/$$leaf || exit 1; \
+			pytest -o "pythonpath=. tests" -m "$(USUAL)" packages/$$leaf || exit 1; \
 	done
 
 test-gpu:  ## Run the GPU tests and benches with plain python, pytest and torch: no uv, no index
