@@ -2,8 +2,8 @@
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench --quick
 
-runs the command once in each namespace with torchrun's variables set (RANK, WORLD_SIZE,
-MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing rate;
+runs the command in each namespace, once or `--ranks` times, with torchrun's variables set (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing rate;
 the kernel's counters give the bytes that really crossed. It needs root and iproute2.
 """
 
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ PORT = 29500  # free in every new namespace
 class Host:
     """One namespace: its interface `device` leads to all the others."""
 
-    rank: int
+    number: int
     namespace: str
     device: str
     address: str
@@ -41,12 +41,12 @@ class Host:
         path = f"/sys/class/net/{self.device}/statistics/tx_bytes"
         return int(_run("ip", "netns", "exec", self.namespace, "cat", path))
 
-    def environment(self, hosts: list[Host]) -> dict[str, str]:
-        """What torch.distributed needs in order to meet over these links."""
+    def environment(self, hosts: list[Host], ranks: int = 1, local: int = 0) -> dict[str, str]:
+        """What one of this host's `ranks` needs in order to meet the others over these links."""
         return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(len(hosts)),
+            "RANK": str(self.number * ranks + local),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(len(hosts) * ranks),
             "MASTER_ADDR": hosts[0].address,
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": self.device,
@@ -89,6 +89,27 @@ def emulated_hosts(count: int, rate: str) -> Iterator[list[Host]]:
             subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 
+def run_everywhere(
+    hosts: list[Host],
+    command: list[str],
+    environment: Mapping[str, str],
+    ranks: int = 1,
+    *,
+    seconds: float | None = None,
+) -> list[int]:
+    """Run one command as `ranks` processes on every host, to the end; return their statuses."""
+    running = [
+        host.popen(command, env={**environment, **host.environment(hosts, ranks, local)})
+        for host in hosts
+        for local in range(ranks)
+    ]
+    try:
+        return [process.wait(seconds) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
 def _connect(host: Host, switch: str, rate: str) -> None:
     port, inside = f"p{host.device}", host.namespace
     _run("ip", "link", "add", host.device, "netns", inside, "type", "veth",
@@ -110,20 +131,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="2gbit")
+    parser.add_argument("--ranks", type=int, default=1, help="processes on each host")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     # A launcher that is told to end takes its hosts along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with emulated_hosts(arguments.hosts, arguments.rate) as hosts:
-        running = [
-            host.popen(arguments.command, env=os.environ | host.environment(hosts))
-            for host in hosts
-        ]
-        try:
-            return max(process.wait() for process in running)
-        finally:
-            for process in running:
-                process.kill()
+        return max(run_everywhere(hosts, arguments.command, os.environ, arguments.ranks))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 import itertools
 import random
+from collections import Counter
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import segment
 from collectives.communicator import communicator
 from collectives.cost import candidates
 from worker_pool import run_ranks
@@ -18,6 +20,10 @@ DTYPES = (
     torch.int8, torch.uint8, torch.bool, torch.complex64,
 )  # fmt: skip
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+LAYOUTS = ("", "strided", "transposed", "scalar", "shared")
+# All ranks on one host, two on each, one on each: as far as they know.
+RANKS_PER_HOST = (6, 2, 1)
 # Around a slice, a slot and a piece, and what divides by nothing.
 SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 LARGE = (70_001, 150_000)
@@ -46,14 +52,16 @@ def reference(op, parts):
     return (result != 0) if dtype == torch.bool else result.to(dtype)
 
 
-def awkward(tensor, how):
-    """The same values in another layout."""
+def laid_out(tensor, how, group):
+    """The same values in another layout, or in memory that the ranks share."""
     if how == "strided":
         return torch.stack([tensor, tensor], dim=-1)[..., 0]
     if how == "transposed" and tensor.dim() == 1 and tensor.numel() % 2 == 0:
         return tensor.view(2, -1).t().contiguous().t()
     if how == "scalar" and tensor.numel() == 1:
         return tensor.view(())
+    if how == "shared":
+        return collectives.shared_empty(tensor.shape, dtype=tensor.dtype, group=group).copy_(tensor)
     return tensor
 
 
@@ -64,9 +72,10 @@ def poisoned(shape, dtype):
 def one_call(choose, generator, group):
     """One random collective, the same on every rank, compared with its reference."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    kind = choose.choice(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"])
-    by_messages = candidates(kind, (world,), shared=False)
-    algorithm = "auto" if choose.random() < 0.5 else choose.choice(by_messages)
+    topology = communicator(group).topology
+    kind = choose.choice(KINDS)
+    single = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    algorithm = "auto" if choose.random() < 0.4 else choose.choice(single)
     dtype, size = choose.choice(DTYPES), choose.choice(SIZES)
     if choose.random() < 0.02:
         size = choose.choice(LARGE)
@@ -78,16 +87,15 @@ def one_call(choose, generator, group):
         and not (op in ("MIN", "MAX") and dtype.is_complex)
     ]
     op, root = choose.choice(ops), choose.randrange(world)
-    how, asynchronous = (
-        choose.choice(["", "strided", "transposed", "scalar"]),
-        choose.random() < 0.3,
-    )
+    # Memory to share is slow to set up.
+    how = choose.choices(LAYOUTS, weights=(6, 5, 4, 4, 1))[0]
+    asynchronous = choose.random() < 0.3
     go = {"group": group, "async_op": asynchronous, "algorithm": algorithm}
     if kind in ("reduce_scatter", "all_to_all"):
         everyone = small_values(generator, (world, world * size), dtype)
     else:
         everyone = small_values(generator, (world, size), dtype)
-    mine = awkward(everyone[rank].clone(), how)
+    mine = laid_out(everyone[rank].clone(), how, group)
     redop = getattr(dist.ReduceOp, op)
     if kind == "all_reduce":
         out, want = mine, reference(op, everyone)
@@ -105,32 +113,61 @@ def one_call(choose, generator, group):
         out = poisoned((world * size,), dtype)
         want = everyone.view(world, world, size)[:, rank]
         work = collectives.all_to_all_single(out, mine.reshape(-1), **go)
-    return work, out, want, f"{kind} {algorithm} {op} {dtype} {size} {how} world {world}"
+    return work, out, want, (kind, algorithm, op, dtype, size, how, topology.ranks_per_host)
+
+
+def let_hosts_have(ranks):
+    """Each host of the groups to come has so many ranks, as far as they know."""
+    segment.host_identity = lambda: f"host {dist.get_rank() // ranks}"
 
 
 def random_sequences(first, last):
-    """Sequences of up to three calls in flight, on groups of the first 1..6 ranks."""
-    groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
-    calls = 0
+    """Sequences of up to three calls in flight, on groups of the first 1..6 ranks; what was called.
+
+    The groups of the same ranks differ in which of them share a host.
+    """
+    groups = {}
+    for ranks in RANKS_PER_HOST:
+        let_hosts_have(ranks)
+        for world in WORLDS:
+            group = dist.new_group(list(range(world)))
+            if dist.get_rank() < world:
+                groups[ranks, world] = group
+                # Unmeasured prices: "auto" picks as soon, if not as well.
+                communicator(group).models |= dict.fromkeys(KINDS, collectives.CostModel())
+    done = Counter()
     for number in range(first, last):
         choose = random.Random(number)
         generator = torch.Generator().manual_seed(number)
-        world = choose.choices(WORLDS, weights=(1, 5, 3, 3, 1, 1))[0]
+        world = choose.choices(WORLDS, weights=(1, 5, 3, 3, 2, 2))[0]
+        ranks = choose.choice(RANKS_PER_HOST)
         if dist.get_rank() >= world:
             continue
+        let_hosts_have(ranks)
         for work, out, want, what in [
-            one_call(choose, generator, groups[world]) for _ in range(choose.randint(1, 3))
+            one_call(choose, generator, groups[ranks, world]) for _ in range(choose.randint(1, 3))
         ]:
             if work is not None:
                 work.wait()
             assert torch.equal(out.reshape(-1), want.reshape(-1)), f"sequence {number}: {what}"
-            calls += 1
-    return calls
+            done[what] += 1
+    return done
 
 
 def test_a_thousand_random_sequences_equal_the_float64_result():
-    counts = run_ranks(random_sequences, max(WORLDS), 0, SEQUENCES, timeout=300)
-    assert counts[0] > SEQUENCES
+    done = run_ranks(random_sequences, max(WORLDS), 0, SEQUENCES, timeout=300)[0]
+    assert done.total() > SEQUENCES
+    kinds, _, _, dtypes, sizes, layouts, hosts = map(set, zip(*done, strict=True))
+    assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
+    assert sizes == {*SIZES, *LARGE}
+    assert {sum(ranks) for ranks in hosts} == set(WORLDS)
+    # By every algorithm, wherever it can run, and with every op.
+    called = {(kind, algorithm, ranks) for kind, algorithm, *_, ranks in done}
+    for kind in KINDS:
+        for ranks in ((2,), (3,), (1, 1), (2, 2), (2, 1), (1, 1, 1)):
+            assert called >= {(kind, a, ranks) for a in ("auto", *candidates(kind, ranks))}
+    reductions = {(kind, op) for kind, _, op, *_ in done}
+    assert reductions >= {(kind, op) for kind in ("all_reduce", "reduce_scatter") for op in OPS}
 
 
 def every_combination():

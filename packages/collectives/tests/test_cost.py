@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from collectives.cost import CostModel, Sample, candidates, terms
+from collectives.tuning import TunedModel
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10, 4e-5)
@@ -82,6 +83,33 @@ def test_an_explanation_names_the_choice_and_adds_up():
     assert len(lines) == len(candidates("all_reduce", (1, 1)))
     us = PRICES.predict("all_reduce", choice, 1 << 20, (1, 1)) * 1e6
     assert f"{us:.1f} us" in lines[0]
+
+
+def test_a_tuned_model_says_what_was_measured_and_interpolates_what_that_was_off_by():
+    hosts, off = (1, 1), {"ring": {1 << 10: 3.0, 1 << 20: 0.5}, "tree": {1 << 10: 0.25}}
+    tuned = TunedModel(
+        **dataclasses.asdict(PRICES),
+        samples=tuple(
+            Sample("all_reduce", a, size, hosts,
+                   factor * PRICES.predict("all_reduce", a, size, hosts))
+            for a, factors in off.items() for size, factor in factors.items()
+        ),
+    )  # fmt: skip
+
+    def factor(algorithm, size, kind="all_reduce", hosts=hosts):
+        predicted = tuned.predict(kind, algorithm, size, hosts)
+        return predicted / PRICES.predict(kind, algorithm, size, hosts)
+
+    assert factor("ring", 1 << 10) == pytest.approx(3.0)
+    assert factor("ring", 1 << 15) == pytest.approx((3.0 * 0.5) ** 0.5)
+    assert factor("ring", 1 << 25) == pytest.approx(0.5)
+    assert factor("tree", 1) == pytest.approx(0.25)
+    assert factor("halving_doubling", 1) == 1.0
+    assert factor("ring", 1 << 10, hosts=(1, 1, 1)) == 1.0
+    assert factor("ring", 1 << 10, kind="all_gather") == 1.0
+    assert tuned.choose("all_reduce", 1 << 10, hosts) == "tree"
+    assert "times 0.25 as measured" in tuned.explain("all_reduce", 1 << 10, hosts)
+    assert TunedModel.from_json(tuned.to_json()) == tuned
 
 
 def test_what_cannot_be_predicted_is_refused():

@@ -73,7 +73,7 @@ def test_bytes_on_a_link_are_the_predicted_ones():
             host.popen(
                 [sys.executable, "-c", STEPS],
                 env={**_environment(), **host.environment(hosts)},
-                stdout=subprocess.PIPE if host.rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if host is hosts[0] else subprocess.DEVNULL,
             )
             for host in hosts
         ]

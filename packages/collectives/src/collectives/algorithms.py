@@ -6,6 +6,7 @@ A call picks its algorithm, compares itself with the other ranks' where that is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -26,18 +27,14 @@ BY_MESSAGES: dict[str, ModuleType] = {
 
 def all_reduce(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    _all_reduce(comm, start(comm, call, packed, _size(flat)), call.op, packed, flat)
-
-
-def _all_reduce(comm: Communicator, algorithm: str, op: str, packed: bytes, flat: Tensor) -> None:
-    topology = comm.topology
+    algorithm, topology = start(comm, call, packed, _size(flat)), comm.topology
     if algorithm == "shared_memory":
-        shared_memory.all_reduce(topology.require(), flat, op, packed, topology.shared(flat))
+        shared_memory.all_reduce(topology.require(), flat, call.op, packed, topology.shared(flat))
     elif algorithm == "hierarchical":
         comm.talking = hierarchical.heads(topology.hosts)
-        hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, op, packed)
+        hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, call.op, packed)
     else:
-        BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, op)
+        BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, call.op)
 
 
 def reduce_scatter(
@@ -121,20 +118,35 @@ def _choose(comm: Communicator, call: Call, size: int) -> str:
     if known in comm.choices:
         return comm.choices[known]
     hosts = comm.topology.ranks_per_host
-    if comm.model is None:
+    if call.kind not in comm.models:
         if comm.topology.one_host:
             # Nothing to measure: memory costs less than messages at every size.
-            comm.model = CostModel()
+            comm.models[call.kind] = CostModel()
         else:
-            probe = Call("all_reduce", (), torch.float32, "SUM").packed
-            comm.model = tune(
-                lambda name, flat: _all_reduce(comm, name, "SUM", probe, flat),
-                hosts,
-                comm.store,
-                comm.rank,
-            )
-    chosen = comm.choices[known] = comm.model.choose(call.kind, size, hosts)
+            probe = partial(_probe, comm, call.kind)
+            comm.models[call.kind] = tune(call.kind, probe, hosts, comm.wire, comm.store)
+            comm.talking = range(comm.world)
+    chosen = comm.choices[known] = comm.models[call.kind].choose(call.kind, size, hosts)
     return chosen
+
+
+def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
+    """A collective of that kind on `size` bytes of zeros."""
+    op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
+    call = Call(kind, (), torch.float32, op, algorithm=algorithm)
+    flat = torch.zeros(size // 4 // comm.world * comm.world)
+    part = torch.zeros(size // 4 // comm.world)
+    if kind == "all_reduce":
+        all_reduce(comm, call, call.packed, flat)
+    elif kind == "reduce_scatter":
+        reduce_scatter(comm, call, call.packed, part, flat)
+    elif kind == "all_gather":
+        all_gather(comm, call, call.packed, flat, part)
+    elif kind == "broadcast":
+        broadcast(comm, call, call.packed, flat)
+    else:
+        parts = flat.chunk(comm.world)
+        all_to_all(comm, call, call.packed, torch.zeros_like(flat).chunk(comm.world), parts)
 
 
 def validate(comm: Communicator, kind: str, algorithm: str) -> None:

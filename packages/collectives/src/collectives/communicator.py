@@ -73,7 +73,7 @@ class Communicator:
         self.store = PrefixStore(f"collectives/{generation}", store)
         self.wire = PointToPoint(group, range(self.world), self.rank)
         self.topology = Topology(self.store, self.rank, self.world, self.timeout)
-        self.model: CostModel | None = None
+        self.models: dict[str, CostModel] = {}
         self.choices: dict[tuple[str, int], str] = {}
         self.compare_always = False
         self.comparing = False

@@ -1,7 +1,7 @@
-"""The short measurement behind algorithm="auto": a few all-reduces, timed, fitted, shared.
+"""The short measurement behind algorithm="auto": a collective, timed, fitted, shared.
 
-It runs once for a group that spans hosts, in its first automatic call. The algorithms take turns,
-and the least time of each counts: what a busy machine adds to a time is never below zero.
+It runs once for each collective of a group that spans hosts, in its first automatic call. The
+algorithms take turns; the slowest rank's time counts, and the median of the turns.
 """
 
 from __future__ import annotations
@@ -9,34 +9,110 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from collectives import tree
 from collectives.cost import CostModel, Sample, candidates
+from collectives.point_to_point import PointToPoint
 
-SIZES = (1 << 10, 32 << 10, 1 << 20)
-REPEATS = 8
+# Of each size: how many calls an algorithm has in a turn.
+SIZES = {1 << 10: 4, 32 << 10: 4, 1 << 20: 2, 8 << 20: 1}
+MOST_TURNS = 9
+# After so long on a size, the turn that has begun is the last.
+SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class TunedModel(CostModel):
+    """A model that says, of what was measured, what the measurement said.
+
+    Between two measured sizes it is the model's time, scaled by what that was off by at both;
+    beyond them, by what it was off by at the nearest.
+    """
+
+    samples: tuple[Sample, ...] = ()
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample]) -> TunedModel:
+        """The prices of `CostModel.fit`, and the samples."""
+        return cls(**asdict(CostModel.fit(samples)), samples=tuple(samples))
+
+    def correction(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """Measured time over the model's."""
+        here = collective, algorithm, tuple(hosts)
+        off = {
+            s.size_bytes: s.seconds / self.uncorrected(*here[:2], s.size_bytes, hosts)
+            for s in self.samples
+            if (s.collective, s.algorithm, s.hosts) == here
+        }
+        if not off:
+            return 1.0
+        sizes = sorted(off)
+        logs = np.log([off[size] for size in sizes])
+        return float(np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs)))
+
+    def to_json(self) -> str:
+        """The whole model as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> TunedModel:
+        """What `to_json` said."""
+        told = json.loads(text)
+        samples = [Sample(**{**s, "hosts": tuple(s["hosts"])}) for s in told.pop("samples")]
+        return cls(**told, samples=tuple(samples))
 
 
 def tune(
-    all_reduce: Callable[[str, Tensor], None], hosts: Sequence[int], store: Store, rank: int
-) -> CostModel:
-    """Time `all_reduce(algorithm, tensor)` and fit a model; every rank returns the same one."""
-    samples, algorithms = [], candidates("all_reduce", hosts, shared=False)
-    for size in SIZES:
-        flat, times = torch.zeros(size // 4), {algorithm: float("inf") for algorithm in algorithms}
-        # The first round pays for the connections.
-        for counts in (False, *[True] * REPEATS):
-            for algorithm in algorithms:
-                start = time.perf_counter()
-                all_reduce(algorithm, flat)
-                if counts:
-                    times[algorithm] = min(times[algorithm], time.perf_counter() - start)
-        samples += [Sample("all_reduce", a, size, tuple(hosts), t) for a, t in times.items()]
-    # One rank's clock decides, or ranks could choose differently.
-    if rank == 0:
-        store.set("model", json.dumps(asdict(CostModel.fit(samples))))
-    return CostModel(**json.loads(store.get("model")))
+    kind: str,
+    call: Callable[[str, int], object],
+    hosts: Sequence[int],
+    wire: PointToPoint,
+    store: Store,
+) -> TunedModel:
+    """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
+
+    Every rank returns the same one.
+    """
+    samples, algorithms = [], candidates(kind, hosts, shared=False)
+    for size, calls in SIZES.items():
+        begun, seconds = time.perf_counter(), list[list[float]]()
+        while len(seconds) < MOST_TURNS and not _any(wire, time.perf_counter() > begun + SECONDS):
+            seconds.append([_turn(partial(call, name, size), calls, wire) for name in algorithms])
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        tree.all_reduce(wire, slowest.view(-1), "MAX")
+        # The first turn pays for the connections.
+        usual = slowest[min(1, len(slowest) - 1) :].median(0).values
+        samples += [
+            Sample(kind, algorithm, size, tuple(hosts), times)
+            for algorithm, times in zip(algorithms, usual.tolist(), strict=True)
+        ]
+    # One rank's arithmetic decides, or ranks could choose differently.
+    if wire.rank == 0:
+        store.set(f"model/{kind}", TunedModel.fit(samples).to_json())
+    return TunedModel.from_json(store.get(f"model/{kind}"))
+
+
+def _turn(call: Callable[[], object], calls: int, wire: PointToPoint) -> float:
+    """Seconds a call."""
+    # Not timed: the algorithm before has left the caches and the threads in a state of its own.
+    call()
+    _any(wire, False)
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def _any(wire: PointToPoint, flag: bool) -> bool:
+    """Whether any rank says so; no rank knows before all have said."""
+    flags = torch.tensor([flag], dtype=torch.uint8)
+    tree.all_reduce(wire, flags, "MAX")
+    return bool(flags)

@@ -142,7 +142,7 @@ def _on_this_rank(device: str, quick: bool) -> list[Row]:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     size = "quick" if quick else "full"
     rows = _balance() + _memory(size, device) + _peaks(size, device) + [_layers(size, device)]
-    rows += _steps(size, device, rounds=3 if quick else 10)
+    rows += _steps(size, device, rounds=3 if quick else 20)
     return rows if dist.get_rank() == 0 else []
 
 
