@@ -95,12 +95,17 @@ def barrier(comm: Communicator, packed: bytes) -> None:
 
 def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     """Pick the algorithm for this call, and compare the call with the other ranks'."""
-    algorithm = call.algorithm
-    if algorithm == "auto":
-        algorithm = _choose(comm, call, size)
+    algorithm, one_host = call.algorithm, comm.topology.one_host
+    if algorithm == "auto" and one_host:
+        algorithm = _choose(comm, call.kind, size)
     if algorithm != "shared_memory":
         # Shared memory compares by itself, at a tick that it needs anyway.
         agree(comm, packed)
+    if algorithm == "auto":
+        if call.kind not in comm.models:
+            comm.models[call.kind] = _measured(comm, call.kind)
+            comm.wire.speak_of(packed)
+        algorithm = _choose(comm, call.kind, size)
     return algorithm
 
 
@@ -113,21 +118,21 @@ def agree(comm: Communicator, packed: bytes) -> None:
     comm.wire.speak_of(packed)
 
 
-def _choose(comm: Communicator, call: Call, size: int) -> str:
-    known = call.kind, size
-    if known in comm.choices:
-        return comm.choices[known]
-    hosts = comm.topology.ranks_per_host
-    if call.kind not in comm.models:
-        if comm.topology.one_host:
-            # Nothing to measure: memory costs less than messages at every size.
-            comm.models[call.kind] = CostModel()
-        else:
-            probe = partial(_probe, comm, call.kind)
-            comm.models[call.kind] = tune(call.kind, probe, hosts, comm.wire, comm.store)
-            comm.talking = range(comm.world)
-    chosen = comm.choices[known] = comm.models[call.kind].choose(call.kind, size, hosts)
-    return chosen
+def _choose(comm: Communicator, kind: str, size: int) -> str:
+    if (kind, size) not in comm.choices:
+        # Nothing to measure on one host: memory costs less than messages at every size.
+        model = comm.models.setdefault(kind, CostModel())
+        comm.choices[kind, size] = model.choose(kind, size, comm.topology.ranks_per_host)
+    return comm.choices[kind, size]
+
+
+def _measured(comm: Communicator, kind: str) -> CostModel:
+    # The ranks agree on what they do.
+    comparing, comm.comparing = comm.comparing, False
+    probe = partial(_probe, comm, kind)
+    model = tune(kind, probe, comm.topology.ranks_per_host, comm.wire, comm.store)
+    comm.comparing, comm.talking = comparing, range(comm.world)
+    return model
 
 
 def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
