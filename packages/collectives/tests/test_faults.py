@@ -199,7 +199,7 @@ def disagree_unchecked(where, algorithm):
         "root": either(tell(0), tell(2)),
     }
     # Seven groups fail at once, and all must sign their rolls within a fraction of this.
-    seconds = timedelta(seconds=2 * TIMEOUT)
+    seconds = timedelta(seconds=3 * TIMEOUT)
     groups = {what: dist.new_group(list(range(world)), timeout=seconds) for what in calls}
     for group in groups.values():
         collectives.all_reduce(torch.ones(8), group=group, algorithm=algorithm)

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 5.0
 
 
 class RankLost(RuntimeError):
@@ -89,7 +89,8 @@ class Roll:
                         found[rank] = entry
                 if len(found) == len(ranks) or time.monotonic() > end:
                     return found
-                time.sleep(0.01)
+                # Every look reads a store that all of them share.
+                time.sleep(0.05)
         except RuntimeError:
             # Unless it is a file, the store lives in rank 0's process.
             return {0: Entry(0, blames=[0])}
