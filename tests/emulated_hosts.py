@@ -3,8 +3,8 @@
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench --quick
 
 runs the command in each namespace, once or `--ranks` times, with torchrun's variables set (RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing rate;
-the kernel's counters give the bytes that really crossed. It needs root and iproute2.
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing
+rate; the kernel's counters give the bytes that really crossed. It needs root and iproute2.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from collectives.point_to_point import PointToPoint
 
 # Of each size: how many calls an algorithm has in a turn.
 SIZES = {1 << 10: 4, 32 << 10: 4, 1 << 20: 2, 8 << 20: 1}
-MOST_TURNS = 9
+MOST_TURNS = 25
 # After so long on a size, the turn that has begun is the last.
-SECONDS = 0.15
+SECONDS = 0.4
 
 
 @dataclass(frozen=True)
