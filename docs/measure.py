@@ -2,6 +2,7 @@
 
     python docs/measure.py                  measure all packages, then write the READMEs
     python docs/measure.py ddp zero         measure these
+    python docs/measure.py ddp:two-hosts    measure one run of a package's
     python docs/measure.py --write-only     write the READMEs from the newest results
 
 No number in a README's "Measured" section is typed by hand: a test renders the results again and
@@ -36,7 +37,10 @@ BENCHES: dict[str, dict[str, list[str]]] = {
             *("--plot", "docs/results/collectives-bandwidth.png"),
         ],
         "one-gibibyte": ["-m", "collectives.bench", "--sizes", "1073741824"],
-        "two-hosts": [*TWO_HOSTS, "-m", "collectives.bench", "--quick"],
+        "two-hosts": [
+            *(*TWO_HOSTS, "-m", "collectives.bench"),
+            *("--sizes", "1024", "65536", "1048576", "16777216"),
+        ],
     },
     "ddp": {
         "one-host": ["-m", "ddp.bench", "--rounds", "6", *SHARED],
@@ -73,30 +77,32 @@ def main() -> None:
     parser.add_argument("--write-only", action="store_true")
     arguments = parser.parse_args()
     if not arguments.write_only:
-        for name in arguments.packages or BENCHES:
-            measure(name)
+        for wanted in arguments.packages or BENCHES:
+            name, _, label = wanted.partition(":")
+            for each in [label] if label else BENCHES[name]:
+                measure(name, each)
     write_readmes()
 
 
-def measure(name: str) -> None:
-    """Run the benches of one package and keep their rows beside what they depend on."""
+def measure(name: str, label: str) -> None:
+    """Run one bench of a package and keep its rows beside what they depend on."""
     from llmsys_suite.environment import environment
 
     facts = environment()
     machine = "gpu" if facts["gpus"] else "cpu"
     folder = RESULTS / f"{date.today().isoformat()}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
-    for label, command in BENCHES[name].items():
-        with tempfile.TemporaryDirectory() as scratch:
-            rows = Path(scratch) / "rows.json"
-            subprocess.run([sys.executable, *command, "--json", str(rows)], cwd=ROOT, check=True)
-            kept = {
-                "environment": facts,
-                "command": _shown(command),
-                "rows": json.loads(rows.read_text()),
-            }
-        path = folder / f"{name}{'-' if label else ''}{label}.json"
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+    command = BENCHES[name][label]
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = Path(scratch) / "rows.json"
+        subprocess.run([sys.executable, *command, "--json", str(rows)], cwd=ROOT, check=True)
+        kept = {
+            "environment": facts,
+            "command": _shown(command),
+            "rows": json.loads(rows.read_text()),
+        }
+    path = folder / f"{name}{'-' if label else ''}{label}.json"
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def write_readmes() -> None:

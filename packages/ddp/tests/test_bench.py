@@ -16,7 +16,7 @@ from torch import nn
 from worker_pool import run_ranks
 
 MIB = 2**20
-LEFT_OUT = "hooks,unsent 100 MB,given unsent 100 MB"
+LEFT_OUT = "hooks,unsent 100 MB,given moved,given unsent 100 MB"
 
 
 def tiny(device: torch.device):

@@ -224,7 +224,9 @@ def _wrong(result: Tensor, block: Tensor) -> int:
 
 def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
     comm = communicator()
-    runs = comm.choices.get((kind, size), name) if name == "auto" else name
+    # What is scattered or gathered is a multiple of the ranks.
+    whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
+    runs = comm.choices[kind, whole] if name == "auto" else name
     return {
         "case": kind,
         "algorithm": name,

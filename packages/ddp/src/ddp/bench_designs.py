@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,8 +105,9 @@ def designs(
 
     `given` may hold `all_reduce` and `allocate`: then there are rows for them as well. The rows
     "hooks" and "unsent" leave passes out one after the other, to show what each of them costs:
-    hooks that do nothing, and gradients that move into buckets which are then not summed. The last
-    design gets `module` itself, so that one alone needs no second copy.
+    hooks that do nothing, and gradients that move into buckets which are then not summed; in
+    "moved" nothing of `DDP` takes part, each gradient is copied once into memory from `allocate`.
+    The last design gets `module` itself, so that one alone needs no second copy.
     """
     makers: dict[str, Callable[[nn.Module], Design]] = {
         "none": lambda model: Design("none", model, lambda: None),
@@ -123,6 +125,7 @@ def designs(
     makers["torch"] = _torch
     makers["torch tuned"] = _torch_tuned
     if "allocate" in given:
+        makers["given moved"] = _Moved("given moved", given["allocate"])
         makers["given unsent 100 MB"] = _Unsent(100.0, "given ", {"allocate": given["allocate"]})
     if given:
         for size in GIVEN_SIZES_MB:
@@ -156,6 +159,24 @@ class _Unsent:
         wrapped = DDP(model, self.size_mb, all_reduce=lambda *_, **__: None, **self.given)
         name = f"{self.prefix}unsent {self.size_mb:g} MB"
         return Design(name, wrapped, wrapped.finish_gradient_synchronization)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    name: str
+    allocate: Callable[..., Tensor]
+
+    def __call__(self, model: nn.Module) -> Design:
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            place = self.allocate(parameter.numel(), dtype=parameter.dtype).view_as(parameter)
+            parameter.register_post_accumulate_grad_hook(partial(_move, place))
+        return Design(self.name, model, lambda: None)
+
+
+def _move(place: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    place.copy_(parameter.grad)
+    parameter.grad = place
 
 
 def _hooks(model: nn.Module) -> Design:
