@@ -43,7 +43,7 @@ BENCHES: dict[str, dict[str, list[str]]] = {
         ],
     },
     "ddp": {
-        "one-host": ["-m", "ddp.bench", "--rounds", "6", *SHARED],
+        "one-host": ["-m", "ddp.bench", "--rounds", "16", *SHARED],
         "two-hosts": [*TWO_HOSTS, "-m", "ddp.bench", "--rounds", "4"],
     },
     "flashattn2": {"": ["-m", "flashattn2.bench", "--quick"]},
