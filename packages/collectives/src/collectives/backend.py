@@ -48,7 +48,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives are this package's."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, world)
+        super().__init__(rank, world)
         self._gloo: Any = ProcessGroupGloo(store, rank, world, timeout)
         # torch asks the group which backend serves a device.
         kind = dist.ProcessGroup.BackendType.GLOO
