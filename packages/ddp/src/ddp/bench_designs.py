@@ -168,8 +168,9 @@ class _Moved:
 
     def __call__(self, model: nn.Module) -> Design:
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            place = self.allocate(parameter.numel(), dtype=parameter.dtype).view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(partial(_move, place))
+            place = self.allocate(parameter.numel(), dtype=parameter.dtype, group=None)
+            hook = partial(_move, place.view_as(parameter))
+            parameter.register_post_accumulate_grad_hook(hook)
         return Design(self.name, model, lambda: None)
 
 
