@@ -230,7 +230,11 @@ def disagree_unchecked(where, algorithm):
 def test_without_the_comparison_a_mismatch_is_an_error_at_the_timeout(where, algorithm):
     world = 4 if where == "pairs" else 3
     for said in run_ranks(disagree_unchecked, world, where, algorithm, timeout=120):
-        assert {ranks for ranks, _ in said.values()} == {(1,)}, said
+        odd = {what: ranks for what, (ranks, _) in said.items()}
+        if algorithm == "tree":
+            # One of the three may have had all it needed, and then two calls stand one to one.
+            assert odd.pop("root") in {(0,), (1,)}, said
+        assert set(odd.values()) == {(1,)}, said
         assert "rank 1 called all_reduce(shape (1001,), torch.float32, SUM" in said["longer"][1]
         assert "rank 1 called all_reduce(shape (1000,), torch.int32" in said["dtype"][1]
         assert "MAX" in said["op"][1]

@@ -3,8 +3,8 @@
 A script of its own, since a process that interprets kernels cannot compile them: it reads a list of
 jobs as JSON from standard input, and writes one line of JSON for each.
 
-A job names the kernel, tile, head dim, architecture and path, and the options of attention that are
-compiled in: left, right (so causal), softcap, packed, splits.
+A job (see `shipped.py`) names the kernel, tile, head dim, architecture and path, and the options of
+attention that are compiled in: left, right (so causal), softcap, packed, splits.
 """
 
 import json
@@ -15,12 +15,13 @@ import tempfile
 from pathlib import Path
 
 import triton
-from flashattn2.kernels import configs, dkdv, dq, forward
+from flashattn2.kernels import configs, dkdv, dq, forward, rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 KERNELS = {
     "forward": forward.forward_kernel,
+    "sums": rows.sums_kernel,
     "dq": dq.dq_kernel,
     "dkdv": dkdv.dkdv_kernel,
     "atomic": dkdv.dkdv_kernel,
@@ -33,7 +34,7 @@ def compile_job(job):
     kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
     flags = {
         "D": job["dim"],
-        "BLOCK_D": job["dim"],
+        "BLOCK_D": block_d(job),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "LEFT": job.get("left", False),
@@ -43,12 +44,14 @@ def compile_job(job):
         "TMA": job["tma"],
         "SPLITS": job.get("splits", 1),
         "PRECISION": job["precision"],
-        "EXACT": job["dtype"] == "fp32",
+        "EXACT": job["kind"] == "ieee",
         "ATOMIC": job["kernel"] == "atomic",
     }
     constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
     if not constants["PACKED"]:
         constants |= dict.fromkeys(("places", "cu_q", "cu_k"))
+    if "norm" in kernel.arg_names and not constants["EXACT"]:
+        constants["norm"] = None
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         signature[name] = "constexpr" if name in constants else _type(name, job, tile)
@@ -62,12 +65,9 @@ def compile_job(job):
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attributes,
     )
-    options = {
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
-    }
-    compiled = triton.compile(source, target=GPUTarget("cuda", job["arch"], 32), options=options)
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", job["arch"], 32), options=tile.compiler_options
+    )
     ptx = compiled.asm["ptx"]
     return {
         **job,
@@ -79,14 +79,21 @@ def compile_job(job):
     }
 
 
+def block_d(job):
+    """The head dim rounded up as the kernels take it."""
+    return triton.next_power_of_2(job["dim"])
+
+
 def _type(name, job, tile):
     rows = {"q": tile.block_m, "grad_out": tile.block_m, "k": tile.block_n, "v": tile.block_n}
     if name in rows:
-        shape = f"[1,1,{rows[name]},{job['dim']}]"
+        shape = f"[1,1,{rows[name]},{block_d(job)}]"
         return f"tensordesc<{job['dtype']}{shape}>" if job["tma"] else f"*{job['dtype']}"
     if name.endswith("strides"):
         return ("i32",) * 3
-    if name in ("lse", "delta") or (name == "dq" and job["kernel"] == "atomic"):
+    if name in ("lse", "delta", "norm", "p_sums", "dp_sums") or (
+        name == "dq" and job["kernel"] == "atomic"
+    ):
         return "*fp32"
     if name in ("out", "dq", "dk", "dv"):
         return f"*{job['dtype']}" if job.get("splits", 1) == 1 else "*fp32"

@@ -51,16 +51,18 @@ def interpreter(monkeypatch):
 
 
 def _dot_as_a_gpu_does(self, a, b, d, *precision):
-    """In float32, adding one product after another: the same for ``q k`` and for ``k q``.
+    """In float32, by one fused multiply-add after another: the same for ``q k`` and for ``k q``.
 
     The interpreter's own multiplies bfloat16 bit patterns as integers, and sums in an order that
     depends on the layout, so that scores made again differ from those that made the log-sum-exp.
     """
     from triton.runtime.interpreter import TensorHandle
 
-    left, right, total = _as_float32(a), _as_float32(b), d.data.astype(np.float32)
+    # A product of two float32 numbers is exact in float64, and is rounded but once, in the sum.
+    left, right = _as_float32(a).astype(np.float64), _as_float32(b).astype(np.float64)
+    total = d.data.astype(np.float32)
     for i in range(left.shape[1]):
-        total = total + left[:, i, None] * right[i, None, :]
+        total = (total + left[:, i, None] * right[i, None, :]).astype(np.float32)
     return TensorHandle(total, d.dtype.scalar)
 
 

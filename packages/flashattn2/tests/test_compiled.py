@@ -1,6 +1,5 @@
-"""Every shipped tile, compiled for Hopper and Ampere where there is no GPU."""
+"""Every shipped tile, compiled for Hopper and Ampere where there is no GPU: see `shipped.py`."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -9,55 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from flashattn2.kernels import configs
+import shipped
+import torch
+from flashattn2.kernels import configs, launch
+from flashattn2.problem import Score
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
-
-
-LARGEST = {"left": True, "softcap": True}
-# With those it spills 24 bytes on sm_90 with triton 3.6, as every other tile tried does: a limit.
-SPILLS = ("pointers", "tf32", "dkdv", 128)
-
-
-def shipped():
-    """One job for each tile and architecture.
-
-    Half precision and tf32 are compiled with a left window bound, causal and with a softcap, all at
-    once: three loops, two masks.  Where another tile serves that, and in the slow float32 ones,
-    which take longest to compile, it is plain causal attention.
-    """
-    for table, crowded in ((configs.TILES, False), (configs.CROWDED, True)):
-        for (path, kind, kernel), tiles in table.items():
-            for dim, tile in tiles.items():
-                elsewhere = not crowded and dim in configs.CROWDED.get((path, kind, kernel), {})
-                slow = not crowded and kind in ("ieee", "tf32x3")
-                spills = (path, kind, kernel, dim) == SPILLS
-                options = {} if elsewhere or slow or spills else LARGEST
-                for arch in (90,) if path == "tma" else (90, 80):
-                    yield job(path, kind, kernel, dim, tile, arch, **options)
-
-
-def with_other_options():
-    """The tiles that do most of the work: attention to all keys, splits, packed sequences."""
-    for kernel, dim in itertools.product(("forward", "dq", "dkdv", "atomic"), (64, 128)):
-        key = ("tma", "half", kernel)
-        tile = configs.TILES[key][dim]
-        yield job(*key, dim, tile, 90, right=False)
-        yield job(*key, dim, configs.CROWDED.get(key, {}).get(dim, tile), 90, splits=2)
-    for kernel in ("forward", "dq", "dkdv"):
-        key = ("pointers", "half", kernel)
-        yield job(*key, 64, configs.TILES[key][64], 90, packed=True)
-
-
-def job(path, kind, kernel, dim, tile, arch, **options):
-    """As `compile_kernels.py` takes it."""
-    half = kind == "half"
-    return {
-        "kernel": kernel, "tile": tile, "dim": dim, "arch": arch, "tma": path == "tma",
-        "kind": kind, "precision": "ieee" if half else kind, "dtype": "bf16" if half else "fp32",
-        **options,
-    }  # fmt: skip
 
 
 def compiled(jobs):
@@ -79,9 +36,13 @@ def compiled(jobs):
     return first + second
 
 
-@pytest.fixture(scope="module")
-def results():
-    jobs = [*shipped(), *with_other_options()]
+@pytest.fixture(
+    scope="module",
+    params=[shipped.sample, pytest.param(shipped.exhaustive, marks=pytest.mark.exhaustive)],
+    ids=["sample", "exhaustive"],
+)
+def results(request):
+    jobs = list(request.param())
     results = compiled(jobs)
     assert len(results) == len(jobs)
     return results
@@ -102,17 +63,35 @@ def test_matrix_instructions_do_the_products_of_all_but_ieee_float32(results):
 
 def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results):
     hopper = [r for r in results if r["tma"]]
-    assert len(hopper) >= 50
+    assert {r["kernel"] for r in hopper} == {"forward", "dq", "dkdv", "atomic"}
     for r in hopper:
         assert r["wgmma"] > 0, r
         assert r["tma_loads"] > 0, r
 
 
-def test_a_tile_for_a_window_and_a_softcap_stands_in_for_one_that_is_there():
-    for key, tiles in configs.CROWDED.items():
-        assert tiles.keys() <= configs.TILES[key].keys()
-        for dim, tile in tiles.items():
-            assert tile != configs.TILES[key][dim]
+def test_smaller_tiles_stand_in_for_one_that_is_there_each_from_a_higher_burden_on():
+    for key, dims in configs.CROWDED.items():
+        for dim, tiles in dims.items():
+            assert list(tiles) == sorted(tiles)
+            chosen = [configs.TILES[key][dim], *tiles.values()]
+            assert len(set(chosen)) == len(chosen)
+            assert configs.sizes(key, dim, min(tiles) - 1) == configs.TILES[key][dim]
+
+
+def test_what_tma_has_no_tile_for_is_loaded_by_pointers_or_not_split(monkeypatch):
+    heavy = configs.SPLIT_BURDEN + 2
+    tile, tma, _ = configs.choose("atomic", "ieee", 2, 128, True, 227 * 1024, heavy)
+    assert not tma
+    assert tile == configs.Tile(*configs.sizes(("pointers", "half", "atomic"), 128, heavy))
+    assert configs.choose("atomic", "ieee", 2, 256, True, 227 * 1024, heavy) is None
+
+    hopper = launch.Device("Hopper", 227 * 1024, 132, True)
+    monkeypatch.setattr(launch, "device_of", lambda _: hopper)
+    x = torch.empty(1, 1, 512, 256, dtype=torch.bfloat16)
+    for softcap, is_split in ((0.0, True), (5.0, False)):
+        score = Score(1.0, left=100, softcap=softcap)
+        plan = launch.plan("atomic", "ieee", score, x, x, x, packed=False)
+        assert (plan.splits > 1) == is_split
 
 
 def test_a_smaller_shared_memory_prunes_stages_then_rows():

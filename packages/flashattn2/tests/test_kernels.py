@@ -1,62 +1,11 @@
 """The Triton kernels, run by Triton's interpreter, against float64."""
 
-import itertools
-
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain
 from flashattn2 import FlashAttentionTriton, attention_reference, flash_attention
 from flashattn2.kernels import launch
-
-# Every value of every option meets every value of every other at least once.
-SHAPES = {  # batch, heads, kv_heads, seq_q, seq_k
-    "square": (2, 2, 2, 48, 48),
-    "more keys": (1, 4, 2, 37, 70),
-    "fewer keys": (1, 2, 1, 70, 37),
-    # Many, since the errors of one row are all of a piece.
-    "one query": (8, 4, 1, 1, 65),
-}
-OPTIONS = {
-    "is_causal": (False, True),
-    "window": (None, (19, 3), (None, 5), 1, (40, None)),
-    "softcap": (None, 2.0),
-    "scale": (None, 0.7),
-    "dim": (16, 24, 40),
-    "shape": tuple(SHAPES),
-    "tma": (True, False),
-    "splits": (1, 3),
-    "deterministic": (True, False),
-}
-
-
-def pairwise(options):
-    """A short list of choices in which every pair of values of two options occurs."""
-    missing = {
-        frozenset(((a, x), (b, y)))
-        for a, b in itertools.combinations(options, 2)
-        for x in range(len(options[a]))
-        for y in range(len(options[b]))
-    }
-    rows = []
-    while missing:
-        # Sorted, so that every process makes the same list.
-        row = dict(sorted(min(missing, key=sorted)))
-        for name, values in options.items():
-            if name not in row:
-                row[name] = max(
-                    range(len(values)),
-                    key=lambda i: sum(frozenset(((name, i), p)) in missing for p in row.items()),
-                )
-        missing -= {frozenset(p) for p in itertools.combinations(row.items(), 2)}
-        rows.append({name: options[name][i] for name, i in row.items()})
-    return rows
-
-
-def tensors(shape, dim, dtype=torch.float32):
-    batch, heads, kv_heads, seq_q, seq_k = SHAPES[shape]
-    q = torch.randn(batch, heads, seq_q, dim)
-    k, v = (torch.randn(batch, kv_heads, seq_k, dim) for _ in "kv")
-    return [x.to(dtype) for x in (q, k, v)]
+from option_pairs import OPTIONS, pairwise, tensors
 
 
 def triton(deterministic=True):
@@ -78,8 +27,11 @@ def test_half_precision_is_as_good_as_plain(interpreter, dtype, deterministic):
         assert_as_good_as_plain(triton(deterministic), tensors("more keys", 24, dtype), **options)
 
 
-def test_the_largest_float32_error_of_the_median_draw_is_at_most_twice_plain_s(interpreter):
-    assert_as_good_as_plain(triton(), tensors("more keys", 24), draws=9, is_causal=True)
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"softcap": 2.0}], ids=str)
+def test_the_largest_float32_error_of_the_median_draw_is_at_most_twice_plain_s(
+    interpreter, options
+):
+    assert_as_good_as_plain(triton(), tensors("more keys", 24), draws=9, **options)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

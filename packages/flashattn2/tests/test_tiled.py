@@ -7,6 +7,7 @@ from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
 from flashattn2.problem import Score
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from option_pairs import OPTIONS, pairwise, tensors
 
 
 @pytest.fixture
@@ -47,6 +48,18 @@ def test_every_option_is_the_reference_in_float64(backend):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
     check()
+
+
+# Splits, TMA and atomics are the kernels' alone.
+TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", "deterministic")}
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", pairwise(TILED_OPTIONS), ids=str)
+def test_every_pair_of_options_is_as_good_as_plain(case):
+    case = dict(case)
+    shape = tensors(case.pop("shape"), case.pop("dim"))
+    assert_as_good_as_plain(run("torch"), shape, draws=9, **case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

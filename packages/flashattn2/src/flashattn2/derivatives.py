@@ -13,6 +13,8 @@ and with dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL, W = X ∘ G - t_L dP + dO
     dΦ/dS = f' ∘ P ∘ (W - ω) + f'' ∘ P ∘ G ∘ scale (t_q kᵀ + q t_kᵀ)     dΦ/dX = P ∘ G.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -111,8 +113,11 @@ def double_backward(
 def _probabilities(
     q_i: Tensor, k_j: Tensor, l_i: Tensor, score: Score, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor | float, Tensor | float]:
-    """One tile of P, and the softcap's first and second derivative at its scores."""
-    s = scores(q_i, k_j, score, None)
+    """One tile of P, and the softcap's first and second derivative at its scores.
+
+    The queries are scaled already.
+    """
+    s = scores(q_i, k_j, replace(score, scale=1.0), None)
     p = torch.exp(s - l_i[..., None])
     if hidden is not None:
         p.view(len(p), p.shape[1] // len(hidden), *hidden.shape).masked_fill_(hidden, 0.0)

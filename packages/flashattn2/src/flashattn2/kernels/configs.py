@@ -1,7 +1,7 @@
 """Tile sizes: one for each kernel, way of loading, precision and head dim, and how it is pruned.
 
-Notable: every tile here is compiled for sm_90 and sm_80 by the tests, in the largest kernel that it
-serves, which refuse one that spills registers or leaves the matrix units idle.  A GPU with less
+Notable: every tile here is compiled for sm_90 and sm_80 by the tests, with all options that it may
+meet, which refuse one that spills registers or leaves the matrix units idle.  A GPU with less
 shared memory gets the same tile with fewer stages, then with fewer rows.
 """
 
@@ -10,18 +10,34 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a query tile and of a key tile, warps of a program, stages of the load pipeline."""
+    """Rows of a query tile and of a key tile, warps of a program, stages of the load pipeline.
+
+    Where ``registers`` is given ptxas may use that many a thread: left to itself it stops some
+    kernels at 128 of the 255 there are, and spills a few bytes so that more programs fit.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
+
+    @property
+    def compiler_options(self) -> dict[str, int | None]:
+        """As Triton takes them."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+            "maxnreg": self.registers,
+        }
 
 
 # TMA exists from Hopper on; pointers serve everything else: older GPUs, packed sequences, strides
 # that TMA cannot take, and a head dim that has no tile under "tma".  "half" is bfloat16 and
 # float16, "ieee" float32 without matrix units, where TMA has nothing to give.
-Tiles = dict[int, tuple[int, int, int, int]]
+Sizes = tuple[int, ...]
+Tiles = dict[int, Sizes]
 TILES: dict[tuple[str, str, str], Tiles] = {
     ("tma", "half", "forward"): {
         16: (128, 64, 4, 3),
@@ -157,22 +173,59 @@ TILES: dict[tuple[str, str, str], Tiles] = {
 }
 
 
-# A left window bound costs a third loop, a softcap its derivative, splits their bounds: where the
-# first two together, or the last, need more registers than there are, a smaller tile serves them.
-CROWDED: dict[tuple[str, str, str], Tiles] = {
-    ("tma", "half", "dkdv"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
-    ("tma", "half", "atomic"): {32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
-    ("pointers", "half", "forward"): {16: (64, 64, 4, 2)},
-    ("pointers", "half", "dq"): {16: (64, 64, 4, 2), 32: (64, 64, 8, 2), 256: (32, 32, 8, 1)},
-    ("pointers", "half", "dkdv"): {32: (32, 64, 8, 1)},
-    ("pointers", "half", "atomic"): {32: (32, 64, 8, 1), 128: (16, 32, 8, 1)},
-    ("tma", "tf32", "dq"): {128: (64, 32, 8, 2)},
-    ("tma", "tf32", "dkdv"): {64: (16, 64, 8, 1)},
-    ("pointers", "tf32", "forward"): {16: (64, 32, 4, 1)},
-    ("pointers", "tf32", "dq"): {128: (32, 32, 8, 1)},
-    ("pointers", "tf32", "dkdv"): {16: (16, 32, 8, 1), 64: (16, 32, 4, 1)},
-    ("tma", "tf32x3", "dq"): {16: (64, 32, 8, 1)},
-    ("tma", "tf32x3", "dkdv"): {16: (16, 64, 8, 1)},
+SPLIT_BURDEN = 2
+# What an option costs in registers: a left window bound has a third loop, a softcap its derivative,
+# splits their bounds.  Where a kernel then needs more than there are, a smaller tile serves it from
+# the burden on that stands before it (1 for the bound, 1 for the softcap, 2 for splits).  None says
+# that no tile will do: TMA leaves it to pointers, and what pointers have no tile for is not split.
+CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
+    ("tma", "half", "dkdv"): {
+        16: {4: (32, 128, 8, 2)},
+        32: {2: (32, 128, 8, 2)},
+        64: {2: (32, 128, 8, 2)},
+    },
+    ("tma", "half", "atomic"): {
+        16: {4: (32, 128, 8, 2)},
+        32: {2: (32, 128, 8, 2)},
+        64: {1: (32, 128, 8, 2), 4: (16, 128, 8, 2)},
+        128: {4: None},
+    },
+    ("pointers", "half", "forward"): {16: {2: (64, 64, 4, 2)}},
+    ("pointers", "half", "dq"): {
+        16: {2: (64, 64, 4, 2)},
+        32: {2: (64, 64, 8, 2)},
+        256: {2: (32, 32, 8, 1)},
+    },
+    ("pointers", "half", "dkdv"): {
+        32: {2: (32, 64, 8, 1)},
+        128: {4: (16, 32, 8, 2)},
+        256: {4: (16, 32, 8, 1)},
+    },
+    ("pointers", "half", "atomic"): {
+        32: {2: (32, 64, 8, 1)},
+        64: {4: (32, 64, 8, 1)},
+        128: {2: (16, 32, 8, 1)},
+        256: {4: None},
+    },
+    ("tma", "tf32", "dq"): {128: {2: (64, 32, 8, 2)}},
+    ("tma", "tf32", "dkdv"): {64: {2: (16, 64, 8, 1)}},
+    ("pointers", "tf32", "forward"): {16: {2: (64, 32, 4, 1)}},
+    ("pointers", "tf32", "dq"): {128: {2: (32, 32, 8, 1, 255)}},
+    ("pointers", "tf32", "dkdv"): {
+        16: {2: (16, 32, 8, 1, 255)},
+        64: {2: (16, 32, 4, 1)},
+        128: {2: (16, 32, 8, 1, 255)},
+    },
+    ("tma", "tf32x3", "dq"): {16: {2: (64, 32, 8, 1)}},
+    ("tma", "tf32x3", "dkdv"): {16: {2: (16, 64, 8, 1)}},
+    ("pointers", "tf32x3", "dq"): {32: {2: (16, 32, 4, 1)}},
+    ("pointers", "ieee", "forward"): {128: {2: (32, 16, 8, 2, 255)}},
+    ("pointers", "ieee", "dkdv"): {
+        16: {2: (16, 64, 4, 1, 255)},
+        64: {2: (32, 32, 8, 1, 255)},
+        128: {2: (16, 32, 8, 1, 255)},
+        256: {4: (16, 16, 8, 1)},
+    },
 }
 
 
@@ -183,22 +236,32 @@ def choose(
     block_d: int,
     tma: bool,
     shared_bytes: int,
-    crowded: bool = False,
-) -> tuple[Tile, bool, str]:
+    burden: int = 0,
+) -> tuple[Tile, bool, str] | None:
     """The tile for a kernel, whether it loads by TMA, and the float32 precision it works in.
 
-    ``crowded`` asks for a left window bound and a softcap at once, or splits.  Where a precision
-    has no tile for so large a head dim, for lack of registers, it is ieee.
+    Where a precision has no tile for so large a head dim, for lack of registers, it is ieee; None
+    where no tile bears these options.
     """
     kind = "half" if element_bytes == 2 else precision
     if block_d not in TILES["pointers", kind, kernel]:
         kind = precision = "ieee"
-    tma = tma and block_d in TILES.get(("tma", kind, kernel), {})
-    key = ("tma" if tma else "pointers", kind, kernel)
-    sizes = TILES[key][block_d]
-    if crowded:
-        sizes = CROWDED.get(key, {}).get(block_d, sizes)
-    return prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes), tma, precision
+    found = sizes(("tma", kind, kernel), block_d, burden) if tma else None
+    tma = found is not None
+    found = found or sizes(("pointers", kind, kernel), block_d, burden)
+    if found is None:
+        return None
+    tile = prune(kernel, Tile(*found), element_bytes, block_d, shared_bytes)
+    return tile, tma, precision
+
+
+def sizes(key: tuple[str, str, str], block_d: int, burden: int) -> Sizes | None:
+    """The tile of a table for options of this burden, where it has one: see `CROWDED`."""
+    found: Sizes | None = TILES.get(key, {}).get(block_d)
+    for least, smaller in CROWDED.get(key, {}).get(block_d, {}).items():
+        if burden >= least:
+            found = smaller
+    return found
 
 
 def has_atomic(element_bytes: int) -> bool:

@@ -22,7 +22,7 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, lse, delta, dq, dk, dv,
+    q, k, v, grad_out, lse, delta, norm, dq, dk, dv,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, dk_strides, dv_strides,
     places, cu_q, cu_k,
     scale, inner, outer, kv_heads, group, rows, seq_q, seq_k, left, right,
@@ -62,14 +62,14 @@ def dkdv_kernel(
         head = kv_head * group + member
         line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
         dk_acc, dv_acc = _add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, dq, q_strides,
+            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
             grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, all_lo,
             seq_q, seq_k, scale, inner, outer, left, right,
             D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
             PRECISION, EXACT, ATOMIC, True,
         )  # fmt: skip
         dk_acc, dv_acc = _add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, dq, q_strides,
+            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
             grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_lo, all_hi,
             seq_q, seq_k, scale, inner, outer, left, right,
             D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
@@ -77,7 +77,7 @@ def dkdv_kernel(
         )  # fmt: skip
         if LEFT:
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, dq, q_strides,
+                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
                 grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_hi, hi,
                 seq_q, seq_k, scale, inner, outer, left, right,
                 D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
@@ -91,7 +91,7 @@ def dkdv_kernel(
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, dq, q_strides,
+    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
     grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, hi,
     seq_q, seq_k, scale, inner, outer, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -104,7 +104,7 @@ def _add_dkdv(
             q, q_strides, batch, head, q_begin, start, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
         )
         lines = start + tl.arange(0, BLOCK_M)
-        row_lse, d = load_rows(lse, delta, line, lines, seq_q, EXACT)
+        row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)
         raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         if SOFTCAP:
             raw = tanh(raw * inner)
@@ -113,6 +113,8 @@ def _add_dkdv(
             keys = first + tl.arange(0, BLOCK_N)[:, None]
             positions = (lines + seq_k - seq_q)[None, :]
             p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
+        if EXACT:
+            p *= n[None, :]
         do_tile = load_tile(
             grad_out,
             grad_out_strides,

@@ -10,7 +10,7 @@ from flashattn2.kernels.tiles import key_ranges, load_rows, load_tile, power, se
 
 @triton.jit
 def dq_kernel(
-    q, k, v, grad_out, lse, delta, dq,
+    q, k, v, grad_out, lse, delta, norm, dq,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, places, cu_q, cu_k,
     scale, inner, outer, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -50,7 +50,8 @@ def dq_kernel(
         False,
     )
     line = tl.cast(tl.program_id(1), tl.int64) * rows + q_begin
-    row_lse, d = load_rows(lse, delta, line, first + tl.arange(0, BLOCK_M), seq_q, EXACT)
+    lines = first + tl.arange(0, BLOCK_M)
+    row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
@@ -58,18 +59,18 @@ def dq_kernel(
     )
     if LEFT:
         acc = _add_dq(
-            acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-            lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+            acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
+            k_begin, lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
             D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
         )  # fmt: skip
     acc = _add_dq(
-        acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-        all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
+        k_begin, all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
         D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
     )  # fmt: skip
     acc = _add_dq(
-        acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-        all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+        acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
+        k_begin, all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
         D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
     )  # fmt: skip
     part = split * (tl.num_programs(1) // heads) + batch
@@ -79,8 +80,8 @@ def dq_kernel(
 
 @triton.jit
 def _add_dq(
-    acc, q_tile, do_tile, row_lse, d, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-    lo, hi, position, seq_k, inner, outer, left, right,
+    acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
+    k_begin, lo, hi, position, seq_k, inner, outer, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
@@ -123,6 +124,8 @@ def _add_dq(
             positions = position + tl.arange(0, BLOCK_M)[:, None]
             keys = start + tl.arange(0, BLOCK_N)[None, :]
             p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
+        if EXACT:
+            p *= n[:, None]
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         ds = p * (dp - d[:, None])
         if SOFTCAP:

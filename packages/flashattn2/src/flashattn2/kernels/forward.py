@@ -191,7 +191,7 @@ def forward(
     if splits > 1:
         to_out = q.new_empty((splits * batch, heads, rows, dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
-    exact = launch.is_exact(q)
+    exact = launch.is_exact(q, plan)
     inner, outer = launch.score_factors(score, exact)
     forward_kernel[tiles, batch * heads, splits](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
@@ -200,8 +200,7 @@ def forward(
         D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
         PACKED=cu_q is not None, TMA=plan.tma, SPLITS=splits, PRECISION=plan.precision, EXACT=exact,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-        enable_fp_fusion=True,
+        **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[triton.cdiv(rows, 32), batch * heads](

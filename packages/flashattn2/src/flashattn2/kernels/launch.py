@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashattn2.kernels.configs import Tile, choose
+from flashattn2.kernels.configs import SPLIT_BURDEN, Tile, choose
 from flashattn2.problem import Score
 
 MAX_SPLITS = 16
@@ -53,10 +53,16 @@ def plan(
     by_key = kernel in ("dkdv", "atomic")
     heads = (k if by_key else q).shape[1]
     # Splitting costs registers too: what is split is planned again, with the tile for that.
-    for crowded in (score.left >= 0 and score.softcap > 0, True):
-        tile, tma, products = choose(
-            kernel, precision, width, block_d, may_use_tma, device.shared_bytes, crowded
+    burden = (score.left >= 0) + (score.softcap > 0)
+    splits = 1
+    for more in (0, SPLIT_BURDEN):
+        chosen = choose(
+            kernel, precision, width, block_d, may_use_tma, device.shared_bytes, burden + more
         )
+        if chosen is None:
+            splits = 1
+            break
+        tile, tma, products = chosen
         tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
@@ -117,9 +123,9 @@ def parts(gradient: Tensor, splits: int) -> Tensor:
     )
 
 
-def is_exact(q: Tensor) -> bool:
-    """Whether scores stay exponents of e: see `flashattn2.kernels.tiles`."""
-    return q.dtype == torch.float32
+def is_exact(q: Tensor, plan: Plan) -> bool:
+    """Whether products are of whole float32 numbers: see `flashattn2.kernels.tiles`."""
+    return q.dtype == torch.float32 and plan.precision == "ieee"
 
 
 def score_factors(score: Score, exact: bool) -> tuple[float, float]:

@@ -5,8 +5,9 @@ each kernel does not know which.  A tile is ``[ROWS, BLOCK_D]`` where BLOCK_D is
 rounded up to a power of two, the excess read as zeros.
 
 Scores are ``raw · outer``: raw is q·k and outer the scale, or raw is tanh(q·k · inner) and outer
-the softcap.  For half precision log2(e) is folded into outer and they are exponents of 2, which
-saves a multiplication; float32 keeps exponents of e (EXACT): that fold would round them again.
+the softcap.  log2(e) is folded into outer and they are exponents of 2, which saves a
+multiplication.  EXACT are products of whole float32 numbers, without matrix units: there each of
+these roundings would show, scores stay exponents of e, and P is divided by its sum (`rows.py`).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -60,8 +61,17 @@ def store_tile(
 
 @triton.jit
 def power(x, EXACT: tl.constexpr):
-    """e or 2 to the x."""
-    return tl.exp2(x * 1.4426950408889634 if EXACT else x)
+    """e or 2 to the x; for e, x · log2(e) is not rounded: the whole powers of 2 are taken off."""
+    if EXACT:
+        # Below this every float32 is 0; -inf would be taken off itself.
+        x = tl.where(x < -150.0, -150.0, x)
+        whole = tl.floor(x * 1.4426950408889634)
+        # ln 2 in two parts, of which a product with the first is exact.
+        rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
+        y = tl.exp2(rest * 1.4426950408889634) * tl.exp2(whole)
+    else:
+        y = tl.exp2(x)
+    return y
 
 
 @triton.jit
@@ -75,11 +85,15 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(lse, delta, line, lines, seq_q, EXACT: tl.constexpr):
-    """L in the units of the scores, and D; L is +inf, so P is 0, where there is no row or key."""
+def load_rows(lse, delta, norm, line, lines, seq_q, EXACT: tl.constexpr):
+    """L in the units of the scores, D, and if EXACT what makes a row of P sum to one.
+
+    L is +inf, so P is 0, where there is no row or key.
+    """
     x = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
     d = tl.load(delta + line + lines, lines < seq_q, other=0.0)
-    return tl.where(x == float("-inf"), float("inf"), x if EXACT else x * 1.4426950408889634), d
+    n = tl.load(norm + line + lines, lines < seq_q, other=0.0) if EXACT else d
+    return tl.where(x == float("-inf"), float("inf"), x if EXACT else x * 1.4426950408889634), d, n
 
 
 @triton.jit

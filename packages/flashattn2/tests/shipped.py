@@ -1,0 +1,82 @@
+"""Every kernel that is compiled for a GPU: which tiles, with which options compiled in.
+
+One list serves both tests: `exhaustive` is all of it, `sample` what ordinary tests have time for.
+"""
+
+import itertools
+
+from flashattn2.kernels import configs
+
+LARGEST = {"left": True, "softcap": True}
+# What a launch compiles in; causal where it does not say otherwise.  A bound to the right has no
+# more than this: without it the same loops compare once less.  Splits and packed sequences change
+# what comes before and after the loops, and stand beside all options of the loops and beside none.
+OPTIONS = (
+    {}, {"left": True}, {"softcap": True}, LARGEST, {"right": False},
+    {"splits": 2}, {"splits": 2, **LARGEST}, {"packed": True}, {"packed": True, **LARGEST},
+    {"narrow": True},
+)  # fmt: skip
+# Head dims, architecture and options that ordinary tests compile, with all kernels of each kind.
+SAMPLE = {
+    ("tma", "half"): (((64, 128), 90, {}), ((64,), 90, LARGEST)),
+    ("pointers", "half"): (((64,), 90, {"packed": True}), ((128,), 80, LARGEST)),
+    ("tma", "tf32"): (((64,), 90, {}),),
+    ("pointers", "tf32"): (((64,), 80, LARGEST),),
+    ("tma", "tf32x3"): (((16,), 90, {}),),
+    ("pointers", "tf32x3"): (((64,), 80, {}),),
+    ("pointers", "ieee"): (((64,), 90, {}),),
+}
+
+
+def exhaustive():
+    """Each tile with all options that it may meet, on the architectures that it serves."""
+    for key, tiles in configs.TILES.items():
+        for block_d in tiles:
+            for options in OPTIONS:
+                if can_occur(key[0], block_d, options):
+                    for tile in serving(key, block_d, options):
+                        yield from jobs(key, block_d, tile, options)
+
+
+def sample():
+    """The same for the head dims and options of `SAMPLE`."""
+    for key, tiles in configs.TILES.items():
+        for dims, arch, options in SAMPLE[key[:2]]:
+            for block_d in tiles.keys() & set(dims):
+                tile = serving(key, block_d, options)[-1]
+                yield from (x for x in jobs(key, block_d, tile, options) if x["arch"] == arch)
+
+
+def can_occur(path, block_d, options):
+    """TMA takes no packed sequences, and cuts a head dim that is no power of two by itself."""
+    if path == "tma":
+        return not (options.get("packed") or options.get("narrow"))
+    return block_d > 16 or not options.get("narrow")
+
+
+def serving(key, block_d, options):
+    """The tiles for these options; what was planned to be split may end as one part."""
+    burden = options.get("left", 0) + options.get("softcap", 0)
+    burdens = (burden + configs.SPLIT_BURDEN, burden)
+    if options.get("packed"):
+        burdens = burdens[1:]
+    elif options.get("splits"):
+        burdens = burdens[:1]
+    # In order, each once.
+    tiles = dict.fromkeys(configs.sizes(key, block_d, b) for b in burdens)
+    return [tile for tile in tiles if tile is not None]
+
+
+def jobs(key, block_d, tile, options):
+    """As `compile_kernels.py` takes them, one for each architecture."""
+    path, kind, kernel = key
+    options, half = dict(options), kind == "half"
+    dim = block_d - 8 if options.pop("narrow", False) else block_d
+    # The sums over rows go with dQ: the same tiles, no precision but this.
+    kernels = ("sums", "dq") if (kind, kernel) == ("ieee", "dq") else (kernel,)
+    for kernel, arch in itertools.product(kernels, (90,) if path == "tma" else (90, 80)):
+        yield {
+            "kernel": kernel, "tile": tile, "dim": dim, "arch": arch, "tma": path == "tma",
+            "kind": kind, "precision": "ieee" if half else kind,
+            "dtype": "bf16" if half else "fp32", **options,
+        }  # fmt: skip
