@@ -25,9 +25,9 @@ sync: $(filter .uv/bin/uv,$(UV))  ## Make the environment: all packages, all too
 run: sync  ## Take a small model through its whole life; ARGS="--steps 50" passes options on
 	$(UV) run llmsys run $(ARGS)
 
-# A third worker computes while another one waits for a rank that hangs.
+# Twice two: some compute while others wait for a rank that hangs.
 test: sync  ## Run every test but those of the next two targets
-	$(UV) run pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
+	$(UV) run pytest -n 4 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
 test-timing: sync  ## Run those that assert a ratio of times: they need an idle machine
 	$(UV) run pytest -m timing $(ARGS)

@@ -186,7 +186,7 @@ def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_pat
 def test_it_runs_under_torchrun(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "llmsys_suite", "run", "links", "--preset", "cpu", "--out", str(tmp_path / "run")],
+         "-m", "llmsys_suite", "run", "parallel", "--preset", "cpu", "--out", tmp_path / "run"],
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,18 +1,22 @@
 """Plain pip, in a fresh environment, installs our packages and never a stranger's of that name.
 
-What the packages need from the index is lent by the environment that runs the tests, so that this
-costs seconds; our own packages are not lent.
+What a package says it needs from the index is lent by the environment that runs the tests, so that
+this costs seconds; nothing else is, least of all our own packages.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import sysconfig
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project
 
 REPORT = """
@@ -27,41 +31,45 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def lent(tmp_path_factory):
-    """All that this environment holds, our own packages left out."""
-    folder = tmp_path_factory.mktemp("lent")
-    ours = {module(package) for package in PACKAGES}
-    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        name = entry.name.split("-")[0]
-        if name not in ours | {"__pycache__", "pip", "llmsys"} and entry.suffix != ".pth":
-            (folder / entry.name).symlink_to(entry)
-    return folder
+def strangers(package):
+    """Every distribution of others that `package` needs, and that those need in turn."""
+    todo = [(package, "")]
+    for name, extra in todo:
+        for line in metadata.distribution(name).requires or ():
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": extra}):
+                todo += {(canonicalize_name(need.name), e) for e in {"", *need.extras}} - {*todo}
+    return {name for name, _ in todo} - {*PACKAGES}
 
 
-@pytest.fixture(scope="module")
-def pip(tmp_path_factory):
-    """A pip of its own; the environments it installs into need none."""
-    home = tmp_path_factory.mktemp("pip")
-    venv.create(home, with_pip=True)
-    return home / "bin" / "python"
+def lend(package, folder):
+    """Link what `package` needs of others into a folder of its own."""
+    folder.mkdir()
+    here = Path(sysconfig.get_paths()["purelib"])
+    for name in strangers(package):
+        for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
+            if not (folder / entry).exists():
+                (folder / entry).symlink_to(here / entry)
 
 
 @pytest.fixture
-def install(pip, lent, tmp_path):
-    """Install a requirement into a fresh environment; return its python."""
+def install(tmp_path):
+    """Install a package from an address into a fresh environment; return its python."""
 
-    def install(requirement):
+    def install(package, address):
+        lent = tmp_path / "lent"
+        lend(package, lent)
         home = tmp_path / "fresh"
         venv.create(home, with_pip=False)
         paths = sysconfig.get_paths("venv", {"base": str(home), "platbase": str(home)})
         (Path(paths["purelib"]) / "lent.pth").write_text(f"{lent}\n")
         python = home / "bin" / "python"
-        command = [pip, "-m", "pip", "--python", python, "install", "--quiet", requirement]
+        pip = [sys.executable, "-m", "pip", "--python", python]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
+            [*pip, "install", "--quiet", address],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return python
 
@@ -80,11 +88,11 @@ def assert_ours(python, packages):
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_pip_install_of_a_folder_gives_ours(leaf, install):
-    assert_ours(install(str(folder(leaf))), [leaf])
+    assert_ours(install(leaf, folder(leaf)), [leaf])
 
 
 def test_pip_install_of_the_suite_brings_our_nine(install):
-    python = install(str(folder(SUITE)))
+    python = install(SUITE, folder(SUITE))
     assert_ours(python, PACKAGES)
     listed = subprocess.run(
         [python.parent / "llmsys", "list"], capture_output=True, text=True, check=True
@@ -96,12 +104,10 @@ def test_pip_install_of_the_suite_brings_our_nine(install):
 @pytest.mark.parametrize("package", ["zero", SUITE])
 def test_pip_install_from_git_and_a_subdirectory_gives_ours(package, install):
     address = f"git+file://{ROOT}#subdirectory=packages/{package}"
-    assert_ours(install(address), PACKAGES if package == SUITE else [package])
+    assert_ours(install(package, address), PACKAGES if package == SUITE else [package])
 
 
 def test_this_environment_runs_the_workspace_itself():
-    done = subprocess.run(
-        [sys.executable, "-c", "import zero; print(zero.__file__)"],
-        capture_output=True, text=True, check=True, cwd="/",
-    )  # fmt: skip
-    assert Path(done.stdout.strip()).is_relative_to(ROOT)
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(module(package))
+        assert Path(spec.origin).is_relative_to(ROOT)

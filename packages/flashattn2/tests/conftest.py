@@ -1,5 +1,6 @@
 """Where there is no GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -28,14 +29,21 @@ def interpreter(monkeypatch):
     Returns a function that sets what a real GPU would decide: splits, and TMA or pointers.
     """
     from flashattn2.kernels import configs, launch
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter as of_triton
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter is off where there is a GPU; test_gpu.py runs the kernels")
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", _dot_as_a_gpu_does)
-    monkeypatch.setattr(
-        InterpreterBuilder, "cast_impl", _cast_as_a_gpu_does(InterpreterBuilder.cast_impl)
-    )
+    builder = of_triton.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)
+    monkeypatch.setattr(builder, "cast_impl", _cast_as_a_gpu_does(builder.cast_impl))
+    # Every call from inside a kernel patches triton.language anew, which takes as long as the rest.
+    patch_once = functools.cache(of_triton._patch_lang)
+
+    def call(function, *args, **kwargs):
+        patch_once(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    monkeypatch.setattr(of_triton.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(
         launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), given[4], given[1])
     )
@@ -61,8 +69,8 @@ def _dot_as_a_gpu_does(self, a, b, d, *precision):
     # A product of two float32 numbers is exact in float64, and is rounded but once, in the sum.
     left, right = _as_float32(a).astype(np.float64), _as_float32(b).astype(np.float64)
     total = d.data.astype(np.float32)
-    for i in range(left.shape[1]):
-        total = (total + left[:, i, None] * right[i, None, :]).astype(np.float32)
+    for product in left.T[:, :, None] * right[:, None, :]:
+        np.add(total, product, out=total, casting="same_kind")
     return TensorHandle(total, d.dtype.scalar)
 
 

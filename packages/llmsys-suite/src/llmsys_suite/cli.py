@@ -38,7 +38,9 @@ def run(
     size: Annotated[str | None, typer.Option(help="A size of `llmsys list`.")] = None,
     world: Annotated[int | None, typer.Option(help="Number of ranks.")] = None,
     backend: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
-    steps: Annotated[int | None, typer.Option(help="Measured steps a variant.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Measured steps a variant; scale's budgets follow them.")
+    ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
     seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from llmsys_suite.live_memory import Allocation, LiveMemory, training_step_memory
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
@@ -22,41 +23,52 @@ MIB = 2**20
 
 
 def run(run: Run) -> dict[str, Any]:
-    """Timelines and peaks for this run's size and for 2.7B, on rank 0."""
+    """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
+    context = run.config.context
+    sizes = dict.fromkeys((run.config.size, "2.7B"))
+    lengths = [context // 4, context // 2, context, 2 * context]
+    mine = {
+        (size, length): profile(size, length)
+        for length in lengths[run.rank :: run.world]
+        for size in sizes
+    }
+    gathered: list[Any] = [None] * run.world
+    dist.all_gather_object(gathered, mine)
     if run.rank != 0:
         return {}
-    sizes = dict.fromkeys((run.config.size, "2.7B"))
+    found = {key: profile for share in gathered for key, profile in share.items()}
     result: dict[str, Any] = {
-        "models": {size: profile_size(size, run.config.context) for size in sizes}
+        "models": {
+            size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
+            | found[size, context]["drawn"]
+            for size in sizes
+        }
     }
     if run.device.type == "cuda" and run.folder is not None:
         result["snapshot"] = _snapshot(run)
     return result
 
 
-def profile_size(size: str, context: int) -> dict[str, Any]:
-    """Peaks for contexts of a quarter to twice `context`, timelines and owners at `context`."""
+def profile(size: str, context: int) -> dict[str, Any]:
+    """Peaks, timelines and owners of one size at one context."""
     vocabulary = 256 if size == "tiny" else 10_000
-    peaks, drawn = [], {}
-    for length in (context // 4, context // 2, context, 2 * context):
-        config = ModelConfig.named(size, vocabulary=vocabulary, context=length)
-        forward, step = inference(config), training(config)
-        peaks.append(
-            {
-                "context": length,
-                "inference_peak_mib": forward.peak_bytes / MIB,
-                "training_peak_mib": step.peak_bytes / MIB,
-                "checkpointed_peak_mib": training(replace(config, checkpoint=True)).peak_bytes
-                / MIB,
-                "residual_stream_mib": ROWS * length * config.d_model * 4 / MIB,
-            }
-        )
-        drawn[length] = {
+    config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
+    forward, step = inference(config), training(config)
+    checkpointed = training(replace(config, checkpoint=True))
+    return {
+        "peaks": {
+            "context": context,
+            "inference_peak_mib": forward.peak_bytes / MIB,
+            "training_peak_mib": step.peak_bytes / MIB,
+            "checkpointed_peak_mib": checkpointed.peak_bytes / MIB,
+            "residual_stream_mib": ROWS * context * config.d_model * 4 / MIB,
+        },
+        "drawn": {
             "inference_timeline": thin(forward.timeline),
             "training_timeline": thin(step.timeline),
             "largest": largest(step.at_peak),
-        }
-    return {"rows": ROWS, "peaks": peaks} | drawn[context]
+        },
+    }
 
 
 def inference(config: ModelConfig) -> LiveMemory:

@@ -1,7 +1,7 @@
 """What a larger model would do: a handful of tiny runs, and the law fitted to them.
 
 The ranks share the runs out. Each is trained once over fresh text with C = 6 N D held to its
-budget; N counts the weights that multiply (all but the embedding).
+budget, which grows with `--steps`; N counts the weights that multiply (all but the embedding).
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from llmsys_suite.worker import Run
 
 WIDTHS = (8, 12, 16, 24, 40)
-BUDGETS_FLOPS = (6e9, 1.4e10, 3.2e10)
+# For each measured step of the run's variants.
+BUDGETS_FLOPS = (3e8, 7e8, 1.6e9)
 ROWS, CONTEXT = 8, 64
 HELDOUT_ROWS = 64
 
 
 def run(run: Run) -> dict[str, Any]:
     """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
-    todo = [(budget, width) for budget in BUDGETS_FLOPS for width in WIDTHS]
-    # Larger models take as long as small ones at one budget, so every other run is a fair share.
+    budgets = [run.config.steps * budget for budget in BUDGETS_FLOPS]
+    todo = [(budget, width) for budget in budgets for width in WIDTHS]
+    # Taking turns, the ranks end within a few seconds of each other.
     mine = [train_one(run, *pair) for pair in todo[run.rank :: run.world]]
-    shares: list[Any] = [None] * run.world
-    dist.all_gather_object(shares, mine)
+    gathered: list[Any] = [None] * run.world
+    dist.all_gather_object(gathered, mine)
     rows = sorted(
-        (row for share in shares for row in share),
+        (row for share in gathered for row in share),
         key=lambda row: (row["compute_flops"], row["parameters"]),
     )
     if run.rank != 0:
@@ -83,7 +85,7 @@ def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
 
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
-    at = 10 * max(BUDGETS_FLOPS)
+    at = 10 * max(table["compute"])
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
         try:
