@@ -42,14 +42,14 @@ def strangers(package):
     return {name for name, _ in todo} - {*PACKAGES}
 
 
-def lend(package, folder):
+def lend(package, place):
     """Link what `package` needs of others into a folder of its own."""
-    folder.mkdir()
+    place.mkdir()
     here = Path(sysconfig.get_paths()["purelib"])
     for name in strangers(package):
         for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
-            if not (folder / entry).exists():
-                (folder / entry).symlink_to(here / entry)
+            if not (place / entry).exists():
+                (place / entry).symlink_to(here / entry)
 
 
 @pytest.fixture

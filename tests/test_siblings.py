@@ -5,9 +5,10 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
-from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, source
+from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject, source
 
 SECTIONS = [
     "Install",
@@ -39,10 +40,27 @@ def test_a_leaf_imports_no_sibling(leaf):
         assert not siblings & set(imported_modules(path)), path
 
 
+def names(requirements):
+    return {re.split(r"[ <>=@;\[]", requirement)[0] for requirement in requirements}
+
+
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_leaf_depends_on_no_sibling(leaf):
-    names = {re.split(r"[ <>=@;\[]", need)[0] for need in project(leaf).get("dependencies", [])}
-    assert not names & set(PACKAGES)
+    assert not names(project(leaf).get("dependencies", [])) & set(PACKAGES)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_all_that_a_leaf_and_its_tests_import_is_there_when_it_is_alone(leaf):
+    tests = [*folder(leaf).glob("tests/*.py")]
+    ours = {leaf, *(path.stem for path in (*tests, *ROOT.glob("tests/*.py")))}
+    text = "".join(path.read_text() for path in tests)
+    ours_or_skipped = ours | {*re.findall(r'importorskip\(\s*"(\w+)"', text)}
+    development = pyproject(leaf)["dependency-groups"]["dev"]
+    there = names(project(leaf).get("dependencies", []) + development)
+    made_by = metadata.packages_distributions()
+    for path in [*folder(leaf).rglob("src/**/*.py"), *tests]:
+        for name in {*imported_modules(path)} - ours_or_skipped - sys.stdlib_module_names:
+            assert there & {*made_by.get(name, [])}, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

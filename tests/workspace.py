@@ -34,5 +34,9 @@ def source(package: str) -> Path:
     return folder(package) / "src" / module(package)
 
 
+def pyproject(package: str) -> dict[str, Any]:
+    return tomllib.loads((folder(package) / "pyproject.toml").read_text())
+
+
 def project(package: str) -> dict[str, Any]:
-    return tomllib.loads((folder(package) / "pyproject.toml").read_text())["project"]
+    return pyproject(package)["project"]

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 class Tile:
     """Rows of a query tile and of a key tile, warps of a program, stages of the load pipeline.
 
-    Where ``registers`` is given ptxas may use that many a thread: left to itself it stops some
-    kernels at 128 of the 255 there are, and spills a few bytes so that more programs fit.
+    ``registers`` are those that a thread may use, where ptxas is not to choose.
     """
 
     block_m: int
@@ -118,7 +117,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         16: (64, 64, 4, 2),
         32: (64, 32, 4, 2),
         64: (64, 32, 8, 2),
-        128: (64, 32, 8, 2),
+        128: (32, 32, 8, 1),
         256: (32, 32, 8, 1),
     },
     ("pointers", "tf32", "dkdv"): {
@@ -154,24 +153,28 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         32: (64, 32, 4, 2),
         64: (32, 16, 8, 2),
         128: (32, 16, 8, 2),
-        256: (16, 16, 4, 1),
+        256: (16, 16, 8, 1),
     },
     ("pointers", "ieee", "dq"): {
         16: (64, 32, 4, 2),
         32: (64, 32, 4, 2),
         64: (32, 32, 8, 1),
         128: (32, 16, 8, 1),
-        256: (16, 16, 4, 1),
+        256: (16, 16, 8, 1),
     },
     ("pointers", "ieee", "dkdv"): {
         16: (16, 64, 4, 1),
         32: (32, 32, 8, 1),
         64: (32, 32, 8, 1),
-        128: (32, 32, 8, 1),
-        256: (16, 32, 8, 1),
+        128: (16, 32, 8, 1),
+        256: (16, 16, 8, 1),
     },
 }
 
+
+# What float32 by pointers may use: left to itself, ptxas stops many of these kernels at 80, 128 or
+# 168 registers so that more programs fit, and spills a few bytes for it.
+ALL_REGISTERS = 255
 
 SPLIT_BURDEN = 2
 # What an option costs in registers: a left window bound has a third loop, a softcap its derivative,
@@ -209,23 +212,9 @@ CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
     },
     ("tma", "tf32", "dq"): {128: {2: (64, 32, 8, 2)}},
     ("tma", "tf32", "dkdv"): {64: {2: (16, 64, 8, 1)}},
-    ("pointers", "tf32", "forward"): {16: {2: (64, 32, 4, 1)}},
-    ("pointers", "tf32", "dq"): {128: {2: (32, 32, 8, 1, 255)}},
-    ("pointers", "tf32", "dkdv"): {
-        16: {2: (16, 32, 8, 1, 255)},
-        64: {2: (16, 32, 4, 1)},
-        128: {2: (16, 32, 8, 1, 255)},
-    },
+    ("pointers", "tf32", "dkdv"): {256: {4: (16, 16, 8, 1)}},
     ("tma", "tf32x3", "dq"): {16: {2: (64, 32, 8, 1)}},
     ("tma", "tf32x3", "dkdv"): {16: {2: (16, 64, 8, 1)}},
-    ("pointers", "tf32x3", "dq"): {32: {2: (16, 32, 4, 1)}},
-    ("pointers", "ieee", "forward"): {128: {2: (32, 16, 8, 2, 255)}},
-    ("pointers", "ieee", "dkdv"): {
-        16: {2: (16, 64, 4, 1, 255)},
-        64: {2: (32, 32, 8, 1, 255)},
-        128: {2: (16, 32, 8, 1, 255)},
-        256: {4: (16, 16, 8, 1)},
-    },
 }
 
 
@@ -261,6 +250,9 @@ def sizes(key: tuple[str, str, str], block_d: int, burden: int) -> Sizes | None:
     for least, smaller in CROWDED.get(key, {}).get(block_d, {}).items():
         if burden >= least:
             found = smaller
+    path, kind, _ = key
+    if found and path == "pointers" and kind != "half":
+        found = (*found, ALL_REGISTERS)
     return found
 
 

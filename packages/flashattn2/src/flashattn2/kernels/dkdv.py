@@ -116,19 +116,9 @@ def _add_dkdv(
         if EXACT:
             p *= n[None, :]
         do_tile = load_tile(
-            grad_out,
-            grad_out_strides,
-            batch,
-            head,
-            q_begin,
-            start,
-            seq_q,
-            BLOCK_M,
-            D,
-            BLOCK_D,
-            TMA,
-            False,
-        )
+            grad_out, grad_out_strides, batch, head, q_begin, start, seq_q,
+            BLOCK_M, D, BLOCK_D, TMA, False,
+        )  # fmt: skip
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
         ds = p * (dp - d[None, :])

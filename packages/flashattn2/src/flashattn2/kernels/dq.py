@@ -36,19 +36,9 @@ def dq_kernel(
         q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
     )
     do_tile = load_tile(
-        grad_out,
-        grad_out_strides,
-        batch,
-        head,
-        q_begin,
-        first,
-        seq_q,
-        BLOCK_M,
-        D,
-        BLOCK_D,
-        TMA,
-        False,
-    )
+        grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
+        BLOCK_M, D, BLOCK_D, TMA, False,
+    )  # fmt: skip
     line = tl.cast(tl.program_id(1), tl.int64) * rows + q_begin
     lines = first + tl.arange(0, BLOCK_M)
     row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)
@@ -89,33 +79,13 @@ def _add_dq(
     """Add dS k over the keys [lo, hi)."""
     for start in tl.range(lo, hi, BLOCK_N):
         k_tile = load_tile(
-            k,
-            k_strides,
-            batch,
-            kv_head,
-            k_begin,
-            start,
-            seq_k,
-            BLOCK_N,
-            D,
-            BLOCK_D,
-            TMA,
-            not MASKED,
-        )
+            k, k_strides, batch, kv_head, k_begin, start, seq_k,
+            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+        )  # fmt: skip
         v_tile = load_tile(
-            v,
-            v_strides,
-            batch,
-            kv_head,
-            k_begin,
-            start,
-            seq_k,
-            BLOCK_N,
-            D,
-            BLOCK_D,
-            TMA,
-            not MASKED,
-        )
+            v, v_strides, batch, kv_head, k_begin, start, seq_k,
+            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+        )  # fmt: skip
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if SOFTCAP:
             raw = tanh(raw * inner)

@@ -93,19 +93,9 @@ def _attend(
     """Add the keys [lo, hi) to the running output, maximum and sum."""
     for start in tl.range(lo, hi, BLOCK_N):
         k_tile = load_tile(
-            k,
-            k_strides,
-            batch,
-            kv_head,
-            k_begin,
-            start,
-            seq_k,
-            BLOCK_N,
-            D,
-            BLOCK_D,
-            TMA,
-            not MASKED,
-        )
+            k, k_strides, batch, kv_head, k_begin, start, seq_k,
+            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+        )  # fmt: skip
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if SOFTCAP:
             raw = tanh(raw * inner)
@@ -123,19 +113,9 @@ def _attend(
         rescale = power(maximum - base, EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_tile = load_tile(
-            v,
-            v_strides,
-            batch,
-            kv_head,
-            k_begin,
-            start,
-            seq_k,
-            BLOCK_N,
-            D,
-            BLOCK_D,
-            TMA,
-            not MASKED,
-        )
+            v, v_strides, batch, kv_head, k_begin, start, seq_k,
+            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+        )  # fmt: skip
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new
     return acc, maximum, total
