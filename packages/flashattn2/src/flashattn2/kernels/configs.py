@@ -32,6 +32,10 @@ class Tile:
         }
 
 
+# What a thread may use at most.  Left to itself, ptxas stops many kernels at 80, 128 or 168 so that
+# more programs fit, and spills a few bytes for it: see `sizes`.
+ALL_REGISTERS = 255
+
 # TMA exists from Hopper on; pointers serve everything else: older GPUs, packed sequences, strides
 # that TMA cannot take, and a head dim that has no tile under "tma".  "half" is bfloat16 and
 # float16, "ieee" float32 without matrix units, where TMA has nothing to give.
@@ -76,7 +80,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         32: (128, 64, 4, 3),
         64: (128, 64, 8, 3),
         128: (64, 64, 8, 2),
-        256: (64, 32, 8, 2),
+        256: (32, 32, 8, 2, ALL_REGISTERS),
     },
     ("pointers", "half", "dkdv"): {
         16: (32, 128, 8, 2),
@@ -138,7 +142,7 @@ TILES: dict[tuple[str, str, str], Tiles] = {
     },
     ("pointers", "tf32x3", "dq"): {
         16: (64, 64, 4, 2),
-        32: (32, 32, 8, 1),
+        32: (32, 16, 8, 1),
         64: (32, 32, 8, 1),
         128: (16, 16, 8, 1),
     },
@@ -172,10 +176,6 @@ TILES: dict[tuple[str, str, str], Tiles] = {
 }
 
 
-# What float32 by pointers may use: left to itself, ptxas stops many of these kernels at 80, 128 or
-# 168 registers so that more programs fit, and spills a few bytes for it.
-ALL_REGISTERS = 255
-
 SPLIT_BURDEN = 2
 # What an option costs in registers: a left window bound has a third loop, a softcap its derivative,
 # splits their bounds.  Where a kernel then needs more than there are, a smaller tile serves it from
@@ -197,7 +197,6 @@ CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
     ("pointers", "half", "dq"): {
         16: {2: (64, 64, 8, 1)},
         32: {1: (64, 64, 8, 2)},
-        256: {2: (32, 32, 8, 1)},
     },
     ("pointers", "half", "dkdv"): {
         16: {1: (32, 64, 8, 1, ALL_REGISTERS)},
@@ -216,7 +215,7 @@ CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
     ("tma", "tf32", "dkdv"): {64: {2: (16, 64, 8, 1)}},
     ("pointers", "tf32", "dkdv"): {256: {4: (16, 16, 8, 1)}},
     ("tma", "tf32x3", "dq"): {16: {2: (64, 32, 8, 1)}},
-    ("tma", "tf32x3", "dkdv"): {16: {2: (16, 64, 8, 1)}},
+    ("tma", "tf32x3", "dkdv"): {16: {1: (16, 64, 8, 1)}},
 }
 
 
@@ -253,6 +252,7 @@ def sizes(key: tuple[str, str, str], block_d: int, burden: int) -> Sizes | None:
         if burden >= least:
             found = smaller
     path, kind, _ = key
+    # Float32 operands from pointers wait in registers.
     if found and path == "pointers" and kind != "half":
         found = (*found, ALL_REGISTERS)
     return found
