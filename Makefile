@@ -32,7 +32,7 @@ test: sync  ## Run every test but those of the next two targets
 test-timing: sync  ## Run those that assert a ratio of times: they need an idle machine
 	$(UV) run pytest -m timing $(ARGS)
 
-test-exhaustive: sync  ## Run those that try every combination, for many minutes
+test-exhaustive: sync  ## Run those that try every combination and seed, for many minutes
 	$(UV) run pytest -m exhaustive $(ARGS)
 
 test-isolated: sync  ## Run each package's tests in an environment that holds that package alone

@@ -18,13 +18,13 @@ OPTIONS = (
 )  # fmt: skip
 # Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
 SAMPLE = {
-    ("tma", "half"): ((64, 90, {}), (128, 90, LARGEST)),
-    ("pointers", "half"): ((64, 90, {"packed": True}), (128, 80, LARGEST)),
-    ("tma", "tf32"): ((64, 90, {}),),
-    ("pointers", "tf32"): ((64, 80, LARGEST),),
-    ("tma", "tf32x3"): ((16, 90, {}),),
-    ("pointers", "tf32x3"): ((64, 80, {}),),
-    ("pointers", "ieee"): ((64, 90, {}),),
+    ("tma", "half"): (64, 90, {}),
+    ("pointers", "half"): (128, 80, LARGEST),
+    ("tma", "tf32"): (64, 90, LARGEST),
+    ("pointers", "tf32"): (64, 80, {"packed": True}),
+    ("tma", "tf32x3"): (16, 90, {}),
+    ("pointers", "tf32x3"): (64, 80, {}),
+    ("pointers", "ieee"): (64, 90, {}),
 }
 
 
@@ -41,9 +41,9 @@ def exhaustive():
 def sample():
     """The same for the head dims and options of `SAMPLE`."""
     for key in configs.TILES:
-        for block_d, arch, options in SAMPLE[key[:2]]:
-            for tile in serving(key, block_d, options)[-1:]:
-                yield from (x for x in jobs(key, block_d, tile, options) if x["arch"] == arch)
+        block_d, arch, options = SAMPLE[key[:2]]
+        tile = serving(key, block_d, options)[-1]
+        yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
 
 
 def can_occur(path, block_d, options):

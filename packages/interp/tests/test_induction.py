@@ -93,7 +93,7 @@ def test_repeated_tokens_repeat_with_distinct_tokens_and_mixed_periods() -> None
         assert row[period:] == row[:-period]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_trained_model_grows_the_circuit_and_needs_it(seed: int) -> None:
     """Gradient descent finds both heads, composed, and can do nothing without the first."""
     task = InductionTask(seed=seed)
