@@ -25,7 +25,7 @@ sync: $(filter .uv/bin/uv,$(UV))  ## Make the environment: all packages, all too
 run: sync  ## Take a small model through its whole life; ARGS="--steps 50" passes options on
 	$(UV) run llmsys run $(ARGS)
 
-# Twice two: some compute while others wait for a rank that hangs.
+# Four for two cores: some compute while others wait for a rank that hangs.
 test: sync  ## Run every test but those of the next two targets
 	$(UV) run pytest -n 4 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 

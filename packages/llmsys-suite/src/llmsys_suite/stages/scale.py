@@ -28,7 +28,7 @@ def run(run: Run) -> dict[str, Any]:
     """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
     budgets = [run.config.steps * budget for budget in BUDGETS_FLOPS]
     todo = [(budget, width) for budget in budgets for width in WIDTHS]
-    # Taking turns, the ranks end within a few seconds of each other.
+    # Dealt in turn: a perfect split would save two ranks a tenth of the time.
     mine = [train_one(run, *pair) for pair in todo[run.rank :: run.world]]
     gathered: list[Any] = [None] * run.world
     dist.all_gather_object(gathered, mine)
