@@ -11,7 +11,7 @@ import pytest
 import shipped
 import torch
 from flashattn2.kernels import configs, launch
-from flashattn2.problem import Score
+from flashattn2.problem import UNBOUNDED, Score
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -88,8 +88,8 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers_or_not_split(monkeypatch
     hopper = launch.Device("Hopper", 227 * 1024, 132, True)
     monkeypatch.setattr(launch, "device_of", lambda _: hopper)
     x = torch.empty(1, 1, 512, 256, dtype=torch.bfloat16)
-    for softcap, is_split in ((0.0, True), (5.0, False)):
-        score = Score(1.0, left=100, softcap=softcap)
+    for left, is_split in ((UNBOUNDED, True), (100, False)):
+        score = Score(1.0, left=left)
         plan = launch.plan("atomic", "ieee", score, x, x, x, packed=False)
         assert (plan.splits > 1) == is_split
 
