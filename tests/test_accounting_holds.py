@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import zero
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
-from llmsys_suite.live_memory import training_step_memory
+from llmsys_suite.live_memory import make_state, training_step_memory
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
@@ -43,9 +43,7 @@ def peak_of_second_step(config, attention, device, *, checkpointed, foreach=Fals
         model = Decoder(shape, attention)
         tokens = torch.zeros(config.rows, config.context, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    model.loss(tokens, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    make_state(optimizer)
     return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 from llmsys_suite.audit import audit
 from llmsys_suite.config import RunConfig
-from llmsys_suite.stages.train import summarize
+from llmsys_suite.samples import summarize
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 PLAN = {

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from llmsys_suite.data import DataError, load_corpus, require_tokens
+from llmsys_suite.data import load_corpus
+from llmsys_suite.text import DataError, read_text, require_tokens
 
 
 def test_the_standard_library_is_text_of_this_interpreter():
@@ -55,6 +56,6 @@ def test_nothing_to_read_is_said(tmp_path, name):
 
 def test_too_little_text_is_said_with_both_numbers(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 1000)
-    corpus = load_corpus(tmp_path / "short")
+    text = read_text(tmp_path / "short")
     with pytest.raises(DataError, match=r"900 training bytes.*10240"):
-        require_tokens(corpus, rows=8, context=128, steps=10, world=2)
+        require_tokens(text, rows=8, context=128, steps=10, world=2)

@@ -14,14 +14,8 @@ from typing import Any
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.phases import WHOLE_STEP
-from llmsys_suite.stages.train import (
-    SINGLE,
-    VARIANTS,
-    loss_curves,
-    step_seconds,
-    utilisation,
-)
+from llmsys_suite.samples import WHOLE_STEP, loss_curves, step_seconds, utilisation
+from llmsys_suite.stages.train import SINGLE, VARIANTS
 
 #: Sums in another order move a float32 loss in its last digits (1e-7); Adam divides small gradients
 #: by their own size and lets that grow over the steps. A wrong gradient is far beyond this.

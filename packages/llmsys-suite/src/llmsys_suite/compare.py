@@ -12,7 +12,7 @@ import numpy as np
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.stages.train import step_seconds
+from llmsys_suite.samples import step_seconds
 
 RESAMPLES = 2000
 #: Facts of the environment and of the configuration without which times do not compare.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -142,6 +143,11 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
 def count_gpus() -> int:
     """CUDA devices that torch can use here."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # No driver.  Asking torch, whose import takes seconds, would find the same.
+        return 0
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

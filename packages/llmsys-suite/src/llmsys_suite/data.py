@@ -1,4 +1,4 @@
-"""Real text as bytes, from this interpreter's own standard library or from a file or folder.
+"""Text as tokens, one a byte, and batches of them.
 
 A batch is a function of (seed, step) alone, and each rank takes its rows of it: every way of
 training the same model sees the same tokens in the same order, at any world size.
@@ -6,25 +6,21 @@ training the same model sees the same tokens in the same order, at any world siz
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-
-class DataError(ValueError):
-    """The data cannot serve the run."""
+from llmsys_suite.text import read_text
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on, and the last tenth, held out."""
+    """Tokens to train on, and those held out."""
 
     train: Tensor
     heldout: Tensor
-    source: str
 
     def batch(
         self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
@@ -41,36 +37,11 @@ class Corpus:
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """The bytes of `path` (a file, or every file below a folder), or the standard library's.
-
-    Raises DataError where there is nothing to read.
-    """
-    if path is None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        files, source = sorted(folder.glob("*.py")), "the standard library of this interpreter"
-    elif path.is_file():
-        files, source = [path], path.name
-    elif path.is_dir():
-        files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
-    else:
-        raise DataError(f"no data at {path}; give a file or a folder, or leave --data out")
-    text = b"\n".join(file.read_bytes() for file in files)
-    if len(text) < 2:
-        raise DataError(f"no text in {path or source}; give a file or a folder that holds some")
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    cut = len(tokens) * 9 // 10
-    return Corpus(tokens[:cut], tokens[cut:], source)
-
-
-def require_tokens(corpus: Corpus, *, rows: int, context: int, steps: int, world: int) -> None:
-    """Raise DataError if the corpus is too small for so many ranks to read it once."""
-    needed = rows * context * steps
-    if len(corpus.train) < needed or len(corpus.heldout) < 8 * (context + 1):
-        raise DataError(
-            f"{corpus.source} holds {len(corpus.train)} training bytes, and {steps} steps of "
-            f"{rows} rows of {context} on {world} ranks read {needed}; "
-            "give more text with --data, or fewer --steps or ranks"
-        )
+    """The text of `path`, or the standard library's, as tokens; DataError where there is none."""
+    text = read_text(path)
+    return Corpus(
+        *(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text.train, text.heldout))
+    )
 
 
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,15 @@ class LiveMemory(TorchDispatchMode):
             self.at_peak = list(self._alive.values())
 
 
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """What the optimizer keeps from its first step on, without a backward pass to get there."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def training_step_memory(
     model: torch.nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
 ) -> LiveMemory:

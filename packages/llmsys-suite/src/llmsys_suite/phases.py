@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from llmsys_suite.folder import Sample
-
-WHOLE_STEP = "step"
+from llmsys_suite.samples import WHOLE_STEP
 
 
 class Recorder:

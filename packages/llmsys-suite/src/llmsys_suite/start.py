@@ -7,6 +7,7 @@ import os
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.text import DataError, read_text, require_tokens
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -42,11 +43,9 @@ def _require_memory(config: RunConfig) -> None:
 
 
 def _require_data(config: RunConfig) -> None:
-    from llmsys_suite.data import DataError, load_corpus, require_tokens
-
     try:
         require_tokens(
-            load_corpus(config.data),
+            read_text(config.data),
             rows=config.rows,
             context=config.context,
             steps=config.warmup + config.steps,

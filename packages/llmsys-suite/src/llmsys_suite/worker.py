@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from llmsys_suite.config import RunConfig
-from llmsys_suite.data import Corpus, load_corpus, require_tokens
+from llmsys_suite.data import Corpus, load_corpus
 from llmsys_suite.environment import environment
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STORE
@@ -110,20 +110,12 @@ def _begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         timeout=TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    corpus = load_corpus(config.data)
-    require_tokens(
-        corpus,
-        rows=config.rows,
-        context=config.context,
-        steps=config.warmup + config.steps,
-        world=world,
-    )
     return Run(
         config=config,
         rank=rank,
         world=world,
         device=device,
-        corpus=corpus,
+        corpus=load_corpus(config.data),
         recorder=Recorder(rank, device),
         progress=progress,
         folder=RunFolder.create(config, environment()) if rank == 0 else None,

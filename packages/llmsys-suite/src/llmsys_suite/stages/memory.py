@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from llmsys_suite.live_memory import Allocation, LiveMemory, training_step_memory
+from llmsys_suite.live_memory import (
+    Allocation,
+    LiveMemory,
+    make_state,
+    training_step_memory,
+)
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 
 if TYPE_CHECKING:
@@ -90,10 +95,7 @@ def training(config: ModelConfig) -> LiveMemory:
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    make_state(optimizer)
     return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
 
 

@@ -6,22 +6,17 @@ every variant alike. Where they do not all fit in memory at once, they follow on
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from llmsys_suite import variants
-from llmsys_suite.folder import Sample
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.phases import WHOLE_STEP
+from llmsys_suite.samples import PEER, summarize, utilisation
 from llmsys_suite.variants import Variant
 
 if TYPE_CHECKING:
     from llmsys_suite.worker import Run
 
-PHASES = ("forward", "backward", "communication", "optimizer")
 SINGLE = "single process"
-PEER = "torch DDP"
 VARIANTS: dict[str, type[Variant]] = {
     SINGLE: variants.Variant,
     PEER: variants.TorchDDP,
@@ -99,68 +94,3 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
         run.progress.update(step + 1, total, "steps of every variant")
     counted = {name: variant.gradient_bytes(total) for name, variant in trained.items()}
     return {name: nbytes for name, nbytes in counted.items() if nbytes is not None}
-
-
-def summarize(samples: list[Sample]) -> dict[str, Any]:
-    """Per variant: step time of the slowest rank, its parts, its ratio to the peer, its losses."""
-    whole = step_seconds(samples)
-    losses = loss_curves(samples)
-    rows = []
-    for name, steps in whole.items():
-        measured = [seconds for step, seconds in sorted(steps.items())]
-        row: dict[str, Any] = {"variant": name, "step_ms": statistics.median(measured) * 1e3}
-        row |= ratio_row(steps, whole.get(PEER, {}))
-        shares = phase_shares(samples, name)
-        row |= {f"{phase}_share": shares.get(phase, 0.0) for phase in PHASES}
-        row["final_loss"] = losses[name][-1]
-        rows.append(row)
-    return {"rows": rows, "losses": losses}
-
-
-def utilisation(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
-    """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
-    return float(plan["step_flops_causal"] / (step_ms / 1e3) / (ranks * plan["peak"]))
-
-
-def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
-    """Variant -> step -> seconds of its slowest rank, warm-up left out."""
-    slowest: dict[str, dict[int, float]] = defaultdict(dict)
-    for s in samples:
-        if s["phase"] == WHOLE_STEP and not s["warmup"]:
-            steps = slowest[s["variant"]]
-            steps[s["step"]] = max(steps.get(s["step"], 0.0), s["seconds"])
-    return dict(slowest)
-
-
-def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
-    """Variant -> the loss of each step over the global batch, warm-up steps included."""
-    parts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for s in samples:
-        if s["phase"] == WHOLE_STEP:
-            parts[s["variant"]][s["step"]].append(s["loss"])
-    return {
-        name: [statistics.mean(steps[step]) for step in sorted(steps)]
-        for name, steps in parts.items()
-    }
-
-
-def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Time over torch DDP's in the same round: median, p10 and p90 of the pairs."""
-    ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
-    if not ratios:
-        return {}
-    return {
-        "ratio_p50": statistics.median(ratios),
-        "ratio_p10": ratios[len(ratios) // 10],
-        "ratio_p90": ratios[-1 - len(ratios) // 10],
-    }
-
-
-def phase_shares(samples: list[Sample], variant: str) -> dict[str, float]:
-    """The share of the step that each phase takes, over all ranks and measured steps."""
-    totals: dict[str, float] = defaultdict(float)
-    for s in samples:
-        if s["variant"] == variant and not s["warmup"]:
-            totals[s["phase"]] += s["seconds"]
-    whole = totals.pop(WHOLE_STEP)
-    return {phase: seconds / whole for phase, seconds in totals.items()}
