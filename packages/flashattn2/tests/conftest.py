@@ -36,6 +36,9 @@ def interpreter(monkeypatch):
     builder = of_triton.InterpreterBuilder
     monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)
     monkeypatch.setattr(builder, "cast_impl", _cast_as_a_gpu_does(builder.cast_impl))
+    # Checks of overflow that assert nothing unless debugging, and take two fifths of the time.
+    unchecked = of_triton.InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(of_triton.interpreter_builder, "options", unchecked)
     # Every call from inside a kernel patches triton.language anew, which takes as long as the rest.
     patch_once = functools.cache(of_triton._patch_lang)
 

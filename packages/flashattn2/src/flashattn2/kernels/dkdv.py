@@ -12,6 +12,7 @@ import triton.language as tl
 from flashattn2.kernels.tiles import (
     load_rows,
     load_tile,
+    place,
     power,
     query_ranges,
     seen,
@@ -36,16 +37,11 @@ def dkdv_kernel(
     tile = tl.program_id(0)
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     split = tl.program_id(2)
-    q_begin, k_begin = 0, 0
-    first = tile * BLOCK_N
-    if PACKED:
-        sequence = tl.load(places + 2 * tile)
-        if sequence < 0:
-            return
-        first = tl.load(places + 2 * tile + 1)
-        q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
-        seq_q = tl.load(cu_q + sequence + 1) - q_begin
-        seq_k = tl.load(cu_k + sequence + 1) - k_begin
+    first, q_begin, k_begin, seq_q, seq_k = place(
+        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_N, PACKED
+    )
+    if PACKED and first < 0:
+        return
 
     k_tile = load_tile(
         k, k_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, D, BLOCK_D, TMA, False

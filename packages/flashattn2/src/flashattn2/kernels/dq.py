@@ -5,7 +5,16 @@
 import triton
 import triton.language as tl
 
-from flashattn2.kernels.tiles import key_ranges, load_rows, load_tile, power, seen, store_tile, tanh
+from flashattn2.kernels.tiles import (
+    key_ranges,
+    load_rows,
+    load_tile,
+    place,
+    power,
+    seen,
+    store_tile,
+    tanh,
+)
 
 
 @triton.jit
@@ -21,16 +30,11 @@ def dq_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     split, kv_head = tl.program_id(2), head // group
-    q_begin, k_begin = 0, 0
-    first = tile * BLOCK_M
-    if PACKED:
-        sequence = tl.load(places + 2 * tile)
-        if sequence < 0:
-            return
-        first = tl.load(places + 2 * tile + 1)
-        q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
-        seq_q = tl.load(cu_q + sequence + 1) - q_begin
-        seq_k = tl.load(cu_k + sequence + 1) - k_begin
+    first, q_begin, k_begin, seq_q, seq_k = place(
+        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+    )
+    if PACKED and first < 0:
+        return
 
     q_tile = load_tile(
         q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False

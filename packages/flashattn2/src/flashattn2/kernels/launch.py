@@ -98,7 +98,10 @@ def like(x: Tensor) -> Tensor:
 
 
 def query_tiles(q: Tensor, cu: Tensor | None, block: int) -> tuple[int, Tensor | None]:
-    """How many tiles of rows, and for packed sequences which sequence and row each starts at."""
+    """How many tiles of rows, and for packed sequences which sequence and row each starts at.
+
+    Where there are more places than tiles, the rows of the rest are -1.
+    """
     rows = q.shape[2]
     if cu is None:
         return triton.cdiv(rows, block), None
@@ -110,8 +113,8 @@ def query_tiles(q: Tensor, cu: Tensor | None, block: int) -> tuple[int, Tensor |
     sequence = torch.searchsorted(ends, place, right=True, out_int32=True)
     inside = sequence < tiles.shape[0]
     sequence = torch.where(inside, sequence, 0)
-    start = (place - (ends - tiles)[sequence]) * block
-    return most, torch.stack((torch.where(inside, sequence, -1), start), dim=1).int().contiguous()
+    start = torch.where(inside, (place - (ends - tiles)[sequence]) * block, -1)
+    return most, torch.stack((sequence, start), dim=1).int().contiguous()
 
 
 def parts(gradient: Tensor, splits: int) -> Tensor:

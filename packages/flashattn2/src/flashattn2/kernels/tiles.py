@@ -17,6 +17,24 @@ import triton.language as tl
 
 
 @triton.jit
+def place(
+    tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """The tile's first row in its sequence, and where that begins and ends, of queries and of keys.
+
+    The first row is negative where packed sequences have no such tile.
+    """
+    first, q_begin, k_begin = tile * BLOCK, 0, 0
+    if PACKED:
+        sequence = tl.load(places + 2 * tile)
+        first = tl.load(places + 2 * tile + 1)
+        q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
+        seq_q = tl.load(cu_q + sequence + 1) - q_begin
+        seq_k = tl.load(cu_k + sequence + 1) - k_begin
+    return first, q_begin, k_begin, seq_q, seq_k
+
+
+@triton.jit
 def load_tile(
     source, strides, batch, head, begin, start, length,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
@@ -32,16 +50,16 @@ def load_tile(
         base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
         base += tl.cast(begin + start, tl.int64) * strides[2]
         rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-        places = source + base + rows[:, None] * strides[2] + columns[None, :]
+        cells = source + base + rows[:, None] * strides[2] + columns[None, :]
         if WHOLE and D == BLOCK_D:
-            tile = tl.load(places)
+            tile = tl.load(cells)
         elif WHOLE:
-            tile = tl.load(places, mask=(columns < D)[None, :], other=0.0)
+            tile = tl.load(cells, mask=(columns < D)[None, :], other=0.0)
         elif D == BLOCK_D:
-            tile = tl.load(places, mask=(start + rows < length)[:, None], other=0.0)
+            tile = tl.load(cells, mask=(start + rows < length)[:, None], other=0.0)
         else:
             inside = (start + rows < length)[:, None] & (columns < D)[None, :]
-            tile = tl.load(places, mask=inside, other=0.0)
+            tile = tl.load(cells, mask=inside, other=0.0)
     return tile
 
 
