@@ -3,6 +3,7 @@
 Notable: forward mode and the double backward run in tiles whatever ran the forward pass.
 """
 
+import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +81,10 @@ class _Attention(torch.autograd.Function):
             cu_k,
         )
         return t_out, t_lse
+
+
+# `apply` asks for it at every call, and it takes longer to find than a small attention to compute.
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
 
 
 class _AttentionBackward(torch.autograd.Function):
