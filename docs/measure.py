@@ -54,6 +54,7 @@ BENCHES: dict[str, dict[str, list[str]]] = {
     },
     "flashattn2": {"": ["-m", "flashattn2.bench", "--quick"]},
     "interp": {"": ["-m", "interp.bench", "--quick"]},
+    "llmsys-suite": {"": ["-m", "llmsys_suite.bench"]},
     "paramserver": {"": ["-m", "paramserver.bench", "--quick"]},
     "scaling": {"": ["-m", "scaling.bench"]},
     "tinyml": {"": ["-m", "tinyml.bench", "--quick"]},

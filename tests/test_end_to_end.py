@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
         "communication",
         "optimizer",
     }
+
+
+def test_the_bench_has_a_flat_row_for_every_way_of_each_case(finished):
+    from llmsys_suite import bench
+
+    out, _ = finished
+    rows = bench.rows(json.loads((out / "summary.json").read_text())["stages"])
+    assert Counter(row["case"] for row in rows) == {"train": 12, "attention": 4, "compress": 7}
+    assert all(isinstance(value, (str, int, float)) for row in rows for value in row.values())
 
 
 def test_no_process_takes_more_than_two_gibibytes(finished):

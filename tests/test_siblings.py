@@ -76,13 +76,17 @@ def test_a_package_has_the_common_shape(package):
     assert docstring.startswith(f'"""{about["description"]}')
 
 
-@pytest.mark.parametrize("leaf", LEAVES)
-def test_a_leaf_has_a_bench_and_tests_for_faults_and_its_readme(leaf):
-    tree = ast.parse((source(leaf) / "bench.py").read_text())
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_a_bench_and_a_test_of_its_readme(package):
+    tree = ast.parse((source(package) / "bench.py").read_text())
     bench = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "bench")
     assert {"device", "quick"} <= {argument.arg for argument in bench.args.kwonlyargs}
+    assert (folder(package) / "tests" / "test_readme.py").exists()
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_leaf_has_tests_for_faults(leaf):
     assert (folder(leaf) / "tests" / "test_faults.py").exists()
-    assert (folder(leaf) / "tests" / "test_readme.py").exists()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.model import Block, Decoder, ModelConfig
 
 if TYPE_CHECKING:
     from llmsys_suite.worker import Run
@@ -211,8 +211,8 @@ class FullySharded(Variant):
         return (handed["reduce_scatter"] + handed["all_reduce"]) / steps
 
     def build(self) -> None:
-        """Wrap in our FSDP."""
-        self.wrapped = zero.FSDP(self.model)
+        """Wrap in our FSDP: each block a unit, and the rest."""
+        self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
         self.model = self.wrapped
         self.optimizer = self.adamw()
 
@@ -223,7 +223,7 @@ class FullySharded(Variant):
 
 
 class TorchFSDP(Variant):
-    """torch's own fully_shard (FSDP2), the other peer: each block a unit, and the rest."""
+    """torch's own fully_shard (FSDP2), the other peer, with the same units."""
 
     alone = False
 

@@ -1,0 +1,58 @@
+"""What a whole run measures, in rows: ways of training, of attending, of compressing, side by side.
+
+    python -m llmsys_suite.bench --quick
+
+Ratios are of times taken in turns: of training to torch's DDP, of attention to torch's SDPA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accounting.bench import table
+
+from llmsys_suite.config import resolve
+from llmsys_suite.start import run
+
+Row = dict[str, float | int | str]
+CASES = ("train", "attention", "compress")
+
+
+def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
+    """Run these stages and those that they read from, in a folder that does not stay."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = resolve(
+            [*CASES, "audit"],
+            preset="gpu" if device == "cuda" else "cpu",
+            steps=4 if quick else None,
+            warmup=1 if quick else None,
+            out=Path(scratch) / "run",
+        )
+        return rows(run(config).summary["stages"])
+
+
+def rows(stages: dict[str, Any]) -> list[Row]:
+    """The rows of a finished run's stages."""
+    return [{"case": case, **row} for case in CASES for row in stages[case]["rows"]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table; write the rows as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m llmsys_suite.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="four steps of each variant")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    arguments = parser.parse_args(argv)
+    measured = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(measured, indent=1) + "\n")
+    print(table(measured))
+
+
+if __name__ == "__main__":
+    main()
