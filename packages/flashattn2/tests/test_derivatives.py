@@ -51,6 +51,19 @@ def test_torch_s_cpu_kernel_gets_the_same_derivatives():
     assert gradgradcheck(run, inputs(6, 6))
 
 
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+def test_torch_func_differentiates_it_backward(backend):
+    q, k, v = inputs(6, 6)
+
+    def loss(attend):
+        return lambda q, k, v: attend(q, k, v, is_causal=True).square().sum()
+
+    ours = loss(lambda *a, **o: flash_attention(*a, **o, backend=backend))
+    got = torch.func.grad(ours, argnums=(0, 1, 2))(q, k, v)
+    expected = torch.func.grad(loss(attention_reference), argnums=(0, 1, 2))(q, k, v)
+    torch.testing.assert_close(got, expected)
+
+
 def test_torch_func_differentiates_it_forward():
     q, k, v = inputs()
     tangents = tuple(torch.randn_like(x) for x in (q, k, v))

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from flashattn2 import explain, flash_attention, function
+from flashattn2 import aten, explain, flash_attention, tiled
+from flashattn2.kernels import forward as kernels
 
 
 def q(dim=16, dtype=torch.float32, seq=8):
@@ -32,8 +33,12 @@ def test_the_backend_and_the_reason(interpreter, monkeypatch, arguments, backend
     assert reason in explanation.reason
 
     ran = []
-    operator = function.forward_op
-    monkeypatch.setattr(function, "forward_op", lambda *a: ran.append(a[9]) or operator(*a))
+
+    def watched(name, forward):
+        return lambda *a: ran.append(name) or forward(*a)
+
+    for name, module in (("aten", aten), ("torch", tiled), ("triton", kernels)):
+        monkeypatch.setattr(module, "forward", watched(name, module.forward))
     flash_attention(**arguments)
     assert ran == [backend]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashattn2 import derivatives
+from flashattn2 import aten, derivatives
 from flashattn2.dispatch import Method, choose
 from flashattn2.operators import backward_op, by_sequence, forward_op, scalars
 from flashattn2.problem import Score, check_dense, make_score
@@ -43,6 +43,8 @@ class _Attention(torch.autograd.Function):
         score: Score,
         method: Method,
     ) -> tuple[Tensor, Tensor]:
+        if _is_an_operator_already(method, cu_q):
+            return aten.forward(q, k, v, score)
         out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
         return out, lse
 
@@ -59,9 +61,9 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        d_qkv = _AttentionBackward.apply(
-            q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.score, ctx.method
-        )
+        # Only a derivative of this derivative needs it as a function of its own.
+        run = _AttentionBackward.apply if torch.is_grad_enabled() else _gradients
+        d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.score, ctx.method)
         return *d_qkv, None, None, None, None
 
     @staticmethod
@@ -91,26 +93,13 @@ class _AttentionBackward(torch.autograd.Function):
     """The gradients as functions of q, k, v, dO and dL: out and lse stand for what q, k, v make."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        cu_q: Tensor | None,
-        cu_k: Tensor | None,
-        score: Score,
-        method: Method,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.score = score
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _gradients(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.score, _ = inputs
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
-        dq, dk, dv = backward_op(
-            q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
-        )
-        return dq, dk, dv
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -129,6 +118,32 @@ class _AttentionBackward(torch.autograd.Function):
         )
         nones = (None,) * 6
         return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
+
+
+def _gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    score: Score,
+    method: Method,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_an_operator_already(method, cu_q):
+        return aten.backward(q, k, v, out, lse, grad_out, grad_lse, score)
+    dq, dk, dv = backward_op(
+        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
+    )
+    return dq, dk, dv
+
+
+def _is_an_operator_already(method: Method, cu_q: Tensor | None) -> bool:
+    """torch's kernel is one: another around it takes longer than a small attention."""
+    return method.backend == "aten" and cu_q is None
 
 
 def _rows_first(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
