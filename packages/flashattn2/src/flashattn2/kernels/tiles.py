@@ -20,7 +20,7 @@ import triton.language as tl
 def place(
     tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """The tile's first row in its sequence, and where that begins and ends, of queries and of keys.
+    """The tile's first row in its sequence, where that begins, and its length in queries and keys.
 
     The first row is negative where packed sequences have no such tile.
     """

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from llmsys_suite.live_memory import (
-    Allocation,
-    LiveMemory,
-    make_state,
-    training_step_memory,
-)
+from llmsys_suite.live_memory import Allocation, LiveMemory, make_state, training_step_memory
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 
 if TYPE_CHECKING:
