@@ -7,23 +7,25 @@ import itertools
 
 from flashattn2.kernels import configs
 
-LARGEST = {"left": True, "softcap": True}
 # What a launch compiles in; causal where it does not say otherwise.
-ALONE = (
-    {"left": True}, {"softcap": True}, {"right": False},
-    {"splits": 2}, {"packed": True}, {"narrow": True},
-)  # fmt: skip
-# None, each, every two, and most of those that cost registers.
+LEFT, SOFTCAP, NOT_CAUSAL = {"left": True}, {"softcap": True}, {"right": False}
+SPLITS, PACKED, NARROW = {"splits": 2}, {"packed": True}, {"narrow": True}
+# Every combination; but a narrow head dim, which masks a little more, only beside one other.
 OPTIONS = (
-    {}, *ALONE, *(one | other for one, other in itertools.combinations(ALONE, 2)),
-    {"splits": 2, **LARGEST}, {"packed": True, **LARGEST},
-)  # fmt: skip
+    *(
+        left | softcap | right | place
+        for left, softcap, right, place in itertools.product(
+            ({}, LEFT), ({}, SOFTCAP), ({}, NOT_CAUSAL), ({}, SPLITS, PACKED)
+        )
+    ),
+    *(NARROW | other for other in ({}, LEFT, SOFTCAP, NOT_CAUSAL, SPLITS, PACKED)),
+)
 # Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}),
-    ("pointers", "half"): (128, 80, LARGEST),
-    ("tma", "tf32"): (64, 90, LARGEST),
-    ("pointers", "tf32"): (64, 80, {"packed": True}),
+    ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
+    ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
+    ("pointers", "tf32"): (64, 80, PACKED),
     ("tma", "tf32x3"): (16, 90, {}),
     ("pointers", "tf32x3"): (64, 80, {}),
     ("pointers", "ieee"): (64, 90, {}),
@@ -49,8 +51,8 @@ def sample():
 
 
 def can_occur(path, block_d, options):
-    """Packed sequences are not split, nor loaded by TMA; the narrowest head dim is 16."""
-    if options.get("packed") and (path == "tma" or options.get("splits")):
+    """TMA does not load packed sequences; the narrowest head dim is 16."""
+    if path == "tma" and options.get("packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 

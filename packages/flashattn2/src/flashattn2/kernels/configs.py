@@ -186,6 +186,7 @@ CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
         16: {3: (32, 128, 8, 2)},
         32: {2: (32, 128, 8, 2)},
         64: {1: (32, 128, 8, 2)},
+        128: {4: (16, 64, 8, 2)},
     },
     ("tma", "half", "atomic"): {
         16: {1: (32, 128, 8, 2)},
@@ -219,6 +220,7 @@ CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
     ("pointers", "tf32", "dkdv"): {256: {3: (16, 16, 8, 1)}},
     ("tma", "tf32x3", "dq"): {16: {1: (64, 32, 8, 1)}},
     ("tma", "tf32x3", "dkdv"): {16: {1: (16, 64, 8, 1)}},
+    ("pointers", "ieee", "forward"): {32: {3: (64, 32, 8, 2)}},
 }
 
 
