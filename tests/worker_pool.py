@@ -162,13 +162,14 @@ def _serve(
     torch.set_num_threads(1)
     try:
         if backend:
+            limit = timedelta(seconds=timeout)
+            store = dist.FileStore(environment["STORE_FILE"], world)
             dist.init_process_group(
-                backend,
-                store=dist.FileStore(environment["STORE_FILE"], world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=timeout),
+                backend, store=store, rank=rank, world_size=world, timeout=limit
             )
+            # A rank that is done closes connections, which others may still be making.
+            store.set(f"connected {rank}", "yes")
+            store.wait([f"connected {other}" for other in range(world)], limit)
         function: Any = _load(path)
         for part in name.split("."):
             function = getattr(function, part)
