@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project
 
-# Where an import would find each package; that it can be imported is not tried a tenth time.
+# Where an import would find each package. Imported they are once, beside the suite.
 REPORT = """
 import importlib.metadata, importlib.util, json, sys
 found = {}

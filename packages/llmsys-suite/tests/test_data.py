@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from llmsys_suite.config import UsageError
 from llmsys_suite.data import load_corpus
-from llmsys_suite.text import DataError, read_text, require_tokens
+from llmsys_suite.text import read_text, require_tokens
 
 
 def test_the_standard_library_is_text_of_this_interpreter():
@@ -50,12 +51,12 @@ def test_held_out_text_is_never_trained_on(tmp_path):
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_nothing_to_read_is_said(tmp_path, name):
     (tmp_path / "empty").touch()
-    with pytest.raises(DataError, match=name):
+    with pytest.raises(UsageError, match=name):
         load_corpus(tmp_path / name)
 
 
 def test_too_little_text_is_said_with_both_numbers(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 1000)
     text = read_text(tmp_path / "short")
-    with pytest.raises(DataError, match=r"900 training bytes.*10240"):
+    with pytest.raises(UsageError, match=r"900 training bytes.*10240"):
         require_tokens(text, rows=8, context=128, steps=10, world=2)

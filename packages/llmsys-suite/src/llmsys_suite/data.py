@@ -37,7 +37,7 @@ class Corpus:
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """The text of `path`, or the standard library's, as tokens; DataError where there is none."""
+    """The text of `path`, or the standard library's, as tokens; UsageError where there is none."""
     text = read_text(path)
     return Corpus(
         *(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text.train, text.heldout))

@@ -7,7 +7,7 @@ import os
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.text import DataError, read_text, require_tokens
+from llmsys_suite.text import read_text, require_tokens
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -43,13 +43,10 @@ def _require_memory(config: RunConfig) -> None:
 
 
 def _require_data(config: RunConfig) -> None:
-    try:
-        require_tokens(
-            read_text(config.data),
-            rows=config.rows,
-            context=config.context,
-            steps=config.warmup + config.steps,
-            world=config.world,
-        )
-    except DataError as error:
-        raise UsageError(str(error)) from error
+    require_tokens(
+        read_text(config.data),
+        rows=config.rows,
+        context=config.context,
+        steps=config.warmup + config.steps,
+        world=config.world,
+    )

@@ -9,9 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class DataError(ValueError):
-    """The data cannot serve the run."""
+from llmsys_suite.config import UsageError
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Text:
 def read_text(path: Path | None = None) -> Text:
     """The bytes of `path` (a file, or every file below a folder), or the standard library's.
 
-    Raises DataError where there is nothing to read.
+    Raises UsageError where there is nothing to read.
     """
     if path is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
@@ -36,19 +34,19 @@ def read_text(path: Path | None = None) -> Text:
     elif path.is_dir():
         files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
     else:
-        raise DataError(f"no data at {path}; give a file or a folder, or leave --data out")
+        raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
     content = b"\n".join(file.read_bytes() for file in files)
     if len(content) < 2:
-        raise DataError(f"no text in {path or source}; give a file or a folder that holds some")
+        raise UsageError(f"no text in {path or source}; give a file or a folder that holds some")
     cut = len(content) * 9 // 10
     return Text(content[:cut], content[cut:], source)
 
 
 def require_tokens(text: Text, *, rows: int, context: int, steps: int, world: int) -> None:
-    """Raise DataError if the text is too short for so many ranks to read it once."""
+    """Raise UsageError if the text is too short for so many ranks to read it once."""
     needed = rows * context * steps
     if len(text.train) < needed or len(text.heldout) < 8 * (context + 1):
-        raise DataError(
+        raise UsageError(
             f"{text.source} holds {len(text.train)} training bytes, and {steps} steps of "
             f"{rows} rows of {context} on {world} ranks read {needed}; "
             "give more text with --data, or fewer --steps or ranks"
