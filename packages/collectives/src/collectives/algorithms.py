@@ -15,7 +15,13 @@ from torch import Tensor
 from collectives import halving_doubling, hierarchical, ring, shared_memory, tree
 from collectives.communicator import Communicator
 from collectives.cost import CostModel, candidates
-from collectives.fingerprint import Call, compare_by_messages
+from collectives.fingerprint import (
+    Call,
+    Lengths,
+    compare_by_messages,
+    compare_lengths,
+    gather_by_messages,
+)
 from collectives.tuning import tune
 
 BY_MESSAGES: dict[str, ModuleType] = {
@@ -82,8 +88,16 @@ def all_to_all(
     algorithm = start(comm, call, packed, 1 << 20)
     if algorithm == "shared_memory":
         shared_memory.all_to_all(comm.topology.require(), outputs, inputs, packed)
-    else:
-        BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
+        return
+    comm.lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    if comm.comparing or comm.topology.one_host:
+        numbers = torch.tensor(comm.lengths.sends + comm.lengths.receives)
+        everyone = gather_by_messages(comm.wire, numbers.numpy().tobytes())
+        told = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in everyone]
+        places = range(comm.world)
+        lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
+        compare_lengths(lengths, places)
+    BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
