@@ -260,14 +260,10 @@ def hooked(backend, name):
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     begin(backend)
-    small = name != "batched_powerSGD"
-    network = DistributedDataParallel(model(), bucket_cap_mb=0.001 if small else 25)
+    network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
     if name == "powerSGD":
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
         network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif name == "batched_powerSGD":
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
-        network.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
     else:
         network.register_comm_hook(None, getattr(hooks.default_hooks, name))
     steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
@@ -277,7 +273,7 @@ def hooked(backend, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["allreduce_hook", "fp16_compress_hook", "powerSGD", "batched_powerSGD"]
+    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD"]
 )
 def test_ddps_communication_hooks_give_what_they_give_on_gloo(name):
     on_gloo, on_ours = (

@@ -52,11 +52,13 @@ def fail(where, algorithm, how):
         ("dies", "apart", "ring"),
         ("dies", "apart", "halving_doubling"),
         ("dies", "apart", "tree"),
+        ("dies", "apart", "gloo"),
         # Rank 1 is not the one that speaks for its host, so the other host hears of it.
         ("dies", "pairs", "hierarchical"),
         ("dies", "pairs", "ring"),
         ("hangs", "together", "auto"),
         ("hangs", "apart", "ring"),
+        ("hangs", "apart", "gloo"),
         ("hangs", "apart", "tree"),
         ("hangs", "pairs", "hierarchical"),
     ],
@@ -226,6 +228,7 @@ def disagree_unchecked(where, algorithm):
         ("apart", "ring"),
         ("apart", "halving_doubling"),
         ("apart", "tree"),
+        ("apart", "gloo"),
         ("pairs", "hierarchical"),
     ],
 )

@@ -291,7 +291,7 @@ def _backend_by_name(name: str, device: torch.device, options: Any) -> Any:
         return dist.ProcessGroupNCCL(store, rank, world, settings)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world, timeout)
-    beside = dist._DistributedBackendOptions()
+    beside: Any = type(options)()
     for field in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
         setattr(beside, field, getattr(options, field))
     beside.store = store

@@ -183,7 +183,7 @@ def shared_empty(
 def _call(
     comm: Communicator, kind: str, tensor: Tensor, algorithm: str, *, op: str = "", root: int = 0
 ) -> Call:
-    algorithms.validate(comm, kind, algorithm)
+    algorithms.validate(comm, kind, algorithm, tensor.dtype, op)
     if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
         raise ValueError(f'{algorithm} takes CPU tensors; use "ring", or "auto" for NCCL itself')
     return _remembered(kind, tensor.shape, tensor.dtype, op, root, algorithm)

@@ -28,6 +28,7 @@ from collectives.arena import UNUSABLE
 from collectives.cost import CostModel
 from collectives.faults import GRACE_SECONDS, Entry, RankLost, Roll
 from collectives.fingerprint import Call, Lengths, Mismatch, compare, compare_lengths, has_nan
+from collectives.gloo import GlooGroups
 from collectives.point_to_point import PeerError, PointToPoint
 from collectives.topology import Topology
 from collectives.work import Work
@@ -75,9 +76,10 @@ class Communicator:
         generation = (store.add("collectives", 1) - 1) // self.world
         self.store = PrefixStore(f"collectives/{generation}", store)
         self.wire = PointToPoint(group, range(self.world), self.rank)
+        self.gloo = GlooGroups(group, self.store)
         self.topology = Topology(self.store, self.rank, self.world, self.timeout)
         self.models: dict[str, CostModel] = {}
-        self.choices: dict[tuple[str, int], str] = {}
+        self.choices: dict[tuple[str, int, bool], str] = {}
         self.compare_always = False
         self.comparing = False
         self.look_for_nan = False
@@ -199,6 +201,7 @@ class Communicator:
             entry = Entry(self.rank, packed, reason.ranks, difference)
             Roll(self.store, self._calls).sign(entry)
             self.wire.hang_up()
+            self.gloo.hang_up()
         # Last: who is told so in memory looks for the reason in the roll.
         if self.topology.arena is not None and not found_here:
             self.topology.arena.leave(reason.ranks[0])
@@ -220,6 +223,7 @@ class Communicator:
         lengths = (self.lengths.sends, self.lengths.receives) if self.lengths else None
         roll.sign(Entry(self.rank, packed, lengths=lengths))
         self.wire.hang_up()
+        self.gloo.hang_up()
         seconds = min(GRACE_SECONDS, 0.15 * self.timeout)
         entries = roll.read(self.talking, seconds)
         told = f"messages failed in call {self._calls}: {error}; {UNUSABLE}"
@@ -239,6 +243,8 @@ class Communicator:
         if absent := [rank for rank in self.talking if rank not in entries]:
             who = f"rank {', '.join(map(str, absent))}"
             return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
+        if error.peer is None:
+            return RankLost([], f"a connection broke, and every rank is still there: {told}")
         return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
 
 

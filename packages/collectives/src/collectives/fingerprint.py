@@ -28,7 +28,15 @@ KINDS = (
     "barrier",
     "shared_empty",
 )
-ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree")
+ALGORITHMS = (
+    "auto",
+    "shared_memory",
+    "hierarchical",
+    "ring",
+    "halving_doubling",
+    "tree",
+    "gloo",
+)
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(
     sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda d: str(d))
