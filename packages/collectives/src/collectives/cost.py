@@ -23,10 +23,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from collectives.arena import SLOT_BYTES
+from collectives.arena import ONE_SHOT_BYTES, SLOT_BYTES
 from collectives.halving_doubling import SHORT_BYTES
 from collectives.point_to_point import PIECE_BYTES
-from collectives.shared_memory import ONE_SHOT_BYTES
 
 # gloo's own collective: it has no terms here, only times.
 NATIVE = "gloo"
