@@ -121,13 +121,19 @@ def interrupted():
     """A rank that waits in the engine still hears that its own group was given up."""
     from collectives.communicator import communicator
 
-    comm = communicator()
+    comm, store = communicator(), dist.distributed_c10d._get_default_store()
+
+    def give_up():
+        comm.abort()
+        # So long a wait does not hear of it.
+        time.sleep(0.2)
+        store.set("given up", "yes")
+
     collectives.barrier()
     if dist.get_rank() == 0:
-        timer = threading.Timer(0.5, comm.abort)
-        timer.start()
+        threading.Timer(0.2, give_up).start()
     else:
-        time.sleep(1.5)
+        store.wait(["given up"])
     start = time.monotonic()
     with pytest.raises(collectives.RankLost, match="rank 0"):
         collectives.all_reduce(torch.ones(10))

@@ -87,7 +87,7 @@ static int wait_for(const Arena *a, int64_t rank) {
         if (seen >= 0 && seen < a->tick)
             syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &nap, NULL, 0);
         __atomic_sub_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
-        if (seen < 0) return 0;
+        if (seen < 0 || !has_come(a, a->rank)) return 0;
         if (has_come(a, rank)) return 1;
     }
     return 0;
@@ -96,7 +96,8 @@ static int wait_for(const Arena *a, int64_t rank) {
 static int all_have_come(const Arena *a) {
     for (int64_t rank = 0; rank < a->world; rank++)
         if (rank != a->rank && !has_come(a, rank) && !wait_for(a, rank)) return 0;
-    return 1;
+    /* Unless another thread has given the group up: then this clock has gone below zero. */
+    return has_come(a, a->rank);
 }
 
 #define TICK(next)                       \
