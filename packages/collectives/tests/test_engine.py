@@ -9,7 +9,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import engine
+from collectives.shared_memory import engine
 from worker_pool import run_ranks
 
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
@@ -69,7 +69,7 @@ def digest(tensor):
     return hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_engine_gives_the_bits_that_python_gives_also_where_ranks_differ_in_it(world):
     python = run_ranks(everything, world, tuple(range(world)))
     # Where one rank has no compiler, that of another rank does the same steps.

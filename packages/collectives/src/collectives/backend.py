@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -245,6 +246,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator.close()
         for backend in self._others.values():
             backend.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a rank is waited for from now on."""
+        self._gloo._set_default_timeout(timeout)
+        for backend in self._others.values():
+            backend.set_timeout(timeout)
 
     def abort(self) -> None:
         """Give up what is under way: other ranks get an error that names this one."""

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import engine
-from collectives.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
-from collectives.fingerprint import Lengths, compare_lengths
-from collectives.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.shared_memory import engine
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
+from collectives.shared_memory.fingerprint import Lengths, compare_lengths
 
 # How many elements of a narrow dtype are widened at a time.
 WIDE_ELEMENTS = 32 * 1024

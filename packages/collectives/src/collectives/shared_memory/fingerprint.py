@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from collectives.point_to_point import PointToPoint
+from collectives.algorithms.point_to_point import PointToPoint
 
 KINDS = (
     "all_reduce",

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import engine
 from collectives.faults import RankLost
-from collectives.fingerprint import BYTES as CALL_BYTES
-from collectives.fingerprint import NAN_AT, compare
-from collectives.segment import HEADER_BYTES
+from collectives.shared_memory import engine
+from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
+from collectives.shared_memory.fingerprint import NAN_AT, compare
+from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 2 << 20
 SLOT_BYTES = CHUNK_BYTES // 2
