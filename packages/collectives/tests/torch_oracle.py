@@ -1,8 +1,8 @@
 """torch's own distributed tests, on gloo or with our backend in gloo's place.
 
-Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE (gloo or
-collectives), WORLD_SIZE and ORACLE_FOLDER set. Events of torch's profiler carry the backend's name
-and are not compared.
+Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE (gloo
+or collectives), WORLD_SIZE and ORACLE_FOLDER set. Events of torch's profiler carry the backend's
+name and are not compared.
 """
 
 import os

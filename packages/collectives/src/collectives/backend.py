@@ -81,7 +81,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
         self._set_default_backend(kind)
-        bound = getattr(options.process_group, "bound_device_id", None)
+        replaced = getattr(options, "process_group", None)
+        bound = getattr(replaced, "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
         self.communicator = Communicator(self._gloo, store=options.store, timeout=timeout)

@@ -13,12 +13,13 @@ said of it, is decided in one place (`Arena.look`).
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -100,6 +101,8 @@ def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
 
 @cache
 def _compiled() -> tuple[ctypes.CDLL | None, str]:
+    if sys.platform != "linux":
+        return None, "it is written for Linux"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         return None, "no C compiler"
@@ -114,15 +117,19 @@ def _compiled() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base, "collectives")
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        writable = os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid()
-    except OSError:
-        writable = False
-    # Nobody else may put a library there that this process would load.
-    return folder if writable else Path(tempfile.mkdtemp(prefix="collectives-"))
+    """A folder of the user's alone: who may write there could make this process load a library."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for folder in (
+        Path(cache, "collectives"),
+        Path(tempfile.gettempdir(), f"collectives-{os.getuid()}"),
+    ):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            status = folder.lstat()
+            private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+            if private and stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
+                return folder
+    return Path(tempfile.mkdtemp(prefix="collectives-"))
 
 
 def _name(compiler: str) -> str:
@@ -137,6 +144,8 @@ def _name(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
+    import fcntl  # which Windows has not
+
     # The ranks of a host start together: one compiles, the others wait for it.
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
