@@ -196,7 +196,7 @@ def test_adapters_go_in_all_or_not_at_all(arguments):
 def test_merging_twice_or_a_part_is_refused():
     model = merge(adapted())
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match="0: the update is merged already.*nothing was merged"):
+    with pytest.raises(RuntimeError, match=r"0: the update is merged already.*nothing was merged"):
         merge(model)
     assert same(snapshot(model), before)
     half = adapted()
@@ -221,6 +221,6 @@ def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
     assert isinstance(model[0], nn.Linear)
     model = adapted()
     model[2].lora_B.data[0, 0] = bad
-    with pytest.raises(ValueError, match="2: lora_B holds nan or inf.*nothing was merged"):
+    with pytest.raises(ValueError, match=r"2: lora_B holds nan or inf.*nothing was merged"):
         merge(model)
     assert not model[0].merged

@@ -1,5 +1,6 @@
 """Products of int8: the same integers by every way, and by the fastest one here."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_parts_are_exact_and_as_few_as_the_weights_allow():
     large = torch.full((4, 4096), 127, dtype=torch.int8)
     edges = exact_parts(large, 127)
     assert len(edges) > 2
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         assert int(large[:, a:b].long().abs().sum(1).max()) * 127 <= 2**24
 
 
@@ -125,16 +126,16 @@ print(digest)
 @pytest.mark.parametrize("name", ["AVX2", pytest.param("plain", marks=pytest.mark.exhaustive)])
 def test_the_bits_are_the_same_on_every_processor(name):
     digests = {}
-    for name, flags in (("as it is", {}), (name, PROCESSORS[name])):
+    for processor in ("as it is", name):
         run = subprocess.run(
             [sys.executable, "-c", PROGRAM],
-            env=os.environ | flags | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | PROCESSORS[processor] | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=False,
         )
         assert run.returncode == 0, run.stderr
-        digests[name] = run.stdout.splitlines()[-1]
+        digests[processor] = run.stdout.splitlines()[-1]
         assert "#" in run.stdout
     assert len(set(digests.values())) == 1, digests
 

@@ -100,7 +100,7 @@ def quantize(
     `bits` may be given by layer name; other layers stay. activations="dynamic" also rounds the
     inputs of linear layers to int8 as they come and multiplies whole numbers (see `Int8Linear`),
     with the same bits everywhere, by the exact product that is fastest here. "auto" does so only
-    where that is measured to be faster than float32 on this machine. Weights alone are only smaller.
+    where it is measured to be faster than float32 here. Weights alone are only smaller.
     """
     granularity = granularity or ("group" if group_size else "channel")
     model = copy.deepcopy(model)

@@ -4,7 +4,7 @@ Notable (Hu et al., "LoRA", 2021; names and initialisation are those of the peft
 - A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
   is a point where both gradients vanish; neither zero would change the function from the start;
 - `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back
-  every bit (adding and then subtracting a product does not), and a tied weight changes nowhere else;
+  every bit (adding and then subtracting a product does not), and a tied weight stays elsewhere;
 - a state dict holds the base without the update, merged or not: loaded anywhere, the update is
   applied once.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -60,9 +60,10 @@ class LoRA(nn.Module):
             nn.init.normal_(self.lora_B)
         self.base = base.requires_grad_(False)  # last: what is refused above stays as it was
         self._before: tuple[nn.Parameter] | None = None  # a tuple, so that it is not registered
-        self.register_state_dict_post_hook(_without_update)
-        self.register_load_state_dict_pre_hook(_unmerge_to_load)
-        self.register_load_state_dict_post_hook(_merge_what_was_loaded)
+        hooks: Any = self  # torch's own methods for these have no types
+        hooks.register_state_dict_post_hook(_without_update)
+        hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
+        hooks.register_load_state_dict_post_hook(_merge_what_was_loaded)
         self._merge_after_loading = False
 
     @property
@@ -96,7 +97,7 @@ class LoRA(nn.Module):
     def merge(self) -> None:
         """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
         self.check_mergeable()
-        before = self.base.weight
+        before = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
         self._before = (before,)
 

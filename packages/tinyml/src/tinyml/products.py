@@ -14,6 +14,7 @@ Notable:
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -152,7 +153,7 @@ def _in_parts(inputs: Tensor, weight: Callable[[int, int], Tensor], edges: Seque
         return F.linear(inputs, weight(*edges))
     # Each part is exact; their sum may not be in float32, so they are added as integers.
     total = torch.zeros((), dtype=torch.int32, device=inputs.device)
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in itertools.pairwise(edges):
         total = total + F.linear(inputs[:, a:b], weight(a, b)).to(torch.int32)
     return total
 

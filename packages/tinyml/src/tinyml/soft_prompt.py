@@ -108,7 +108,7 @@ def _rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any
         made = done[id(value)] = copy.copy(value)
         for key in value if isinstance(value, dict) else range(len(value)):
             made[key] = _rebuilt(value[key], change, done)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Callable):  # type: ignore[arg-type]
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Callable):
         made = done[id(value)] = copy.copy(value)
         for key, part in vars(value).items():
             made.__dict__[key] = _rebuilt(part, change, done)
