@@ -130,14 +130,18 @@ def interrupted():
         store.set("given up", "yes")
 
     collectives.barrier()
+    timer = threading.Timer(0.2, give_up)
     if dist.get_rank() == 0:
-        threading.Timer(0.2, give_up).start()
+        timer.start()
     else:
         store.wait(["given up"])
     start = time.monotonic()
     with pytest.raises(collectives.RankLost, match="rank 0"):
         collectives.all_reduce(torch.ones(10))
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    if dist.get_rank() == 0:
+        timer.join()
+    return seconds
 
 
 def test_abort_ends_a_call_that_waits_and_is_told_to_the_others():
