@@ -49,7 +49,7 @@ def main() -> float:
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
         print(f"tensor parallel, {world} ranks: {seconds:.3f} s a step, loss {loss:.4f}")
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":
