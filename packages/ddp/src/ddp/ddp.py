@@ -37,6 +37,7 @@ from ddp.agreement import (
     check_same_weights,
     describe,
 )
+from ddp.average import Average, Weighing
 from ddp.blame import Blame
 from ddp.bucket import Allocate
 from ddp.buffers import broadcast_buffers
@@ -52,7 +53,16 @@ from ddp.reducer import Reducer
 from ddp.sparse import average_sparse
 
 # What belongs to the ranks of one run, and is made anew for a copy.
-_OF_THIS_RUN = ("_link", "_blame", "_exchange", "_reducer", "_inventory", "_removal", "meter")
+_OF_THIS_RUN = (
+    "_link",
+    "_blame",
+    "_exchange",
+    "_reducer",
+    "_inventory",
+    "_removal",
+    "_weighing",
+    "meter",
+)
 
 
 class DDP(nn.Module, Joinable):
@@ -72,6 +82,8 @@ class DDP(nn.Module, Joinable):
     - `allocate`: `allocate(numel, dtype=..., group=...)` makes the memory of each bucket.
     - `gradient_dtype`: what travels, for example bfloat16; sums are made in the gradients' dtype.
     - `compression`: any other way to sum, such as `PowerSGD(rank)`.
+    - `average`: "ranks" for the mean over the ranks, "sum", or a function that says what a backward
+      pass counts for, such as its number of tokens: then gradients are means by that weight.
     - `find_unused_parameters`: count a gradient that some ranks lack as zero; otherwise an error.
     - `check_nan`: look at each bucket before it is sent.
     - `static_graph`: every step computes the same, so that a gradient may be made in several parts
@@ -88,6 +100,7 @@ class DDP(nn.Module, Joinable):
     _inventory: Inventory
     _exchange: Exchange
     _reducer: Reducer
+    _weighing: Weighing | None
     _finish_queued: bool
     _synchronised: bool
 
@@ -101,6 +114,7 @@ class DDP(nn.Module, Joinable):
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
         compression: Compression | None = None,
+        average: Average = "ranks",
         find_unused_parameters: bool = False,
         check_nan: bool = False,
         broadcast_buffers: bool | None = None,
@@ -130,6 +144,7 @@ class DDP(nn.Module, Joinable):
             allocate=allocate,
             gradient_dtype=gradient_dtype,
             compression=compression,
+            average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
             broadcast_buffers=next(given for given in synced if given is not None),
@@ -156,7 +171,7 @@ class DDP(nn.Module, Joinable):
         self._look()
         with self.meter.forward():
             output = self.module(*args, **kwargs)
-        if self.require_backward_grad_sync:
+        if self.require_backward_grad_sync or self._weighing is not None:
             for node in _nodes(output):
                 node.register_prehook(_queue_from_output(weakref.ref(self)))
         return output
@@ -199,6 +214,8 @@ class DDP(nn.Module, Joinable):
         check_hook(hook)
         if not isinstance(self._options.way_to_send, Uncompressed) or self._options.all_reduce:
             raise ValueError("gradient_dtype, compression, all_reduce or a hook: pass one of them")
+        if self._weighing is not None:
+            raise ValueError("a communication hook averages by itself; leave average out")
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook can only be called once for a DDP")
         self._comm_hook = self._exchange.compression = CommHook(state, hook)
@@ -224,12 +241,16 @@ class DDP(nn.Module, Joinable):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join`."""
+        if self._reducer is None:
+            self._connect(same_model=True)
+        self._look()
         if not divide_by_initial_world_size and self._link.world > MOST_EXACT_RANKS:
             raise ValueError(
                 f"counting the ranks that take part is exact up to {MOST_EXACT_RANKS} ranks, not "
                 f"{self._link.world}; pass divide_by_initial_world_size=True"
             )
-        self._exchange.divide_by_initial_world_size = divide_by_initial_world_size
+        by_initial = divide_by_initial_world_size or self._weighing is not None
+        self._exchange.divide_by_initial_world_size = by_initial
         return Shadow(self)
 
     @property
@@ -251,6 +272,8 @@ class DDP(nn.Module, Joinable):
 
     def _opens(self) -> bool:
         """Whether a gradient that arrives now is to be sent: then a step begins with it."""
+        if self._weighing is not None:
+            self._queue_finish()
         if not self.require_backward_grad_sync:
             # While a join is on, ranks agree at the start of a step that is sent, and only there.
             if not self._join_config.enable:
@@ -268,7 +291,14 @@ class DDP(nn.Module, Joinable):
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
         if self._join_config.enable:
             Join.notify_join_context(self)
-        self._reducer.begin()
+        self._open()
+
+    def _open(self, *, taking_part: bool = True) -> None:
+        share = None
+        if self._weighing is not None:
+            device = self.join_device
+            share = self._weighing.begin(self._blame, device, taking_part=taking_part)
+        self._reducer.begin(share)
 
     def _queue_finish(self) -> None:
         """Have autograd call `_backward_ended` at the end of the pass that runs now."""
@@ -278,15 +308,23 @@ class DDP(nn.Module, Joinable):
 
     def _backward_ended(self) -> None:
         self._finish_queued = False
+        if self._weighing is not None:
+            self._weighing.pass_ended()
         if self._reducer is not None and self._reducer.open:
             self._finish()
             self._synchronised = True
 
     @torch.no_grad()
     def _finish(self, *, taking_part: bool = True) -> None:
-        share = self._reducer.share
+        share, sparse = self._reducer.share, self._inventory.sparse
         self._reducer.finish(taking_part=taking_part)
-        average_sparse(self._inventory.sparse, self._link, self._blame, share)
+        weighing = self._weighing
+        if weighing is not None:
+            for parameter in sparse.values():
+                weighing.make_room(parameter)
+        average_sparse(sparse, self._link, self._blame, share if taking_part else 0.0)
+        if weighing is not None:
+            weighing.end([*self._reducer.parameters, *sparse.values()])
         if not self._options.broadcast_buffers:
             return
         if buffers := self._inventory.buffers():
@@ -327,6 +365,7 @@ class DDP(nn.Module, Joinable):
     def _start(self) -> None:
         """What a DDP is without its peers."""
         self.meter = Meter()
+        self._weighing = None
         self._reducer = None  # type: ignore[assignment]
         self._finish_queued = False
         # Whether a backward pass was synchronised since finish_gradient_synchronization().
@@ -356,11 +395,18 @@ class DDP(nn.Module, Joinable):
         else:
             self._removal()
         ours, dense = weakref.ref(self), self._inventory.dense
+
+        def opens() -> bool:
+            return _still(ours)._opens()
+
+        if self._options.average != "ranks":
+            self._weighing = Weighing(self._options.average, self._link, opens)
         self._reducer = Reducer(
             list(dense),
             list(dense.values()),
             exchange=self._exchange,
-            opens=lambda: _still(ours)._opens(),
+            opens=opens,
+            make_room=self._weighing.make_room if self._weighing is not None else None,
             bucket_bytes=self._options.bucket_bytes,
             allocate=self._options.allocate,
             static_graph=self._options.static_graph,
@@ -373,7 +419,11 @@ class DDP(nn.Module, Joinable):
         self._hook(hooks)
 
     def _hook(self, hooks: Iterable[tuple[nn.Parameter, Callable[[Tensor], None]]]) -> None:
-        handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in hooks]
+        handles = []
+        for parameter, hook in hooks:
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if self._weighing is not None:
+                handles.append(parameter.register_hook(self._weighing.hook(parameter)))
         # A module that outlives its wrapper, and is maybe wrapped again, sends nothing for it.
         self._removal = weakref.finalize(self, _remove, handles)
 
@@ -431,7 +481,7 @@ def _queue_from_output(ours: weakref.ref[DDP]) -> Callable[[Any], None]:
 
     def queue(_: Any) -> None:
         ddp = ours()
-        if ddp is not None and ddp.require_backward_grad_sync:
+        if ddp is not None and (ddp.require_backward_grad_sync or ddp._weighing is not None):
             ddp._queue_finish()
 
     return queue

@@ -20,7 +20,7 @@ class Shadow(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         """Shadow one step."""
-        self._ddp._reducer.begin()
+        self._ddp._open(taking_part=False)
         self._ddp._finish(taking_part=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:

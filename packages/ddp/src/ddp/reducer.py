@@ -37,6 +37,7 @@ class Reducer:
         *,
         exchange: Exchange,
         opens: Callable[[], bool],
+        make_room: Callable[[nn.Parameter], None] | None = None,
         bucket_bytes: float,
         allocate: Allocate | None = None,
         static_graph: bool = False,
@@ -46,7 +47,8 @@ class Reducer:
         self.open = False
         # What each gradient is multiplied by before the sum.
         self.share = 1.0
-        self._opens, self._bucket_bytes, self._allocate = opens, bucket_bytes, allocate
+        self._opens, self._make_room = opens, make_room
+        self._bucket_bytes, self._allocate = bucket_bytes, allocate
         self._as_view = as_view
         self._steps = 0
         self._rebuilt = False
@@ -72,11 +74,15 @@ class Reducer:
         if not self.open:
             self._opens()
 
-    def begin(self) -> None:
-        """Open a step: gradients that arrive from here on are final."""
+    def begin(self, share: float | None = None) -> None:
+        """Open a step: gradients that arrive from here on are final.
+
+        Each is multiplied by `share` before the sum: so that it is the mean, if none is given.
+        """
         self.open = True
         self.follow_order()
-        self.share = self.exchange.begin(self.parameters)
+        mean = self.exchange.begin(self.parameters)
+        self.share = mean if share is None else share
         self._to_come = list(self._parts)
 
     def follow_order(self) -> None:
@@ -125,6 +131,8 @@ class Reducer:
         for index in self._order:
             bucket, slot = self._place[index]
             if slot not in bucket.arrived:
+                if self._make_room is not None:
+                    self._make_room(bucket.parameters[slot])
                 self.collect(index)
         self._send_complete(taking_part)
         while pending := [bucket for bucket in self._pending if not bucket.done]:
