@@ -198,7 +198,7 @@ def loses_rank_one(how: str, grace: float) -> None:
     store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
     # How long survivors wait for each other's word: on a busy machine that takes a while.
-    ddp.blame.GRACE = grace
+    ddp.consistency.blame.GRACE = grace
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.blame import Blame
 from ddp.collective import Link
+from ddp.consistency.blame import Blame
 
 # "ranks", "sum", or a function that is called in each backward pass: how much does it count?
 Average = str | Callable[[], float | Tensor]

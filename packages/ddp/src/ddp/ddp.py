@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
-from ddp.agreement import (
+from ddp.average import Average, Weighing
+from ddp.bucket import Allocate
+from ddp.collective import AllReduce, Link, link
+from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.compression.sparse import average_sparse
+from ddp.compression.ways import Compression, Uncompressed
+from ddp.consistency.agreement import (
     broadcast_state,
     broadcast_tensors,
     check_same,
@@ -37,20 +43,14 @@ from ddp.agreement import (
     check_same_weights,
     describe,
 )
-from ddp.average import Average, Weighing
-from ddp.blame import Blame
-from ddp.bucket import Allocate
-from ddp.buffers import broadcast_buffers
-from ddp.collective import AllReduce, Link, link
-from ddp.comm_hook import CommHook, Hook, check_hook
-from ddp.compression import Compression, Uncompressed
+from ddp.consistency.blame import Blame
+from ddp.consistency.buffers import broadcast_buffers
+from ddp.consistency.inventory import Inventory
+from ddp.consistency.join import Shadow, common_rank
 from ddp.exchange import MOST_EXACT_RANKS, Exchange
-from ddp.inventory import Inventory
-from ddp.join import Shadow, common_rank
-from ddp.meter import Meter
+from ddp.metering.meter import Meter
 from ddp.options import Options, check_module, device_of, group_of, refuse
 from ddp.reducer import Reducer
-from ddp.sparse import average_sparse
 
 # What belongs to the ranks of one run, and is made anew for a copy.
 _OF_THIS_RUN = (

@@ -13,7 +13,7 @@ from torch import nn
 from ddp.average import Average, check_average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
-from ddp.compression import Cast, Compression, Uncompressed
+from ddp.compression.ways import Cast, Compression, Uncompressed
 
 # What torch's DDP also takes, with why it is not taken here. They may be given with these values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

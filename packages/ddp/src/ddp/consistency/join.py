@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ddp.agreement import broadcast_state
+from ddp.consistency.agreement import broadcast_state
 
 
 class Shadow(JoinHook):
