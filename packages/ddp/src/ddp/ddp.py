@@ -102,6 +102,7 @@ class DDP(nn.Module, Joinable):
     _reducer: Reducer
     _weighing: Weighing | None
     _finish_queued: bool
+    _looked: bool
     _synchronised: bool
 
     def __init__(
@@ -154,13 +155,17 @@ class DDP(nn.Module, Joinable):
         )
         self.module = module
         self.require_backward_grad_sync = True
+        self.device_mesh = device_mesh
         self._group = group_of(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
         self._start()
         self._connect(same_model=init_sync)
         if init_sync:
             with self._blame.naming("the broadcast of the weights"):
-                broadcast_state(module, self._link.group, ignored=self._ignored)
+                # As in torch: only the older of the two names leaves buffers alone from the start.
+                alone = broadcast_buffers is False and forward_sync_buffers is None
+                group = self._link.group
+                broadcast_state(module, group, ignored=self._ignored, buffers=not alone)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -268,6 +273,30 @@ class DDP(nn.Module, Joinable):
         """The ranks to average over."""
         return self._link.group
 
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are kept equal; `broadcast_buffers` is its older name."""
+        return self._options.broadcast_buffers
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step computes the same."""
+        return self._options.static_graph
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether a gradient that some ranks lack counts as zero."""
+        return self._options.find_unused_parameters
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, names: Iterable[str]
+    ) -> None:
+        """Leave these parameters and buffers to the caller, as torch's method of that name does."""
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
     # ----- a step -----
 
     def _opens(self) -> bool:
@@ -285,7 +314,8 @@ class DDP(nn.Module, Joinable):
 
     def _begin(self) -> None:
         self._blame.check()
-        if self._inventory.changed():
+        looked, self._looked = self._looked, False
+        if not looked and self._inventory.changed():
             reason = "parameters changed since the last forward pass of the wrapper"
             self._blame.fail(reason)
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
@@ -345,6 +375,7 @@ class DDP(nn.Module, Joinable):
             raise RuntimeError(f"rank {self._link.rank}: {reason}; this step cannot be mended")
         if self._inventory.changed():
             self._adopt_changes()
+        self._looked = True
 
     def _adopt_changes(self) -> None:
         if self._join_config.enable:
@@ -368,6 +399,8 @@ class DDP(nn.Module, Joinable):
         self._weighing = None
         self._reducer = None  # type: ignore[assignment]
         self._finish_queued = False
+        # Whether a forward pass looked at the parameters since the last step.
+        self._looked = False
         # Whether a backward pass was synchronised since finish_gradient_synchronization().
         self._synchronised = False
 

@@ -21,7 +21,7 @@ LAG = 2
 # Gradients up to this size are moved into their bucket together, when the last of them is there:
 # one call for all costs less than one each. Larger ones go at once, so that memory holds no second
 # set of gradients.
-SMALL_BYTES = 2**15
+SMALL_BYTES = 2**16
 
 
 class Reducer:
@@ -125,9 +125,12 @@ class Reducer:
         With `taking_part=False` this rank has no gradients and only keeps the others company.
         """
         begin = time.perf_counter()
-        for bucket in self._buckets if not taking_part else ():
-            bucket.gradients.zero_()
-            bucket.arrived.update(range(len(bucket.indices)))
+        if not taking_part:
+            # Its own last gradients stay what they are.
+            self.release()
+            for bucket in self._buckets:
+                bucket.gradients.zero_()
+                bucket.arrived.update(range(len(bucket.indices)))
         for index in self._order:
             bucket, slot = self._place[index]
             if slot not in bucket.arrived:
@@ -144,7 +147,8 @@ class Reducer:
         self.open = False
         try:
             unused = self.exchange.unused(self._buckets, self.names, taking_part)
-            self._give_back(unused, taking_part)
+            if taking_part:
+                self._give_back(unused)
         finally:
             for bucket in self._buckets:
                 bucket.clear()
@@ -156,13 +160,11 @@ class Reducer:
                 if bucket.holds(slot):
                     parameter.grad = bucket.views[slot].clone()
 
-    def _give_back(self, unused: set[int], taking_part: bool) -> None:
+    def _give_back(self, unused: set[int]) -> None:
         """Make `.grad` the mean where it is not the bucket's memory already."""
         for bucket in self._buckets:
-            slots: Sequence[int] = range(len(bucket.indices))
-            if self._as_view:
-                slots = list(bucket.missing) if taking_part else slots
-            for slot in slots:
+            everywhere = range(len(bucket.indices))
+            for slot in bucket.missing if self._as_view else everywhere:
                 parameter, view = bucket.parameters[slot], bucket.views[slot]
                 if bucket.indices[slot] in unused:
                     continue

@@ -26,7 +26,8 @@ class Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the weights and buffers of a rank that took all steps."""
         ddp = self._ddp
-        broadcast_state(ddp.module, ddp._link.group, common_rank(ddp, candidate=is_last_joiner))
+        source = ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
+        broadcast_state(ddp.module, ddp._link.group, source, ignored=ddp._ignored)
         ddp._reducer.exchange.forget_versions()
         # Join leaves this on: steps after the context need nobody's company.
         ddp._join_config = ddp._join_config._replace(enable=False)
