@@ -369,6 +369,11 @@ class DDP(nn.Module, Joinable):
         if self._reducer is None:
             return
         self._blame.check()
+        if self._reducer.superseded:
+            raise RuntimeError(
+                "parameters of this DDP's module were wrapped again: one wrapper averages them, "
+                "the newer one; use that, and do not wrap modules within wrapped modules"
+            )
         if self._reducer.open and torch._C._current_graph_task_id() == -1:
             reason = "the last backward pass ended in an error before its gradients were averaged"
             self._blame.fail(reason)
@@ -454,6 +459,8 @@ class DDP(nn.Module, Joinable):
     def _hook(self, hooks: Iterable[tuple[nn.Parameter, Callable[[Tensor], None]]]) -> None:
         handles = []
         for parameter, hook in hooks:
+            if self._reducer is not None:
+                self._reducer.supersede(parameter)
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
             if self._weighing is not None:
                 handles.append(parameter.register_hook(self._weighing.hook(parameter)))

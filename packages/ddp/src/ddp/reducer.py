@@ -45,6 +45,8 @@ class Reducer:
     ) -> None:
         self.names, self.parameters, self.exchange = names, parameters, exchange
         self.open = False
+        # Whether a newer wrapper averages these parameters.
+        self.superseded = False
         # What each gradient is multiplied by before the sum.
         self.share = 1.0
         self._opens, self._make_room = opens, make_room
@@ -64,10 +66,19 @@ class Reducer:
 
     def arrive(self, index: int, _: Tensor) -> None:
         """A parameter's gradient was accumulated: the hook on each parameter."""
+        if self.superseded:
+            return
         if (not self.open and not self._opens()) or (self._static and self._more_to_come(index)):
             self.adopt(index)
         else:
             self.collect(index)
+
+    def supersede(self, parameter: nn.Parameter) -> None:
+        """Take `parameter` over from the wrappers that averaged it before."""
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            earlier = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(earlier, Reducer) and earlier is not self:
+                earlier.superseded = True
 
     def arrive_sparse(self, _: Tensor) -> None:
         """The hook on a parameter whose gradient no bucket holds: it may open a step, too."""
@@ -81,6 +92,11 @@ class Reducer:
         """
         self.open = True
         self.follow_order()
+        if not self._steps and any(hasattr(p, "_in_backward_optimizers") for p in self.parameters):
+            raise RuntimeError(
+                "an optimizer that steps within the backward pass uses gradients before they are "
+                "averaged; step it after backward()"
+            )
         mean = self.exchange.begin(self.parameters)
         self.share = mean if share is None else share
         self._to_come = list(self._parts)
@@ -110,7 +126,7 @@ class Reducer:
             bucket.views[slot].zero_()
             bucket.missing.add(slot)
         else:
-            if bucket.views[slot].nbytes > SMALL_BYTES:
+            if bucket.bytes_of[slot] > SMALL_BYTES:
                 self._move(bucket, slot)
             else:
                 bucket.waiting.append(slot)
