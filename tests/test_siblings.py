@@ -78,7 +78,7 @@ def test_a_package_has_the_common_shape(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_a_bench_and_a_test_of_its_readme(package):
-    # A file, or a folder of its own.
+    # A bench is a file or a folder.
     files = [*source(package).glob("bench.py"), *source(package).glob("bench/*.py")]
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     bench = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "bench")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.blame import Blame
 from ddp.collective import Link
+from ddp.consistency.blame import Blame
 
 
 def average_sparse(
@@ -22,9 +22,8 @@ def average_sparse(
         with blame.naming(doing):
             handle = dist.all_reduce(gradient, group=link.group, async_op=True)
         blame.wait(handle, doing, poll=gradient.device.type == "cpu")
-        (summed,) = handle.result()
-        if parameter.grad is not None or summed._nnz():
-            parameter.grad = summed
+        if parameter.grad is not None or gradient._nnz():
+            parameter.grad = gradient
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

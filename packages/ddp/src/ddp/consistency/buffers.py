@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.blame import Blame
 from ddp.collective import Link
+from ddp.consistency.blame import Blame
 
 
 @torch.no_grad()

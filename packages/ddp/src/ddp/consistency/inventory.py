@@ -50,6 +50,8 @@ class Inventory:
         now = self._look()
         if now == self._seen:
             return False
+        if not all(isinstance(p, nn.Parameter) for p in now[0]):
+            return False  # torch.func.functional_call puts tensors there, for one call
         known = {id(p): p for p in chain(self.dense.values(), self.sparse.values())}
         kinds_before = dict(zip(map(id, self._seen[0]), self._seen[2], strict=True))
         owned = {id(p) for p in now[0]}

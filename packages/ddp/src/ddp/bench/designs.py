@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp.compression import PowerSGD
+from ddp.compression.ways import PowerSGD
 from ddp.ddp import DDP
-from ddp.meter import Meter
+from ddp.metering.meter import Meter
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
 GIVEN_SIZES_MB = (25.0, 100.0)
@@ -51,7 +51,7 @@ def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Lo
 
 
 class Timing(NamedTuple):
-    """Seconds of one step: all of it, the backward pass, from there to the optimizer, on a CPU.
+    """Seconds of one step: all of it, the backward pass, the wait that follows, on a CPU.
 
     The last counts all threads of the process, those that serve the link included.
     """
@@ -81,10 +81,12 @@ class Design:
         backward_begin = time.perf_counter()
         torch.autograd.backward(value)
         _finished(device)
-        backward_end = time.perf_counter()
+        exposed_begin = time.perf_counter()
         self.synchronise()
         _finished(device)
         synchronised = time.perf_counter()
+        # `DDP` waits at the end of `backward()`: its meter knows for how long.
+        exposed = self.meter.last.exposed_seconds if self.meter else synchronised - exposed_begin
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -92,8 +94,8 @@ class Design:
         _finished(device)
         return Timing(
             step=time.perf_counter() - begin,
-            backward=backward_end - backward_begin,
-            after_backward=synchronised - backward_end,
+            backward=synchronised - backward_begin - exposed,
+            after_backward=exposed,
             cpu=time.process_time() - cpu_begin,
         )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ddp.agreement import broadcast_state
+from ddp.consistency.agreement import broadcast_state
 
 
 class Shadow(JoinHook):
@@ -20,13 +20,14 @@ class Shadow(JoinHook):
     @torch.no_grad()
     def main_hook(self) -> None:
         """Shadow one step."""
-        self._ddp._reducer.begin()
+        self._ddp._open(taking_part=False)
         self._ddp._finish(taking_part=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the weights and buffers of a rank that took all steps."""
         ddp = self._ddp
-        broadcast_state(ddp.module, ddp._link.group, common_rank(ddp, candidate=is_last_joiner))
+        source = ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
+        broadcast_state(ddp.module, ddp._link.group, source, ignored=ddp._ignored)
         ddp._reducer.exchange.forget_versions()
         # Join leaves this on: steps after the context need nobody's company.
         ddp._join_config = ddp._join_config._replace(enable=False)

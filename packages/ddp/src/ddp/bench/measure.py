@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from ddp.bench_designs import Timing, Workload, designs
-from ddp.bench_rows import Link, Measured, Row
+from ddp.bench.designs import Timing, Workload, designs
+from ddp.bench.rows import Link, Measured, Row
 
 SIZES_MB = (1.0, 10.0, 100.0, 1000.0)
 
@@ -104,7 +104,7 @@ def _usual_workloads() -> list[str]:
     Each network namespace counts as a host.
     """
     names = ["transformer", "busy_transformer"] if _count_hosts() > 1 else ["transformer"]
-    return [f"ddp.bench_designs:{name}" for name in names]
+    return [f"ddp.bench.designs:{name}" for name in names]
 
 
 def _count_hosts() -> int:
@@ -212,7 +212,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()

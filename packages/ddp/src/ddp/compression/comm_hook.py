@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp.bucket import Bucket
 from ddp.collective import Link
-from ddp.compression import Call, Exchange
+from ddp.compression.ways import Call, Exchange
 
 # Called as hook(state, bucket); the tensor of its future replaces the bucket's gradients.
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]

@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from ddp.bench_designs import Design, Timing
+from ddp.bench.designs import Design, Timing
 from ddp.overhead import fit, optimal_bucket_bytes, overhead_seconds
 
 Row = dict[str, float | int | str]
