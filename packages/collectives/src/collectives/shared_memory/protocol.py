@@ -19,17 +19,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives.arena import SLOT_BYTES, Arena
-from collectives.fingerprint import Lengths, compare_lengths
-from collectives.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.shared_memory import engine
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
+from collectives.shared_memory.fingerprint import Lengths, compare_lengths
 
-ONE_SHOT_BYTES = 32 * 1024
-# Small enough for the sum of a piece to be in the cache when it is written to the other ranks.
-PIECE_BYTES = 512 * 1024
 # How many elements of a narrow dtype are widened at a time.
 WIDE_ELEMENTS = 32 * 1024
 _NOTE = struct.Struct("<qq")
@@ -49,12 +48,16 @@ def all_reduce(
     arena: Arena, flat: Tensor, name: str, call: bytes, shared: Shared | None = None
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     if small:
         shared = None
     note = _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
     arena.announce(call, note)
+    if engine.reduces(flat.dtype, name):
+        copies = engine.addresses(shared.copies) if shared else None
+        if _reduced(arena, "all_reduce", flat.numel(), flat, flat, name, copies):
+            return
+    pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     if shared is None:
         _copy_in(arena, pieces[0])
     arena.sync()
@@ -76,10 +79,14 @@ def all_reduce(
 
 def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
     """out = this rank's slice of the reduction of `flat`."""
+    arena.announce(call)
+    if engine.reduces(flat.dtype, name) and _reduced(
+        arena, "reduce_scatter", out.numel(), flat, out, name
+    ):
+        return
     slices = flat.tensor_split(arena.world)
     width = SLOT_BYTES // arena.world // flat.element_size()
     scratch = _scratch(flat)
-    arena.announce(call)
     for start in range(0, max(1, out.numel()), width):
         slots = arena.slots(flat.dtype, ahead=1)
         piece = out[start : start + width]
@@ -95,9 +102,11 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
 
 def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
     """out = every rank's `own`, one after the other."""
+    arena.announce(call)
+    if _moved(arena, "all_gather", own, out):
+        return
     slices = out.tensor_split(arena.world)
     width = SLOT_BYTES // own.element_size()
-    arena.announce(call)
     for start in range(0, max(1, own.numel()), width):
         piece = own[start : start + width]
         _copy_in(arena, piece)
@@ -111,6 +120,8 @@ def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
 def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
     """Give every rank the tensor of rank `source`."""
     arena.announce(call)
+    if _moved(arena, "broadcast", flat, flat, source):
+        return
     for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
         if arena.rank == source:
             _copy_in(arena, piece)
@@ -156,8 +167,37 @@ def all_to_all(
 def barrier(arena: Arena, call: bytes) -> None:
     """Return when every rank is here."""
     arena.announce(call)
-    arena.sync()
-    arena.heard()
+    if not arena.by_engine("barrier"):
+        arena.sync()
+        arena.heard()
+
+
+def _reduced(
+    arena: Arena, kind: str, count: int, source: Tensor, out: Tensor, op: str, copies: Any = None
+) -> bool:
+    """Do a reduction of `count` elements a rank by the engine; False if there is none."""
+    return arena.by_engine(
+        kind,
+        count=count,
+        itemsize=source.element_size(),
+        dtype=engine.DTYPES[source.dtype],
+        op=engine.OPS[op],
+        input=source.data_ptr(),
+        output=out.data_ptr(),
+        copies=copies,
+    )
+
+
+def _moved(arena: Arena, kind: str, source: Tensor, out: Tensor, root: int = 0) -> bool:
+    """Move bytes by the engine, whatever they mean; False if there is none."""
+    return arena.by_engine(
+        kind,
+        count=source.numel() * source.element_size(),
+        itemsize=1,
+        root=root,
+        input=source.data_ptr(),
+        output=out.data_ptr(),
+    )
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from collectives import ring, shared_memory
-from collectives.arena import Arena
-from collectives.point_to_point import PointToPoint
-from collectives.reduction import average
+from collectives.algorithms import ring
+from collectives.algorithms.point_to_point import PointToPoint
+from collectives.algorithms.reduction import average
+from collectives.shared_memory import protocol
+from collectives.shared_memory.arena import Arena
 
 
 def all_reduce(
@@ -31,14 +32,14 @@ def all_reduce(
         # A host where a rank is missing must find it before the others give up on its speaker.
         patience, arena.timeout = arena.timeout, 0.6 * arena.timeout
         try:
-            shared_memory.all_reduce(arena, flat, partial, call)
+            protocol.all_reduce(arena, flat, partial, call)
         finally:
             arena.timeout = patience
     if wire.rank in speakers:
         ring.all_reduce(wire.among(speakers), flat, partial)
         average(name, flat, wire.world)
     if arena is not None:
-        shared_memory.broadcast(arena, flat, 0, call)
+        protocol.broadcast(arena, flat, 0, call)
 
 
 def broadcast(
@@ -55,7 +56,7 @@ def broadcast(
         ring.broadcast(wire.among(speakers), flat, speakers.index(source))
     if arena is not None:
         head = next(rank for rank in speakers if rank in arena.names)
-        shared_memory.broadcast(arena, flat, arena.names.index(head), call)
+        protocol.broadcast(arena, flat, arena.names.index(head), call)
 
 
 def heads(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from collectives.point_to_point import PeerError
-from collectives.reduction import average
+from collectives.algorithms.point_to_point import PeerError
+from collectives.algorithms.reduction import average
 
 MOST_GROUPS = 64
 # What gloo sums as this package does: 16-bit floats it would round at every rank.
@@ -37,8 +37,16 @@ class GlooGroups:
                 backend = group._get_backend(torch.device("cpu"))
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL, and on NCCL alone, there is none to learn from.
         self._base = backend if isinstance(backend, ProcessGroupGloo) else None
+        self._options: Any = None if self._base is None else self._base.options
         self._store = store
         self._groups: dict[bytes, Any] = {}
+
+    def timeout_seconds(self) -> float:
+        """The timeout of the group that the ranks have; 0 if there is none to ask."""
+        if self._options is None:
+            return 0.0
+        timeout: timedelta = self._options._timeout
+        return timeout.total_seconds()
 
     def can(self, kind: str, dtype: torch.dtype, op: str) -> bool:
         """Whether gloo does this collective, with the result that this package's own give."""

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from collectives.point_to_point import PointToPoint
+from collectives.algorithms.point_to_point import PointToPoint
 
 KINDS = (
     "all_reduce",
@@ -45,7 +45,7 @@ MOST_DIMS = 8
 _LAYOUT = struct.Struct(f"<6hi{MOST_DIMS}q")
 BYTES = _LAYOUT.size
 # Where `Call.packed` says that there is a NaN.
-_NAN_AT = struct.calcsize("<4h")
+NAN_AT = struct.calcsize("<4h")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
 
     `names` are the ranks' numbers, in the order of `packed`.
     """
-    if packed.count(packed[0]) == len(packed) and not packed[0][_NAN_AT]:
+    if packed.count(packed[0]) == len(packed) and not packed[0][NAN_AT]:
         return
     calls = [Call.unpack(raw) for raw in packed]
     with_nan = [rank for rank, call in zip(names, calls, strict=True) if call.has_nan]

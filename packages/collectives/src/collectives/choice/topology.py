@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from collectives.arena import ARENA_BYTES, Arena, available
 from collectives.faults import fetch
-from collectives.segment import HEADER_BYTES, Address, Segment, host_identity, open_segment
-from collectives.shared_memory import Shared
+from collectives.shared_memory.arena import ARENA_BYTES, Arena, available
+from collectives.shared_memory.protocol import Shared
+from collectives.shared_memory.segment import (
+    HEADER_BYTES,
+    Address,
+    Segment,
+    host_identity,
+    open_segment,
+)
 
 # The peers' parts of an allocation, by offset, size and dtype.
 MOST_VIEWS = 4096
@@ -45,6 +51,12 @@ class Topology:
                 names=self.here,
                 timeout=timeout,
             )
+        # Why this rank shares no memory with another one.
+        self.why_not = {
+            other: _why_not(addresses[rank], addresses[other])
+            for other in range(world)
+            if other not in self.here
+        }
         # The kernel and network namespace that each rank runs in: what a measurement belongs to.
         self.where = tuple(address.host for address in addresses)
         # How many ranks each host has.
@@ -134,6 +146,15 @@ class Topology:
         """Put a text where the other ranks find it, and get theirs."""
         self._store.set(f"{key}/{self._rank}", text)
         return list(fetch(self._store, {r: f"{key}/{r}" for r in ranks}, self._timeout).values())
+
+
+def _why_not(own: Address, other: Address) -> str:
+    for address, whose in ((own, "this rank"), (other, "it")):
+        if not address.token:
+            return f"{whose} could not make a segment: no room, or no Linux on x86-64 or a compiler"
+    if own.host != other.host:
+        return "it runs under another kernel or in another network namespace"
+    return "its memory could not be opened through /proc (another PID namespace or user?)"
 
 
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -33,10 +33,10 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 import collectives
+from collectives.algorithms.reduction import in_pieces
+from collectives.bench.turns import Times, ratios, time_in_turns
+from collectives.choice.cost import CostModel, Sample, candidates
 from collectives.communicator import communicator
-from collectives.cost import CostModel, Sample, candidates
-from collectives.reduction import in_pieces
-from collectives.turns import Times, ratios, time_in_turns
 
 Row = dict[str, float | int | str]
 BLOCK = 1 << 20
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.plot:
-        from collectives.plot import plot
+        from collectives.bench.plot import plot
 
         plot(rows, arguments.plot)
     print(table(rows))
@@ -340,7 +340,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()

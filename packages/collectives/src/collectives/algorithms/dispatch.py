@@ -12,17 +12,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from collectives import halving_doubling, hierarchical, ring, shared_memory, tree
+from collectives.algorithms import halving_doubling, hierarchical, ring, tree
+from collectives.choice.cost import NATIVE, CostModel, candidates
+from collectives.choice.tuning import TunedModel, tune
 from collectives.communicator import Communicator
-from collectives.cost import NATIVE, CostModel, candidates
-from collectives.fingerprint import (
+from collectives.shared_memory import protocol
+from collectives.shared_memory.fingerprint import (
     Call,
     Lengths,
     compare_by_messages,
     compare_lengths,
     gather_by_messages,
 )
-from collectives.tuning import TunedModel, tune
 
 # What was measured, by collective and hosts.
 _models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], TunedModel] = {}
@@ -37,7 +38,7 @@ def all_reduce(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> N
     """Reduce the flat tensor over all ranks, in place."""
     algorithm, topology = start(comm, call, packed, _size(flat)), comm.topology
     if algorithm == "shared_memory":
-        shared_memory.all_reduce(topology.require(), flat, call.op, packed, topology.shared(flat))
+        protocol.all_reduce(topology.require(), flat, call.op, packed, topology.shared(flat))
     elif algorithm == "hierarchical":
         comm.talking = hierarchical.heads(topology.hosts)
         hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, call.op, packed)
@@ -53,7 +54,7 @@ def reduce_scatter(
     """out = this rank's slice of the reduction of `flat`."""
     algorithm = start(comm, call, packed, _size(flat))
     if algorithm == "shared_memory":
-        shared_memory.reduce_scatter(comm.topology.require(), out, flat, call.op, packed)
+        protocol.reduce_scatter(comm.topology.require(), out, flat, call.op, packed)
     elif algorithm == NATIVE:
         _on_gloo(comm, call, packed, out, flat)
     else:
@@ -64,7 +65,7 @@ def all_gather(comm: Communicator, call: Call, packed: bytes, out: Tensor, own: 
     """out = every rank's `own`, one after the other."""
     algorithm = start(comm, call, packed, _size(out))
     if algorithm == "shared_memory":
-        shared_memory.all_gather(comm.topology.require(), out, own, packed)
+        protocol.all_gather(comm.topology.require(), out, own, packed)
     elif algorithm == NATIVE:
         _on_gloo(comm, call, packed, out, own)
     else:
@@ -75,7 +76,7 @@ def broadcast(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> No
     """Give every rank the tensor of rank `call.root`."""
     algorithm = start(comm, call, packed, _size(flat))
     if algorithm == "shared_memory":
-        shared_memory.broadcast(comm.topology.require(), flat, call.root, packed)
+        protocol.broadcast(comm.topology.require(), flat, call.root, packed)
     elif algorithm == "hierarchical":
         topology = comm.topology
         comm.talking = hierarchical.heads(topology.hosts, call.root)
@@ -97,7 +98,7 @@ def all_to_all(
     # Sizes may differ between ranks, so they cannot be what the choice depends on.
     algorithm = start(comm, call, packed, 1 << 20)
     if algorithm == "shared_memory":
-        shared_memory.all_to_all(comm.topology.require(), outputs, inputs, packed)
+        protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
         return
     comm.lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     if comm.comparing or comm.topology.one_host:
@@ -136,7 +137,7 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 def agree(comm: Communicator, packed: bytes) -> None:
     """Compare this rank's call with the others', where that is due."""
     if comm.topology.one_host:
-        shared_memory.barrier(comm.topology.require(), packed)
+        protocol.barrier(comm.topology.require(), packed)
     elif comm.comparing:
         compare_by_messages(comm.wire, packed)
     comm.wire.speak_of(packed)

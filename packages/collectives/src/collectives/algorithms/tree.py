@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from collectives.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.reduction import accumulation_dtype, average, in_pieces
+from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
+from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces
 
 
 def levels(rank: int, world: int) -> list[tuple[int, int, int]]:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collectives.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.reduction import accumulation_dtype, average, in_pieces, reduce_into
+from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
+from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces, reduce_into
 
 
 def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:

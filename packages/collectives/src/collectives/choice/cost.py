@@ -23,10 +23,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from collectives.arena import SLOT_BYTES
-from collectives.halving_doubling import SHORT_BYTES
-from collectives.point_to_point import PIECE_BYTES
-from collectives.shared_memory import ONE_SHOT_BYTES
+from collectives.algorithms.halving_doubling import SHORT_BYTES
+from collectives.algorithms.point_to_point import PIECE_BYTES
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES
 
 # gloo's own collective: it has no terms here, only times.
 NATIVE = "gloo"
@@ -97,7 +96,7 @@ class CostModel:
     ) -> float:
         """Seconds by the six prices alone."""
         spent = terms(collective, algorithm, size_bytes, tuple(hosts)).values()
-        return sum(a * b for a, b in zip(spent, self._prices(), strict=True))
+        return sum(a * b for a, b in zip(spent, self.prices(), strict=True))
 
     def correction(
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
@@ -133,7 +132,7 @@ class CostModel:
             parts = [
                 f"{value:.4g} {field.name} x {price:.3g} s"
                 for field, value, price in zip(
-                    fields(Terms), spent.values(), self._prices(), strict=True
+                    fields(Terms), spent.values(), self.prices(), strict=True
                 )
                 if value
             ]
@@ -142,7 +141,8 @@ class CostModel:
             lines.append(line if correction == 1 else f"{line}, times {correction:.2f} as measured")
         return "\n".join(lines)
 
-    def _prices(self) -> tuple[float, ...]:
+    def prices(self) -> tuple[float, ...]:
+        """The six numbers in order."""
         return tuple(getattr(self, field.name) for field in fields(CostModel))
 
 
@@ -238,14 +238,32 @@ def _shared_memory(collective: str, size: int, world: int) -> Terms:
 
 
 def _non_negative_least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Least squares with x >= 0: drop the most negative column until none is."""
-    columns = [j for j in range(rows.shape[1]) if rows[:, j].any()]
-    solution = np.zeros(rows.shape[1])
-    while columns:
-        scale = np.linalg.norm(rows[:, columns], axis=0)
-        found = np.linalg.lstsq(rows[:, columns] / scale, target, rcond=None)[0] / scale
-        if (found >= 0).all():
-            solution[columns] = found
+    """The x >= 0 with the least |rows x - target| (Lawson and Hanson, 1974, chapter 23).
+
+    Columns move from the bound into the free set one at a time, the one first along which the error
+    falls fastest; where the least squares of the free ones leave x >= 0, x goes only as far as the
+    bound, and what has met it is bound again.
+    """
+    scale = np.linalg.norm(rows, axis=0)
+    scale[scale == 0] = 1.0
+    rows = rows / scale
+    x, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], dtype=bool)
+    for _ in range(10 * len(x)):
+        slope = rows.T @ (target - rows @ x)
+        slope[free] = -np.inf
+        if free.all() or slope.max() <= 1e-10 * np.linalg.norm(target):
             break
-        columns.pop(int(np.argmin(found * scale)))
-    return solution
+        free[int(np.argmax(slope))] = True
+        while free.any():
+            goal = np.zeros_like(x)
+            goal[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+            beyond = free & (goal <= 0)
+            if not beyond.any():
+                x = goal
+                break
+            step = np.min(x[beyond] / (x[beyond] - goal[beyond]))
+            x = x + step * (goal - x)
+            free &= x > 1e-12 * np.abs(x).max(initial=0.0)
+            x[~free] = 0.0
+    found: np.ndarray = x / scale
+    return found

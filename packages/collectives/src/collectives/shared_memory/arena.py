@@ -8,15 +8,16 @@ All ranks' clocks tick together. One rule makes every protocol on it safe withou
 A writer returns to that slot for tick t+2, after it has seen everyone at t+1, hence done reading.
 
 Notable:
-- ordinary loads and stores are the flags. That is sound where stores become visible in program
-  order (x86-64's total store order); other machines would need fences, so there `available` says
-  no and messages are used;
+- in Python, ordinary loads and stores are the flags. That is sound where stores become visible in
+  program order (x86-64's total store order). Other machines need fences, which `engine.c` has:
+  where it cannot be compiled, `available` says no and messages are used;
 - a wait yields the core, then sleeps: ranks may be more than cores;
 - a wait looks at the peers' process handles: a dead peer ends it, a late one does at the deadline.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -24,20 +25,25 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from collectives.faults import RankLost
-from collectives.fingerprint import BYTES as CALL_BYTES
-from collectives.fingerprint import compare
-from collectives.segment import HEADER_BYTES
+from collectives.shared_memory import engine
+from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
+from collectives.shared_memory.fingerprint import NAN_AT, compare
+from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 2 << 20
 SLOT_BYTES = CHUNK_BYTES // 2
-_CLOCK, _CALLS, _NOTES, _DATA = 0, 128, 640, 4096
+_CLOCK, _SLEEPERS, _CALLS, _NOTES, _DATA = 0, 8, 128, 640, 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
 _CALL_ROOM, _NOTE_ROOM = 256, 64
+# What is smaller is summed at once by every rank; a sum in place is done in pieces of this size.
+ONE_SHOT_BYTES = 32 * 1024
+PIECE_BYTES = 512 * 1024
 YIELDS = 200
 UNUSABLE = "this group cannot be used any more"
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
@@ -45,7 +51,9 @@ SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
 
 def available() -> bool:
     """Whether this machine can share memory in the way that this file does."""
-    return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+    if sys.platform != "linux":
+        return False
+    return platform.machine() in ("x86_64", "AMD64") or engine.library() is not None
 
 
 class Arena:
@@ -87,6 +95,17 @@ class Arena:
         for handle in self._handles.values():
             self._poll.register(handle, select.POLLIN)
         self.tick = 0
+        self._library = engine.library()
+        self._addresses = engine.addresses(
+            [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
+        )
+        self._shared = engine.Memory(
+            rank, self.world, 0, SLOT_BYTES, ONE_SHOT_BYTES, PIECE_BYTES,
+            _SLEEPERS, _CALLS, _CALL_ROOM, CALL_BYTES, NAN_AT, _NOTES, _NOTE_ROOM, _DATA,
+            self._addresses,
+        )  # fmt: skip
+        self._job = engine.Job()
+        self._passed = ctypes.byref(self._shared), ctypes.byref(self._job)
 
     def close(self) -> None:
         """Give the process handles back."""
@@ -114,15 +133,45 @@ class Arena:
         while clock[0] < tick:
             time.sleep(nap)
             nap = min(nap * 1.5, LONGEST_NAP)
-            # In this order: a rank may arrive and then end in peace.
-            dead = self.dead()
-            late = [i for i in self._others if self._clocks[i][0] < tick]
-            if lost := [i for i in dead if i in late]:
-                self._fail(lost, "died")
-            if any(self._clocks[i][0] < 0 for i in late):
-                self._fail_as_reported(late)
-            if late and time.monotonic() > deadline:
-                self._fail(late, f"did not arrive within {self.timeout:g} s")
+            self._look(tick, deadline)
+
+    def _look(self, tick: int, deadline: float) -> None:
+        """Raise RankLost if a rank that has not come to this tick will not come, or not in time."""
+        # In this order: a rank may arrive and then end in peace.
+        dead = self.dead()
+        late = [i for i in self._others if self._clocks[i][0] < tick]
+        if self._clocks[self.rank][0] < 0:
+            own = self.names[self.rank]
+            raise RankLost([own], f"rank {own}, this one, has given up; {UNUSABLE}")
+        if lost := [i for i in dead if i in late]:
+            self._fail(lost, "died")
+        if any(self._clocks[i][0] < 0 for i in late):
+            self._fail_as_reported(late)
+        if late and time.monotonic() > deadline:
+            self._fail(late, f"did not arrive within the timeout of {self.timeout:g} s")
+
+    def by_engine(self, kind: str, **job: Any) -> bool:
+        """Do a whole collective in machine code, after `announce`; False if there is none.
+
+        `job` are the fields of `engine.Job`.
+        """
+        if self._library is None:
+            return False
+        memory, known = self._shared, self._job
+        memory.tick, known.phase, known.piece, known.copies = self.tick, 0, 0, None
+        for name, value in job.items():
+            setattr(known, name, value)
+        function, deadline = getattr(self._library, kind), 0.0
+        try:
+            while (status := function(*self._passed)) == engine.AGAIN:
+                if memory.tick != self.tick or not deadline:
+                    self.tick, deadline = memory.tick, time.monotonic() + self.timeout
+                self._look(self.tick, deadline)
+        finally:
+            self.tick = memory.tick
+        if status == engine.MISMATCH:
+            self.heard()
+        return True
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended."""

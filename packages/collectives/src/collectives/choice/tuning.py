@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import Store
 
-from collectives import tree
-from collectives.cost import NATIVE, CostModel, Sample, candidates
-from collectives.point_to_point import PointToPoint
+from collectives.algorithms import tree
+from collectives.algorithms.point_to_point import PointToPoint
+from collectives.choice.cost import NATIVE, CostModel, Sample, candidates
 
 # Of each size: how many calls an algorithm has in a turn.
 SIZES = {1 << 10: 4, 16 << 10: 4, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}

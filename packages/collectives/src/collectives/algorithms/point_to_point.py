@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.reduction import COMBINE, in_pieces
+from collectives.algorithms.reduction import COMBINE, in_pieces
 
 PIECE_BYTES = 512 * 1024
 # gloo takes tags of 31 bits. The odd factor (2^32 over the golden ratio) spreads lengths over them.

@@ -22,11 +22,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from collectives import tree
-from collectives.fingerprint import Mismatch
-from collectives.point_to_point import PointToPoint
-from collectives.reduction import COMBINE, average
-from collectives.tree import in_column_blocks, in_wide_blocks, levels
+from collectives.algorithms import tree
+from collectives.algorithms.point_to_point import PointToPoint
+from collectives.algorithms.reduction import COMBINE, average
+from collectives.algorithms.tree import in_column_blocks, in_wide_blocks, levels
+from collectives.shared_memory.fingerprint import Mismatch
 
 # Up to this size a step saved is worth more than the bytes it costs.
 SHORT_BYTES = 64 * 1024
