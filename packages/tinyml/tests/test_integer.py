@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel
-from tinyml.integer import IntegerProduct, fixed_point
-from tinyml.products import WAYS, forget_choices
+from tinyml.integer.model import IntegerProduct, fixed_point
+from tinyml.quantization.products import WAYS, forget_choices
 from torch import nn
 
 
@@ -112,7 +112,9 @@ def pooled():
 @pytest.mark.parametrize("build", [convnet, pooled])
 def test_every_bit_equals_the_oracle(build, way, monkeypatch):
     # float64 is there for the sizes that a way does not take.
-    monkeypatch.setattr("tinyml.products.WAYS", {name: WAYS[name] for name in (way, "float64")})
+    monkeypatch.setattr(
+        "tinyml.quantization.products.WAYS", {name: WAYS[name] for name in (way, "float64")}
+    )
     forget_choices()
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(16, 2, 9, 9, generator=generator) for _ in range(2)]

@@ -27,7 +27,7 @@ from tinyml.layers import (
     compress_weights,
     layers_of,
 )
-from tinyml.pack import pack, unpack
+from tinyml.quantization.pack import pack, unpack
 
 
 def kmeans_quantize(

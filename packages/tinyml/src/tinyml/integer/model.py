@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.grid import Observer, grid_of
-from tinyml.products import Int8Weights
+from tinyml.quantization.grid import Observer, grid_of
+from tinyml.quantization.products import Int8Weights
 
 _LOW, _HIGH = -128, 127
 

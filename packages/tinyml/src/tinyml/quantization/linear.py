@@ -13,8 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tinyml.grid import Granularity, Grid, Observer, as_rows, grid_of
-from tinyml.int8 import with_int8_linears
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
@@ -23,7 +21,9 @@ from tinyml.layers import (
     empty_like_nothing,
     layers_of,
 )
-from tinyml.pack import pack, unpack
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.int8 import with_int8_linears
+from tinyml.quantization.pack import pack, unpack
 
 
 class GridWeight(CompressedWeight):

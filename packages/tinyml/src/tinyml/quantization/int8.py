@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.grid import Observer, grid_of
-from tinyml.products import Int8Weights, ShapeClass, fastest, shape_class
+from tinyml.quantization.grid import Observer, grid_of
+from tinyml.quantization.products import Int8Weights, ShapeClass, fastest, shape_class
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 _SHOWN_TOKENS = (1, 32, 512)  # one token of a decoder, a small batch, a prompt

@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.gptq import gptq
-from tinyml.int8 import Int8Linear
-from tinyml.integer import IntegerModel
-from tinyml.kmeans import kmeans, kmeans_quantize
-from tinyml.linear import quantize
-from tinyml.lora import LoRA
-from tinyml.prune import prune
-from tinyml.qat import convert, prepare_qat
-from tinyml.sensitivity import sensitivity
+from tinyml.adapters.lora import LoRA
+from tinyml.integer.model import IntegerModel
+from tinyml.pruning.magnitude import prune
+from tinyml.pruning.sensitivity import sensitivity
+from tinyml.quantization.gptq import gptq
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.kmeans import kmeans, kmeans_quantize
+from tinyml.quantization.linear import quantize
+from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import size_of
 
 Row = dict[str, float | int | str]
@@ -304,7 +304,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()

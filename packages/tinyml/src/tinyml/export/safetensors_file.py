@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tinyml.int8 import Int8Linear
-from tinyml.kmeans import Palette
 from tinyml.layers import CompressedWeight, compressed_weight
-from tinyml.linear import GridWeight
-from tinyml.pack import pack, unpack
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.kmeans import Palette
+from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.pack import pack, unpack
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"

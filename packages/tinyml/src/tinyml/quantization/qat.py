@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.grid import Granularity, Grid, as_rows, grid_of
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
@@ -26,7 +25,8 @@ from tinyml.layers import (
     compress_weights,
     compressed_weight,
 )
-from tinyml.linear import GridWeight
+from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.quantization.linear import GridWeight
 
 
 def prepare_qat(

@@ -1,0 +1,5 @@
+"""`python -m tinyml.bench`."""
+
+from tinyml.bench import main
+
+main()
