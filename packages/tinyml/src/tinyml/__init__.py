@@ -8,6 +8,7 @@ from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, unmerge
 from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
 from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
+from tinyml.integer.to_c import CProgram, to_c
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
@@ -19,6 +20,7 @@ from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import Size, size_of
 
 __all__ = [
+    "CProgram",
     "Int8Linear",
     "IntegerModel",
     "LoRA",
@@ -44,5 +46,6 @@ __all__ = [
     "sensitivity",
     "size_of",
     "sort_channels",
+    "to_c",
     "unmerge",
 ]

@@ -124,9 +124,10 @@ def _lora(device: str) -> list[Row]:
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        layer = LoRA(nn.Linear(1024, 1024, device=device, dtype=dtype), 8)
+        base = nn.Linear(1024, 1024, device=device, dtype=dtype)
+        layer = LoRA(base, 8)
         layer.lora_B.data.normal_(std=0.02)
-        before = layer.base.weight.detach().clone()
+        before = base.weight.detach().clone()
         layer.merge()
         layer.unmerge()
         delta = layer.update.detach()
@@ -134,7 +135,7 @@ def _lora(device: str) -> list[Row]:
             {
                 "case": "lora_unmerge",
                 "dtype": str(dtype).removeprefix("torch."),
-                "ours_changed_share": float((layer.base.weight != before).float().mean()),
+                "ours_changed_share": float((base.weight != before).float().mean()),
                 "subtracting_changed_share": float(
                     ((before + delta) - delta != before).float().mean()
                 ),
