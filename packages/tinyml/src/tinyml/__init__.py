@@ -5,10 +5,12 @@ adapters are put into the model that they train.
 """
 
 from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, unmerge
+from tinyml.adapters.peft_files import load_lora, save_lora
 from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
 from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import CProgram, to_c
+from tinyml.integer.to_onnx import to_onnx
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
@@ -35,6 +37,7 @@ __all__ = [
     "kmeans",
     "kmeans_quantize",
     "load",
+    "load_lora",
     "lora_state_dict",
     "merge",
     "meta_loss",
@@ -43,9 +46,11 @@ __all__ = [
     "prune_channels",
     "quantize",
     "save",
+    "save_lora",
     "sensitivity",
     "size_of",
     "sort_channels",
     "to_c",
+    "to_onnx",
     "unmerge",
 ]

@@ -80,6 +80,10 @@ class Int8Linear(nn.Module):
             lines.append(line)
         return lines
 
+    def way(self, inputs: Tensor) -> str:
+        """The name of the product that is taken for inputs like these."""
+        return self._weights()[0].choice(inputs.reshape(-1, self.in_features).float()).way
+
     def gains(self, tokens: Sequence[int] = _SHOWN_TOKENS) -> bool:
         """Whether int8 is worth it here for any of these numbers of tokens."""
         shapes = ((count, self.in_features) for count in tokens)
