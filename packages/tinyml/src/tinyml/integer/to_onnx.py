@@ -36,7 +36,7 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
     try:
         import onnx
     except ImportError as error:
-        raise ImportError("to_onnx needs the onnx package: pip install tinyml[onnx]") from error
+        raise ImportError("to_onnx needs the onnx package: pip install onnx") from error
     writer = _Writer(onnx.helper, onnx.numpy_helper, onnx.TensorProto)
     scales = [scale for scale in model.scales if isinstance(scale, Scale)]
     names = ["input"]

@@ -353,3 +353,7 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

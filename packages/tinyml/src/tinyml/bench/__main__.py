@@ -1,5 +1,0 @@
-"""`python -m tinyml.bench`."""
-
-from tinyml.bench import main
-
-main()
