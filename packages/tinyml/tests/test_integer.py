@@ -198,7 +198,10 @@ def pooled():
 BUILDS = {"chain": convnet, "pooled": pooled, "graph": Wrapper}
 
 
-@pytest.mark.parametrize("way", ["fastest", *convolution.WAYS])
+@pytest.mark.parametrize(
+    "way",
+    ["fastest", *(pytest.param(w, marks=pytest.mark.exhaustive) for w in convolution.WAYS)],
+)
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_bit_equals_the_oracle(build, way, monkeypatch):
     if way != "fastest":
@@ -231,7 +234,10 @@ def compiled(program, folder):
     return folder / "network"
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    "build",
+    ["graph", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("chain", "pooled"))],
+)
 def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
     size = 9 if build == "chain" else 8
     images = torch.randn(1000, 2, size, size, generator=torch.Generator().manual_seed(4))

@@ -13,11 +13,13 @@ from tinyml import (
     merge,
     prepare_qat,
     prune,
+    prune_channels,
     quantize,
     save,
     size_of,
     unmerge,
 )
+from tinyml.pruning.channels import channel_groups, channel_importance
 from tinyml.pruning.magnitude import input_norms
 from torch import nn
 
@@ -58,6 +60,7 @@ def qwen():
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen}
+EACH = ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen"))]
 # The least share of the dense bytes that each way has to save on a model of this size.
 SMALLER = {
     "palettes": (lambda m: kmeans_quantize(m, 4), 6.5),
@@ -70,7 +73,7 @@ SMALLER = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH)
 @pytest.mark.parametrize("way", SMALLER)
 def test_every_way_reaches_every_weight(model, way):
     dense = MODELS[model]()
@@ -83,7 +86,7 @@ def test_every_way_reaches_every_weight(model, way):
 
 
 @pytest.mark.parametrize("way", [way for way in SMALLER if way not in ("gptq", "half", "2:4")])
-@pytest.mark.parametrize("model", ["gpt2", "qwen"])
+@pytest.mark.parametrize("model", [EACH[0], EACH[2]])
 def test_a_tied_head_stays_tied(model, way, tmp_path):
     dense = MODELS[model]()
     small = SMALLER[way][0](dense)
@@ -133,7 +136,7 @@ def test_adapters_on_conv1d_merge_and_come_out():
     assert torch.equal(model.transformer.h[0].attn.c_attn.base.weight, before)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EACH)
 def test_gptq_runs_the_model_once_for_each_batch(model):
     dense, calls = MODELS[model](), []
     blocks = ("GPT2Block", "LlamaDecoderLayer", "Qwen2DecoderLayer")
@@ -163,6 +166,25 @@ def test_gptq_sees_what_the_rounded_layers_before_make():
     second = gptq(nn.Sequential(model[2]), [between], 2)
     assert torch.equal(ours[0].weight, first[0].weight)
     assert torch.equal(ours[2].weight, second[0].weight)
+
+
+@pytest.mark.parametrize("model", ["llama", EACH[2]])
+def test_hidden_units_of_a_decoder_can_be_removed(model):
+    dense = MODELS[model]()
+    groups = channel_groups(dense, TOKENS)
+    names = [f"model.layers.{i}.mlp" for i in range(2)]
+    assert [sorted(g.writers) for g in groups] == [
+        [f"{name}.gate_proj", f"{name}.up_proj"] for name in names
+    ]
+    small = prune_channels(dense, 0.5, TOKENS)
+    assert small.model.layers[0].mlp.up_proj.weight.shape == (32, 32)
+    zeroed = copy.deepcopy(dense)
+    for group in groups:
+        removed = channel_importance(dense, group).argsort(descending=True, stable=True)[32:]
+        for name, _ in group.readers:
+            zeroed.get_submodule(name).weight.data[:, removed] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(small(TOKENS).logits, zeroed(TOKENS).logits)
 
 
 def test_an_error_in_the_model_ends_every_batch():
