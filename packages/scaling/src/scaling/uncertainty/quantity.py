@@ -60,6 +60,8 @@ def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> A
     e, a, b, alpha, beta = constants.T
     log_pairs = np.log(compute / FLOPS_PER_PARAMETER_TOKEN)
     log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
+    # A resample whose optimum no float64 holds is as far out as one that just fits.
+    log_n = np.clip(log_n, log_pairs - 700, 700)
     log_d = log_pairs - log_n
     loss = e + a * np.exp(-alpha * log_n) + b * np.exp(-beta * log_d)
     return np.stack([np.exp(log_n), np.exp(log_d), loss])

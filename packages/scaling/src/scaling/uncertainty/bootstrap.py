@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from scaling.law import CONSTANTS, Interval, Optimum, checked
-from scaling.newton import vanished
-from scaling.parametric import ParametricFit
-from scaling.quantity import FIELDS, Quantity, loss_at, optimum, quantity
+from scaling.fit.estimate import Estimate
+from scaling.fit.newton import vanished
+from scaling.fit.search import refit
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS, Interval, Optimum
 from scaling.runs import Array, ScalingWarning
-from scaling.search import refit
-from scaling.varpro import Problem
+from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, optimum, quantity
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prediction:
 class Bootstrap:
     """A fit's law and the laws of its resamples."""
 
-    fit: ParametricFit
+    fit: Estimate
     constants: Array
     """(resamples, 5): E, A, B, alpha, beta."""
     level: float
@@ -62,12 +62,20 @@ class Bootstrap:
         low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
 
+    def sizes(self, compute: float) -> Array:
+        """(resamples,) the best N of every resampled law."""
+        return optimum("parameters", compute).of(self.constants)
+
+    def losses(self, parameters: float, tokens: float) -> Array:
+        """(resamples,) the loss by every resampled law."""
+        return loss_at(parameters, tokens).of(self.constants)
+
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """The fitted law's optimum, with an interval for its N, D and loss."""
         best = self.fit.law.optimal(compute, inference_tokens=inference_tokens)
         asked = {k: optimum(k, compute, inference_tokens=inference_tokens) for k in FIELDS}
         intervals = {k: self.interval(q) for k, q in asked.items()}
-        return checked(replace(best, intervals=intervals))
+        return replace(best, intervals=intervals)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """The fitted law's loss, with an interval for its mean, not for one more noisy run."""
@@ -76,7 +84,7 @@ class Bootstrap:
 
 
 def bootstrap(
-    fit: ParametricFit, *, resamples: int = 4000, level: float = 0.95, seed: int = 0
+    fit: Estimate, *, resamples: int = 4000, level: float = 0.95, seed: int = 0
 ) -> Bootstrap:
     """Refit `resamples` samples of the runs, drawn with replacement.
 

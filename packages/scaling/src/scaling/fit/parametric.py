@@ -10,55 +10,54 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling import newton
-from scaling.law import CONSTANTS, Law, Optimum
-from scaling.runs import Array, Runs, ScalingWarning, list_some
-from scaling.search import Loss, Proof, search
-from scaling.varpro import Problem
-
-if TYPE_CHECKING:
-    from scaling.bootstrap import Bootstrap, Prediction
+from scaling.fit import newton
+from scaling.fit.estimate import Estimate
+from scaling.fit.search import Loss, Proof, search
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS, Optimum, checked
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
+from scaling.uncertainty.drift import Drift, drift
 
 FEWEST_RUNS = 5
 """As many as there are constants."""
 
 
 @dataclass(frozen=True)
-class ParametricFit:
+class ParametricFit(Estimate):
     """A law and what speaks for it.
 
-    `law` is the bare point estimate; `optimal` and `predict` give it with the intervals of a
-    bootstrap, drawn once and kept.
+    `law` is the bare point estimate; `optimal` and `predict` give it with intervals: those of a
+    bootstrap, widened beyond the runs by what earlier cuts of them would have missed.
     """
 
-    runs: Runs
-    law: Law
-    loss: Loss
-    delta: float
     objective: float
-    residuals: Array
-    """log of predicted over observed loss, one per run."""
     proof: Proof
     warnings: tuple[str, ...]
 
     @cached_property
     def resampled(self) -> Bootstrap:
         """1,000 refits with seed 0; call `bootstrap` for other numbers."""
-        from scaling.bootstrap import bootstrap
-
         return bootstrap(self, resamples=1000, seed=0)
 
+    @cached_property
+    def drift(self) -> Drift:
+        """What the law of the smaller runs alone got wrong about the larger ones."""
+        return drift(self.runs, lambda runs: _refitted(runs, self.loss, self.delta))
+
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
-        """`Law.optimal`, with 95 % intervals."""
-        return self.resampled.optimal(compute, inference_tokens=inference_tokens)
+        """`Law.optimal`, with 95 % intervals for N, D and the loss."""
+        best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
+        return checked(self.drift.widened(best))
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """`Law.predict`, with a 95 % interval."""
-        return self.resampled.predict(parameters, tokens)
+        """`Law.predict`, with the 95 % interval of one more run, its noise included."""
+        mean = self.resampled.predict(parameters, tokens)
+        compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
+        return Prediction(mean.loss, self.drift.of_a_run(mean, compute, self.residuals))
 
 
 def fit_parametric(
@@ -82,7 +81,20 @@ def fit_parametric(
     for message in found:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     total = _total(errors, loss, delta)
-    return ParametricFit(runs, law, loss, delta, total, errors, proof, found)
+    return ParametricFit(runs, law, loss, delta, errors, total, proof, found)
+
+
+def _refitted(runs: Runs, loss: Loss, delta: float) -> Bootstrap:
+    """A fit of fewer runs, and its resamples, without a word about what they cannot carry."""
+    _check(runs, loss, delta)
+    problem = Problem.of(runs)
+    theta, _ = search(problem, loss, delta, prove=False)
+    estimate = Estimate(
+        runs, problem.law(theta[0]), loss, delta, newton.residuals(problem, theta)[0]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        return bootstrap(estimate, resamples=200)
 
 
 def _total(errors: Array, loss: Loss, delta: float) -> float:

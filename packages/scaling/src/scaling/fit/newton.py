@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.fit.varpro import Problem
 from scaling.runs import Array
-from scaling.varpro import Problem
 
 # Bounds of (E, a, b, alpha, beta), see `Problem`; a and b are relative to the losses' spread.
 LOWEST = np.array([0.0, -30.0, -30.0, 0.02, 0.02])

@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scaling.rate_law import RateLaw, fit_rate_law
 from scaling.runs import Array, ScalingWarning
+from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
@@ -147,7 +147,7 @@ def sweep_learning_rate(
     """
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"{task!r} with {optimizer!r}: the sweeps are {sorted(SETTINGS)}")
-    from scaling import training  # torch is only needed here
+    from scaling.sweeps import training  # torch is only needed here
 
     default = SETTINGS[task, optimizer]
     grid = np.geomspace(*default.rates) if rates is None else np.sort(np.asarray(rates, np.float64))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from scaling import newton
+from scaling.fit import newton
+from scaling.fit.estimate import Estimate
+from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Interval
-from scaling.parametric import ParametricFit
-from scaling.quantity import Quantity, quantity
 from scaling.runs import Array
-from scaling.varpro import Problem
+from scaling.uncertainty.quantity import Quantity, quantity
 
 POINTS = 12
 """On each side of the estimate."""
@@ -35,7 +35,7 @@ class Profile:
     interval: Interval
 
 
-def profile(fit: ParametricFit, asked: str | Quantity, *, level: float = 0.95) -> Profile:
+def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Profile:
     """The profile of E, A, B, alpha, beta, "exponent" or a `Quantity`, and its interval.
 
     deviance(v) = 2 (Q(v) - Q_min) / kappa, where Q(v) is the least objective of all laws that imply

@@ -11,9 +11,9 @@ from typing import Literal
 
 import numpy as np
 
-from scaling import newton
+from scaling.fit import newton
+from scaling.fit.varpro import GRID, Problem, grid_starts
 from scaling.runs import Array
-from scaling.varpro import GRID, Problem, grid_starts
 
 Loss = Literal["huber", "lad", "squares"]
 
