@@ -7,14 +7,15 @@ the time depends on which exact product this machine is good at (see `products`)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.grid import Observer, grid_of
-from tinyml.products import Int8Weights, ShapeClass, fastest, shape_class
+from tinyml.layers import compressed_weight, identity, is_conv1d, outputs_first, weight_of
+from tinyml.quantization.grid import Observer, grid_of
+from tinyml.quantization.products import Int8Weights, ShapeClass, fastest, shape_class
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 _SHOWN_TOKENS = (1, 32, 512)  # one token of a decoder, a small batch, a prompt
@@ -36,17 +37,18 @@ class Int8Linear(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, linear: nn.Linear, observer: Observer = "minmax", *, may_stay_float: bool = False
+        self, linear: nn.Module, observer: Observer = "minmax", *, may_stay_float: bool = False
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.may_stay_float = may_stay_float
-        weight = linear.weight.detach().float()
+        weight = outputs_first(linear, weight_of(linear))
+        self.out_features, self.in_features = weight.shape
+        self.may_stay_float, self.dtype = may_stay_float, weight.dtype
+        weight = weight.float()
         grid = grid_of(weight, 8, observer=observer)
         self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
-        self.dtype = linear.weight.dtype
+        bias = cast(Tensor | None, linear.bias)
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._prepared: tuple[Any, Int8Weights, Tensor | None] | None = None
         self._float_wins: dict[Any, bool] = {}
 
@@ -77,6 +79,10 @@ class Int8Linear(nn.Module):
                 line = f"computed in {kind} (whole layer: {listed}); {line}"
             lines.append(line)
         return lines
+
+    def way(self, inputs: Tensor) -> str:
+        """The name of the product that is taken for inputs like these."""
+        return self._weights()[0].choice(inputs.reshape(-1, self.in_features).float()).way
 
     def gains(self, tokens: Sequence[int] = _SHOWN_TOKENS) -> bool:
         """Whether int8 is worth it here for any of these numbers of tokens."""
@@ -129,27 +135,64 @@ class Int8Linear(nn.Module):
         return self.__dict__ | {"_prepared": None, "_float_wins": {}}
 
 
+class Int8Embedding(nn.Module):
+    """Rows of an `Int8Linear`'s weight: an embedding that is tied to the layer above it."""
+
+    def __init__(self, table: Int8Linear) -> None:
+        super().__init__()
+        self.table = table
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight that the codes stand for."""
+        return self.table.weight
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """(...) -> (..., width)."""
+        rows = self.table.weight_codes[indices] * self.table.scale[indices][..., None]
+        return rows.to(self.table.dtype)
+
+
 def with_int8_linears(
     model: nn.Module,
     observer: Observer = "minmax",
     activations: Literal["dynamic", "auto"] = "dynamic",
 ) -> nn.Module:
-    """Replace every nn.Linear of `model`, in place; return the model."""
-    made: dict[int, Int8Linear | None] = {}
+    """Replace every linear layer of `model`, in place; return the model.
 
-    def replace(linear: nn.Linear) -> Int8Linear | None:
-        if id(linear) not in made:
-            layer = Int8Linear(linear, observer, may_stay_float=activations == "auto")
-            gains = activations == "dynamic" or layer.gains()
-            made[id(linear)] = layer if gains else None
-        return made[id(linear)]
-
-    if isinstance(model, nn.Linear):
-        return replace(model) or model
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and (layer := replace(child)) is not None:
-                setattr(parent, name, layer)
-    if not made:
+    Layers that share a weight share its codes: an embedding that is tied to the head stays tied.
+    """
+    linears = [m for m in model.modules() if type(m) is nn.Linear or is_linear_alike(m)]
+    if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
+    made: dict[nn.Module, nn.Module] = {}
+    tables: dict[tuple[int | None, int], Int8Linear] = {}
+    for linear in linears:
+        # One bias for each layer; a weight that two biases are added to is two tables.
+        key = identity(linear), id(linear.bias)
+        if key not in tables:
+            table = Int8Linear(linear, observer, may_stay_float=activations == "auto")
+            if activations == "auto" and not table.gains():
+                continue
+            tables[key] = table
+        made[linear] = tables[key]
+    by_weight = {weight: table for (weight, _), table in tables.items()}
+    for module in model.modules():
+        if type(module) is nn.Embedding or type(module).__name__ == "ParametrizedEmbedding":
+            table_of = by_weight.get(identity(module))
+            if table_of is not None and cast(nn.Embedding, module).max_norm is None:
+                made[module] = Int8Embedding(table_of)
+    if model in made:
+        return made[model]
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in made:
+                setattr(parent, name, made[child])
     return model
+
+
+def is_linear_alike(module: nn.Module) -> bool:
+    """A compressed nn.Linear, or a Conv1D."""
+    return is_conv1d(module) or (
+        type(module).__name__ == "ParametrizedLinear" and compressed_weight(module) is not None
+    )

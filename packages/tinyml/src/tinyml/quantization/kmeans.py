@@ -16,6 +16,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,8 +27,9 @@ from tinyml.layers import (
     check_bits,
     compress_weights,
     layers_of,
+    weight_of,
 )
-from tinyml.pack import pack, unpack
+from tinyml.quantization.pack import pack, unpack
 
 
 def kmeans_quantize(
@@ -47,7 +49,7 @@ def kmeans_quantize(
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         width = bits.get(name) if isinstance(bits, Mapping) else bits
-        return None if width is None else Palette(layer.get_parameter("weight"), width)
+        return None if width is None else Palette(weight_of(layer), width)
 
     return compress_weights(copy.deepcopy(model), layers, compress)
 
@@ -85,6 +87,9 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
+_ALL_OF_THEM = 1024  # so many distinct values are clustered as they are, more by a summary
+
+
 @torch.no_grad()
 def kmeans(
     values: Tensor, k: int, *, init: Tensor | None = None, max_iterations: int = 10_000
@@ -100,21 +105,28 @@ def kmeans(
         raise ValueError(f"{k} clusters; give 1 or more")
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
-    ordered = values.reshape(-1).double().sort().values
-    distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
-    if distinct.numel() <= k:
-        return distinct, torch.bucketize(values.double(), distinct).to(torch.int16)
-    sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
+    # Half precision fits in float32, where sorting takes half the time.
+    flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    ordered = _sorted(flat)
+    if int((ordered[1:] != ordered[:-1]).sum()) < _ALL_OF_THEM:
+        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+        distinct = distinct.double()
+        if distinct.numel() <= k:
+            codes = torch.bucketize(flat, distinct.to(flat))
+            return distinct, codes.to(torch.int16).view(values.shape)
+    else:
+        distinct = counts = None
+    sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
+    torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
     if init is not None:
-        centroids = init.to(ordered)
-    elif distinct.numel() <= 1024:
+        centroids = init.to(sums)
+    elif distinct is not None and counts is not None:
         centroids = best_intervals(distinct, counts, k)
     else:
         centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
     edges = None
     for _ in range(max_iterations):
-        boundaries = (centroids[1:] + centroids[:-1]) / 2
-        inner = torch.searchsorted(ordered, boundaries, right=True)
+        inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
         new = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
         if edges is not None and torch.equal(new, edges):
             break
@@ -122,8 +134,39 @@ def kmeans(
         means = sums[edges].diff() / counts.clamp(min=1)
         # An empty cluster keeps its place; its neighbours may still move a value to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
-    boundaries = (centroids[1:] + centroids[:-1]) / 2
-    return centroids, torch.bucketize(values.double(), boundaries).to(torch.int16)
+    codes = _codes(flat, _boundaries(centroids, flat))
+    return centroids, codes.view(values.shape)
+
+
+def _sorted(flat: Tensor) -> Tensor:
+    if flat.device.type != "cpu":
+        return flat.sort().values
+    return torch.from_numpy(np.sort(flat.numpy()))  # with vector instructions, unlike torch's
+
+
+def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
+    """The middles of neighbours, each as the largest number of `like`'s type that is not above it.
+
+    A value is at most the middle exactly if it is at most that number, so nothing is rounded.
+    """
+    middles = (centroids[1:] + centroids[:-1]) / 2
+    rounded = middles.to(like)
+    below = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+    return torch.where(rounded.double() > middles, below, rounded)
+
+
+def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
+    """How many boundaries each value is above, int16."""
+    if len(boundaries) > 31 or flat.device.type != "cpu":
+        return torch.bucketize(flat, boundaries).to(torch.int16)
+    # A few comparisons of what is in the cache are faster than a search for each value.
+    codes = torch.empty(flat.numel(), dtype=torch.int16)
+    for values, out in zip(flat.split(1 << 15), codes.split(1 << 15), strict=True):
+        above = torch.zeros(len(values), dtype=torch.uint8)
+        for boundary in boundaries:
+            above += values > boundary
+        out.copy_(above)
+    return codes
 
 
 @torch.no_grad()
@@ -156,7 +199,7 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """The means and counts of up to 2 bins intervals, half of equal width, half of equal count."""
     widths = torch.linspace(float(ordered[0]), float(ordered[-1]), bins + 1, dtype=torch.float64)
-    by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered.device))
+    by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered))
     by_count = torch.arange(bins + 1, device=ordered.device) * ordered.numel() // bins
     edges = torch.unique(torch.cat([by_width, by_count]))
     counts = edges.diff()

@@ -119,7 +119,31 @@ def channel_importance(model: nn.Module, group: Group) -> Tensor:
 
 
 def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
-    """The groups of channels that can be removed, in the order in which they are written."""
+    """The groups of channels that can be removed, in the order in which they are written.
+
+    A model that cannot be traced whole, as most decoders, is taken apart: the largest parts that
+    can be are traced by themselves, on what they are given when the model runs. Channels inside of
+    a part, such as the hidden units of a feed-forward block, are found all the same.
+    """
+    try:
+        found = _groups_of(model, inputs)
+    except _NotTraceable as error:
+        found = _groups_of_parts(model, inputs)
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} cannot be traced ({error}), and no part of it that can be "
+                "has channels to remove"
+            ) from error
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no channels between two layers to remove")
+    return found
+
+
+class _NotTraceable(Exception):
+    """The forward of a module depends on values, or on what a trace does not show."""
+
+
+def _groups_of(model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
     from torch.fx.passes.shape_prop import ShapeProp  # it brings sympy
 
     try:
@@ -127,17 +151,60 @@ def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
         with torch.no_grad(), evaluating(traced):
             ShapeProp(traced).propagate(*inputs)
     except Exception as error:  # tracing runs the model's own code, which may raise anything
-        raise ValueError(
-            f"{type(model).__name__} cannot be traced ({error}); prune a part of it that can"
-        ) from error
+        raise _NotTraceable(error) from error
     walk = _Walk(model)
     for node in traced.graph.nodes:
         walk.visit(node)
     groups = dict.fromkeys(walk.find(group) for group in walk.made)
-    found = [g for g in groups if not g.fixed and g.writers and g.readers and g.size > 1]
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no channels between two layers to remove")
+    return [g for g in groups if not g.fixed and g.writers and g.readers and g.size > 1]
+
+
+def _groups_of_parts(model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
+    given: dict[nn.Module, tuple[Any, ...] | None] = {}
+
+    def note(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        # What runs twice may be given other things each time; None: not to be traced alone.
+        given[module] = None if module in given or options else arguments
+
+    parts = [module for module in model.modules() if module is not model]
+    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
+    try:
+        with torch.no_grad(), evaluating(model):
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    users: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), set()).add(name)
+    found: list[Group] = []
+
+    def search(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            full = f"{prefix}{name}"
+            arguments = given.get(child)
+            try:
+                groups = _groups_of(child, arguments) if arguments else None
+            except _NotTraceable:
+                groups = None
+            if groups is None:
+                search(child, f"{full}.")
+                continue
+            for group in groups:
+                _rename(group, f"{full}.")
+                layers = [*group.writers, *group.passers, *(name for name, _ in group.readers)]
+                owned = [p for layer in layers for p in model.get_submodule(layer).parameters()]
+                if all(len(users[id(parameter)]) == 1 for parameter in owned):
+                    found.append(group)
+
+    search(model, "")
     return found
+
+
+def _rename(group: Group, prefix: str) -> None:
+    group.writers = [prefix + name for name in group.writers]
+    group.passers = [prefix + name for name in group.passers]
+    group.readers = [(prefix + name, repeat) for name, repeat in group.readers]
 
 
 class _Walk:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tinyml.layers import check_finite
+from tinyml.layers import check_finite, is_conv1d, is_of, weight_of
 
 
 class LoRA(nn.Module):
@@ -28,31 +28,31 @@ class LoRA(nn.Module):
 
     def __init__(
         self,
-        base: nn.Linear | nn.Embedding,
+        base: nn.Module,
         rank: int = 8,
         *,
         alpha: float | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if not isinstance(base, nn.Linear | nn.Embedding):
+        if not is_of(base, (nn.Linear, nn.Embedding)):
             raise TypeError(f"LoRA adapts nn.Linear and nn.Embedding, not {type(base).__name__}")
-        outputs, inputs = base.weight.shape
-        if isinstance(base, nn.Embedding):
-            inputs, outputs = outputs, inputs
+        weight = weight_of(base)
+        self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
+        outputs, inputs = weight.t().shape if self.transposed else weight.shape
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(
                 f"rank is {rank}; between 1 and {min(inputs, outputs)}, the smaller side of W"
             )
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"alpha is {alpha}; a finite number")
-        if base.weight.device.type != "meta":
-            check_finite("the base weight", base.weight)
+        if weight.device.type != "meta":
+            check_finite("the base weight", weight)
         self.rank = rank
         self.scaling = (rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
-        self.lora_A = nn.Parameter(base.weight.new_empty(rank, inputs))
-        self.lora_B = nn.Parameter(base.weight.new_zeros(outputs, rank))
+        self.lora_A = nn.Parameter(weight.new_empty(rank, inputs))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         if isinstance(base, nn.Embedding):
             # One column of A is read at a time: A starts at zero and B does not.
@@ -75,12 +75,13 @@ class LoRA(nn.Module):
     def update(self) -> Tensor:
         """The update of the base weight, in its shape."""
         delta = self.scaling * (self.lora_B @ self.lora_A)
-        return delta.t() if isinstance(self.base, nn.Embedding) else delta
+        return delta.t() if self.transposed else delta
 
     @property
     def weight(self) -> Tensor:
         """The weight that the layer acts with."""
-        return self.base.weight if self.merged else self.base.weight + self.update
+        weight = cast(Tensor, self.base.weight)
+        return weight if self.merged else weight + self.update
 
     def forward(self, inputs: Tensor) -> Tensor:
         """(..., in) -> (..., out), or indices -> (..., out) for an embedding."""
@@ -118,7 +119,9 @@ class LoRA(nn.Module):
         """Give the base weight back, bit for bit; nothing if it was not merged."""
         if self._before is not None:
             (before,) = self._before
-            before.data = before.data.to(self.base.weight)  # where the model has moved since
+            before.data = before.data.to(
+                cast(Tensor, self.base.weight)
+            )  # where the model has moved since
             self.base.weight = before
             self._before = None
 
@@ -172,7 +175,7 @@ def add_lora(
         for parent, name in places:
             child = parent.get_submodule(name)
             if child not in made:
-                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)  # type: ignore[arg-type]
+                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)
     except Exception:
         for parameter, was in trained.items():
             parameter.requires_grad_(was)
@@ -194,7 +197,7 @@ def _places(
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and isinstance(module, kinds) and (targets is None or matching):
+        if full and is_of(module, kinds) and (targets is None or matching):
             parent, _, name = full.rpartition(".")
             places.append((model.get_submodule(parent), name))
             missed -= set(matching)

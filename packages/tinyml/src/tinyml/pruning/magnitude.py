@@ -17,7 +17,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import PRUNABLE, by_layer, check_finite, evaluating, layers_of
+from tinyml.layers import (
+    PRUNABLE,
+    by_layer,
+    check_finite,
+    evaluating,
+    layers_of,
+    make_dense,
+    outputs_first,
+    weight_of,
+)
 
 
 class Masks(Mapping[str, Tensor]):
@@ -89,12 +98,13 @@ def prune(
     if isinstance(sparsity, Mapping):
         chosen = by_layer(sparsity, chosen, model)
     for name, layer in chosen.items():
-        check_finite(f"{name}.weight".lstrip("."), layer.get_parameter("weight"))
+        make_dense(model, layer)
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     input_norms = input_norms or {}
     for name in by_layer(input_norms, layers_of(model, layers), model):
         check_finite(f"the input norm of {name}", input_norms[name])
     scores = {
-        name: importance(layer.get_parameter("weight"), input_norms.get(name))
+        name: importance(outputs_first(layer, weight_of(layer)), input_norms.get(name))
         for name, layer in chosen.items()
     }
     if pattern is not None:
@@ -110,7 +120,12 @@ def prune(
         kept = {name: smallest_mask(score, share[name]) for name, score in scores.items()}
     else:
         raise ValueError(f"scope is {scope!r}; 'layer' or 'global'")
-    masks = Masks({f"{name}.weight".lstrip("."): mask for name, mask in kept.items()})
+    masks = Masks(
+        {
+            f"{name}.weight".lstrip("."): outputs_first(chosen[name], mask)
+            for name, mask in kept.items()
+        }
+    )
     masks.apply(model)
     return Pruned(model, masks)
 

@@ -13,17 +13,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tinyml.grid import Granularity, Grid, Observer, as_rows, grid_of
-from tinyml.int8 import with_int8_linears
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
     by_layer,
     compress_weights,
     empty_like_nothing,
+    is_conv1d,
     layers_of,
+    outputs_first,
+    weight_of,
 )
-from tinyml.pack import pack, unpack
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.int8 import with_int8_linears
+from tinyml.quantization.pack import pack, unpack
 
 
 class GridWeight(CompressedWeight):
@@ -33,8 +36,11 @@ class GridWeight(CompressedWeight):
     scale: Tensor
     zero: Tensor | None
 
-    def __init__(self, codes: Tensor, grid: Grid, weight: Tensor, bits: int) -> None:
+    def __init__(
+        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
+    ) -> None:
         super().__init__()
+        self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
         self.bits, self.shape, self.rows = bits, weight.shape, codes.shape
         self.low = grid.low
         self.register_buffer("codes", pack(codes - grid.low, bits))
@@ -54,10 +60,12 @@ class GridWeight(CompressedWeight):
         low: int,
         scale: Tensor,
         zero: Tensor | None,
+        transposed: bool = False,
     ) -> GridWeight:
         """What was saved, in place of a weight of this shape."""
         grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
-        made = GridWeight(torch.full((*rows,), low), grid, weight, bits)
+        codes_like = torch.full((*rows,), low)
+        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed)
         made.codes = codes
         return made
 
@@ -79,7 +87,8 @@ class GridWeight(CompressedWeight):
         codes = self.whole_numbers()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
-        return (self.scale * codes).view(self.shape)
+        dense = self.scale * codes
+        return dense.view(self.shape[::-1]).t() if self.transposed else dense.view(self.shape)
 
 
 @torch.no_grad()
@@ -121,9 +130,9 @@ def quantize(
         width = bits.get(name) if isinstance(bits, Mapping) else bits
         if width is None:
             return None
-        weight = layer.get_parameter("weight").detach()
-        rows = as_rows(weight.float(), granularity, group_size)
+        weight = weight_of(layer)
+        rows = as_rows(outputs_first(layer, weight).float(), granularity, group_size)
         grid = grid_of(rows, width, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
-        return GridWeight(grid.quantize(rows), grid, weight, width)
+        return GridWeight(grid.quantize(rows), grid, weight, width, transposed=is_conv1d(layer))
 
     return compress_weights(model, layers, compress)

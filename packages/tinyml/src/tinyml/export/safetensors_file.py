@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tinyml.int8 import Int8Linear
-from tinyml.kmeans import Palette
 from tinyml.layers import CompressedWeight, compressed_weight
-from tinyml.linear import GridWeight
-from tinyml.pack import pack, unpack
+from tinyml.quantization.int8 import Int8Embedding, Int8Linear
+from tinyml.quantization.kmeans import Palette
+from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.pack import pack, unpack
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
@@ -97,15 +97,24 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     layers: dict[str, dict[str, Any]] = {}
     first: dict[int, str] = {}
+    named = dict(model.named_modules(remove_duplicate=False))
+    int8 = [n for n, m in named.items() if isinstance(m, Int8Linear)]
+    for name in int8:
+        parent = name.rpartition(".")[0]
+        if not isinstance(named.get(parent), Int8Embedding):
+            same = first.setdefault(id(named[name]), name)
+            layers[name] = {"kind": "int8", "same": same}
+    for name, layer in named.items():
+        if isinstance(layer, Int8Embedding):
+            layers[name] = {"kind": "int8 embedding", "table": first[id(layer.table)]}
     for name, layer in model.named_modules():
-        if isinstance(layer, Int8Linear):
-            layers[name] = {"kind": "int8"}
-        elif (stored := compressed_weight(layer)) is not None:
+        if (stored := compressed_weight(layer)) is not None:
             how = {"same": first.setdefault(id(stored), name)}
             if isinstance(stored, Palette):
                 layers[name] = how | {"kind": "palette", "bits": stored.bits}
             elif isinstance(stored, GridWeight):
                 rows = {"rows": list(stored.rows), "low": stored.low}
+                rows |= {"transposed": True} if stored.transposed else {}
                 layers[name] = how | {"kind": "grid", "bits": stored.bits} | rows
             else:
                 raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
@@ -120,16 +129,24 @@ def _compress_as(
     state: dict[str, Tensor],
     shared: dict[str, CompressedWeight],
 ) -> None:
-    if how["kind"] == "int8":
+    if how["kind"].startswith("int8"):
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Int8Linear(cast(nn.Linear, layer)))
+        new: nn.Module
+        if how["kind"] == "int8 embedding":
+            new = Int8Embedding(cast(Int8Linear, model.get_submodule(how["table"])))
+        elif how.get("same", name) != name:
+            new = model.get_submodule(how["same"])
+        else:
+            new = Int8Linear(layer)
+        setattr(model.get_submodule(parent), child, new)
         return
     weight = layer.get_parameter("weight").detach()
     key = f"{name}.parametrizations.weight"
     if how["same"] not in shared:
         made = Palette if how["kind"] == "palette" else GridWeight
         zero = state.get(f"{key}.0.zero")
-        arguments: dict[str, Any] = {k: how[k] for k in ("bits", "rows", "low") if k in how}
+        keys = ("bits", "rows", "low", "transposed")
+        arguments: dict[str, Any] = {k: how[k] for k in keys if k in how}
         if made is GridWeight:
             arguments["zero"] = zero
             arguments["scale"] = state[f"{key}.0.scale"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tinyml.layers import PRUNABLE, check_finite, evaluating, layers_of
-from tinyml.prune import importance, smallest_mask
+from tinyml.pruning.magnitude import importance, smallest_mask
 
 Batch = tuple[Any, Any]
 Metric = Callable[[Any, Any], Any]

@@ -17,9 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.grid import Granularity, Grid, Observer, as_rows, grid_of
-from tinyml.layers import compress_weights, evaluating, layers_of
-from tinyml.linear import GridWeight
+from tinyml.layers import (
+    check_bits,
+    check_finite,
+    compress_weights,
+    evaluating,
+    is_conv1d,
+    layers_of,
+    make_dense,
+    outputs_first,
+    weight_of,
+)
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.in_step import visit_in_step
+from tinyml.quantization.linear import GridWeight
 
 
 @torch.no_grad()
@@ -36,27 +47,36 @@ def gptq(
 ) -> nn.Module:
     """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
 
-    Runs `model(batch)`. Layers are done in the order in which they run, each on the inputs that
-    the rounded ones before it make. A layer that never runs is rounded to the nearest.
+    Runs `model(batch)` once for each batch, all batches in step: at each layer they wait until it
+    is rounded, so it is done on the inputs that the rounded ones before it make, and the cost grows
+    with the depth and no faster. A layer that never runs is rounded to the nearest.
     """
     if not batches:
         raise ValueError("gptq needs at least one batch of inputs to calibrate on")
     granularity = granularity or ("group" if group_size else "channel")
+    check_bits(bits, "a grid has")
     model = copy.deepcopy(model)
     layers = layers_of(model, (nn.Linear,))
-    with evaluating(model):
-        order = _order_of_use(model, layers, batches[0])
-    for name in [*order, *(layers.keys() - set(order))]:
+    for name, layer in layers.items():
+        make_dense(model, layer)
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+    done: dict[str, GridWeight] = {}
+
+    def rounded(name: str, hessian: Tensor) -> None:
         layer = layers[name]
-        weight = layer.get_parameter("weight").detach()
-        with evaluating(model):
-            hessian = _hessian(model, layer, batches) if name in order else _identity(weight)
-        rows = as_rows(weight.float(), granularity, group_size)
+        weight = weight_of(layer)
+        first = outputs_first(layer, weight)
+        rows = as_rows(first.float(), granularity, group_size)
         grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
-        codes = gptq_codes(weight, hessian, grid, damping=damping)
-        done = {name: GridWeight(codes.view(rows.shape), grid, weight, bits)}
-        compress_weights(model, (nn.Linear,), lambda name, _, done=done: done.get(name))  # type: ignore[misc]
-    return model
+        codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
+        done[name] = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        weight.copy_(done[name](weight))  # the layers behind it see what it will give
+
+    with evaluating(model):
+        visit_in_step(model, batches, layers, rounded)
+    for name in layers.keys() - done.keys():
+        rounded(name, _identity(outputs_first(layers[name], weight_of(layers[name]))))
+    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name))
 
 
 @torch.no_grad()
@@ -123,49 +143,6 @@ def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
         return part.double().expand(outputs, inputs)
     per_row = part.double().view(outputs, -1)
     return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)
-
-
-class _Enough(Exception):
-    """Ends a forward pass once the layer of interest has its inputs."""
-
-
-def _hessian(model: nn.Module, layer: nn.Module, batches: Sequence[Any]) -> Tensor:
-    width = layer.get_parameter("weight").shape[1]
-    total = torch.zeros(width, width, dtype=torch.float64)
-
-    def watch(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        nonlocal total
-        tokens = inputs[0].reshape(-1, width).double()
-        total = total.to(tokens.device) + tokens.t() @ tokens
-
-    def stop(*_: Any) -> None:
-        raise _Enough
-
-    handles = [layer.register_forward_pre_hook(watch), layer.register_forward_hook(stop)]
-    try:
-        for batch in batches:
-            try:
-                model(batch)
-            except _Enough:
-                continue
-    finally:
-        for handle in handles:
-            handle.remove()
-    return total
-
-
-def _order_of_use(model: nn.Module, layers: dict[str, nn.Module], batch: Any) -> list[str]:
-    order: dict[str, None] = {}
-    handles = [
-        layer.register_forward_hook(lambda *_, name=name: order.setdefault(name))
-        for name, layer in layers.items()
-    ]
-    try:
-        model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(order)
 
 
 def _identity(weight: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.grid import Granularity, Grid, as_rows, grid_of
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
@@ -25,8 +24,11 @@ from tinyml.layers import (
     check_finite,
     compress_weights,
     compressed_weight,
+    is_conv1d,
+    weight_of,
 )
-from tinyml.linear import GridWeight
+from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.quantization.linear import GridWeight
 
 
 def prepare_qat(
@@ -43,8 +45,9 @@ def prepare_qat(
     check_bits(bits, "symmetric training takes", least=2)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight:
-        check_finite(f"{name}.weight", layer.get_parameter("weight"))
-        return RoundedWeight(layer.get_parameter("weight"), bits, kind, group_size, learn_scale)
+        weight, transposed = weight_of(layer), is_conv1d(layer)
+        check_finite(f"{name}.weight", weight)
+        return RoundedWeight(weight, bits, kind, group_size, learn_scale, transposed)
 
     return compress_weights(copy.deepcopy(model), layers, compress)
 
@@ -66,7 +69,9 @@ def convert(model: nn.Module) -> nn.Module:
         weight = cast(Any, layer).parametrizations.weight.original.detach()
         if id(rounded) not in stored:
             rows, grid = rounded.grid(weight)
-            stored[id(rounded)] = GridWeight(grid.quantize(rows), grid, weight, rounded.bits)
+            stored[id(rounded)] = GridWeight(
+                grid.quantize(rows), grid, weight, rounded.bits, transposed=rounded.transposed
+            )
         # Exchanged in place: taking a parametrization off would take it off the original too,
         # because torch gives both copies of a layer one class.
         slot = cast(Any, layer).parametrizations.weight
@@ -85,10 +90,12 @@ class RoundedWeight(CompressedWeight):
         granularity: Granularity,
         group_size: int | None,
         learn_scale: bool,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
+        self.transposed = transposed
         self.bits, self.granularity, self.group_size = bits, granularity, group_size
-        rows = as_rows(weight.detach(), granularity, group_size)
+        rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
         step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
         self.step = nn.Parameter(step.clamp(min=1e-8)) if learn_scale else None
@@ -103,23 +110,31 @@ class RoundedWeight(CompressedWeight):
 
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """The weight as rows, and their grid now."""
-        rows = as_rows(weight, self.granularity, self.group_size)
+        rows = self._rows(weight)
         grid = grid_of(rows.detach(), self.bits)
         if self.step is not None:
             scale = self.step.detach().abs().clamp(min=1e-8)
             grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
         return rows, grid
 
+    def _rows(self, weight: Tensor) -> Tensor:
+        weight = weight.t() if self.transposed else weight
+        return as_rows(weight, self.granularity, self.group_size)
+
+    def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
+
     def forward(self, weight: Tensor) -> Tensor:
         """The rounded weight, differentiable in the weight and, if it learns, the step."""
         rows, grid = self.grid(weight)
         if self.step is None:
-            return round_through(rows, grid.scale, grid.low, grid.high).view(weight.shape)
+            rounded = round_through(rows, grid.scale, grid.low, grid.high)
+            return self._shaped(rounded, weight)
         # Esser et al.: the step's gradient is a sum over many weights, so it is scaled down.
         share = (rows.shape[1] * grid.high) ** -0.5
         step = self.step.abs().clamp(min=1e-8)
         step = _same_value(step, step * share)
-        return round_through(rows, step, grid.low, grid.high).view(weight.shape)
+        return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
 def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
