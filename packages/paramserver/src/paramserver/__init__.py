@@ -4,9 +4,9 @@ Workers pull parameters and push gradients; servers hold the parameters and appl
 far apart the workers may drift is one argument: a consistency.
 """
 
-from paramserver.connection import PeerLost
 from paramserver.consistency import Asynchronous, BulkSynchronous, StaleSynchronous
 from paramserver.launch import Result, run
+from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
 from paramserver.server import Server
 from paramserver.transport.distributed import join

@@ -80,31 +80,3 @@ class Asynchronous:
     def averages(self) -> bool:
         """A gradient is an update."""
         return False
-
-
-class Clocks:
-    """How many gradients each worker that still takes part has pushed."""
-
-    def __init__(self, workers: int, bound: float) -> None:
-        self._bound = bound
-        self._count = dict.fromkeys(range(workers), 0)
-
-    def __getitem__(self, worker: int) -> int:
-        return self._count[worker]
-
-    @property
-    def active(self) -> frozenset[int]:
-        """The workers that neither finished nor were lost."""
-        return frozenset(self._count)
-
-    def behind(self, clock: int) -> list[int]:
-        """The workers for which a reader at `clock` has to wait."""
-        return [worker for worker, count in self._count.items() if clock - count > self._bound]
-
-    def tick(self, worker: int) -> None:
-        """`worker` has pushed one more gradient."""
-        self._count[worker] += 1
-
-    def leave(self, worker: int) -> None:
-        """Nobody waits for `worker` any more."""
-        self._count.pop(worker, None)

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.connection import Channel, PeerLost, RemoteConnection
+from paramserver.connection import Channel, RemoteConnection
 from paramserver.consistency import Consistency
+from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
 from paramserver.replica import OptimizerFactory
 from paramserver.server import Server

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,14 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.connection import (
-    Channel,
-    Connection,
-    Kind,
-    Message,
-    RemoteConnection,
-)
+from paramserver.connection import Channel, Connection, RemoteConnection
 from paramserver.consistency import Consistency
+from paramserver.messages import Kind, Message
 from paramserver.partition import partition
 from paramserver.replica import OptimizerFactory
 from paramserver.server import Server
@@ -52,21 +47,23 @@ class DistributedChannel:
         self._send_tag, self._receive_tag = tags
 
     def send(self, message: Message) -> None:
-        """Send a message: four numbers, then its text if it has one."""
-        text = message.text.encode()
-        self.send_data(torch.tensor([message.kind, message.number, message.since, len(text)]))
-        if text:
-            self.send_data(torch.tensor(list(text), dtype=torch.uint8))
+        """Send a message: its numbers, then its text if it has one."""
+        *numbers, text = astuple(message)
+        raw = text.encode()
+        self.send_data(torch.tensor([*numbers, len(raw)]))
+        if raw:
+            self.send_data(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def receive(self, timeout: float | None = None) -> Message:
         """The next message; TimeoutError after `timeout` seconds."""
-        head = torch.zeros(4, dtype=torch.int64)
+        head = torch.zeros(7, dtype=torch.int64)
         self._receive(head, timeout)
-        kind, number, since, length = map(int, head.tolist())
+        kind, epoch, clock, number, position, size, length = map(int, head.tolist())
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
-        return Message(Kind(kind), number, bytes(text.tolist()).decode(), since)
+        decoded = text.numpy().tobytes().decode()
+        return Message(Kind(kind), epoch, clock, number, position, size, decoded)
 
     def send_data(self, data: Tensor) -> None:
         """Send a tensor and wait until it has left."""
