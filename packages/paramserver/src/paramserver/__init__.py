@@ -4,7 +4,8 @@ Workers pull parameters and push gradients; servers hold the parameters and appl
 far apart the workers may drift is one argument: a consistency.
 """
 
-from paramserver.consistency import Asynchronous, BulkSynchronous, StaleSynchronous
+from paramserver.compression import Integers, TopK
+from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
 from paramserver.launch import Result, run
 from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
@@ -15,11 +16,14 @@ from paramserver.worker import Worker
 __all__ = [
     "Asynchronous",
     "BulkSynchronous",
+    "Integers",
+    "LocalSteps",
     "PeerLost",
     "Result",
     "Server",
     "Shard",
     "StaleSynchronous",
+    "TopK",
     "Worker",
     "join",
     "partition",

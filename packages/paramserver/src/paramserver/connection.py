@@ -63,6 +63,11 @@ class Channel(Protocol):
         """Let go of whatever carries the messages."""
 
 
+def used(buffer: Tensor, message: Message) -> Tensor:
+    """The part of a buffer that goes with a message."""
+    return buffer[: message.size] if message.size else buffer
+
+
 class RemoteConnection:
     """A server behind a channel. `timeout` is for how long it may say nothing, in seconds."""
 
@@ -76,12 +81,12 @@ class RemoteConnection:
         try:
             channel.send(message)
             if message.kind in SENDS:
-                channel.send_data(self.gradients)
+                channel.send_data(used(self.gradients, message))
             answer = channel.receive(self._timeout)
             while answer.kind is Kind.WAIT:
                 answer = channel.receive(self._timeout)
             if answer.size:
-                channel.receive_data(self.parameters)
+                channel.receive_data(used(self.parameters, answer))
         except ConnectionError as error:
             raise PeerLost(
                 f"{channel.peer} is gone: {error}; start again from its last state_dict()"

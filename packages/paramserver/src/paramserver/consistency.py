@@ -8,14 +8,25 @@ Notable:
 - `averages` is the other difference: the gradients of one bulk-synchronous step make one update
   (their mean, summed in the order of the workers), so that training equals training in a single
   process and is the same, bit for bit, in every run. Otherwise a gradient is an update by itself,
-  applied as it arrives.
+  applied as it arrives;
+- `LocalSteps` is bulk-synchronous too, but what is pushed is what some steps of a worker's own
+  optimizer have changed: DiLoCo.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paramserver.compression import Compression
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Consistency(Protocol):
@@ -80,3 +91,36 @@ class Asynchronous:
     def averages(self) -> bool:
         """A gradient is an update."""
         return False
+
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer of the paper (section 3.1), with its learning rate and momentum."""
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """A worker takes `steps` steps by itself; the mean change is the gradient of `outer`.
+
+    DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+    2023, algorithm 1): with theta the parameters pulled and theta_i those of worker i after `steps`
+    steps, the servers' optimizer is given mean_i(theta - theta_i). `compression` encodes what goes
+    to the servers and what comes back.
+    """
+
+    steps: int
+    outer: OptimizerFactory = NESTEROV
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"{self.steps!r} local steps; give a whole number from 1 on")
+
+    @property
+    def bound(self) -> float:
+        """Zero: a round begins when all have ended the last one."""
+        return 0
+
+    @property
+    def averages(self) -> bool:
+        """One update a round."""
+        return True

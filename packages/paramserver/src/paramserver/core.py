@@ -185,6 +185,8 @@ class Core:
                             f"worker {worker} pushed twice in one bulk-synchronous step; "
                             "pull in between"
                         )
+                    if self.replica.compression and m.size:
+                        data = self.replica.expand(data[: m.size])
                     self.replica.check(worker, data)
                     if self.journal:
                         self.journal.record(Staged(push, data))
@@ -204,11 +206,7 @@ class Core:
             case Kind.FETCH:
                 assert out is not None
                 self._follow(Log.from_text(m.text))
-                version = self.replica.fetch(worker, (m.epoch, m.number), out)
-                if version is None:
-                    return Message(Kind.AGAIN, position=self.replica.position)
-                position = self.replica.position
-                return Message(Kind.OK, number=version, position=position, size=out.numel())
+                return self._fetch(worker, m, out)
             case Kind.FOLLOW:
                 self._follow(Log.from_text(m.text))
                 return Message(Kind.OK, position=self.replica.position)
@@ -270,10 +268,15 @@ class Core:
         self._follow_own()
         self.ledger.forget(self.replica.position)
         assert out is not None
-        version = self.replica.fetch(worker, (m.epoch, m.number), out)
-        if version is None:
-            return Message(Kind.AGAIN)
-        return Message(Kind.OK, number=version, size=out.numel())
+        return self._fetch(worker, m, out)
+
+    def _fetch(self, worker: int, m: Message, out: Tensor) -> Message:
+        fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have, out)
+        position = self.replica.position
+        if fetched is None:
+            return Message(Kind.AGAIN, position=position)
+        version, size = fetched
+        return Message(Kind.OK, number=version, position=position, size=size)
 
     def _admit(self, worker: int, m: Message) -> None:
         if self.failure:

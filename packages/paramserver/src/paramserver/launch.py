@@ -27,14 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.connection import Channel, RemoteConnection
-from paramserver.consistency import Consistency
+from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
-from paramserver.replica import OptimizerFactory
 from paramserver.server import Server
 from paramserver.serving import serve
 from paramserver.transport import distributed, shared_memory
-from paramserver.worker import Worker, trainable
+from paramserver.worker import Worker, local_of, trainable
 
 _GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
@@ -99,10 +98,15 @@ def run(
         if start_method == "forkserver":
             # Forked once torch is there, a process costs milliseconds.
             context.set_forkserver_preload(["paramserver.launch", "torch._dynamo"])
+        # Pickled here, because torch would put the module's parameters into shared memory for
+        # processes that it starts: they would be one and the same in all workers.
+        packed = pickle.dumps(job)
         started = [
-            _start(context, f"server {i}", _serve, (job, shard, end))
+            _start(context, f"server {i}", _serve, (packed, shard, end))
             for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True))
-        ] + [_start(context, f"worker {w}", _work, (job, w, end)) for w, end in enumerate(ends[1])]
+        ] + [
+            _start(context, f"worker {w}", _work, (packed, w, end)) for w, end in enumerate(ends[1])
+        ]
         for end in (*ends[0], *ends[1]):
             end.close()
         outcomes = _collect(started, timeout + _GRACE)
@@ -149,6 +153,13 @@ class Job:
             timeout=self.timeout,
             on_worker_loss=self.on_worker_loss,
         )
+
+    def worker(self, rank: int, connections: Sequence[Any]) -> Worker:
+        """The worker of a rank, once it is connected."""
+        return Worker(
+            self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,8 @@ def _why(outcome: Outcome) -> str:
     return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"
 
 
-def _serve(job: Job, shard: Shard, end: Endpoint) -> ServerReport:
+def _serve(packed: bytes, shard: Shard, end: Endpoint) -> ServerReport:
+    job: Job = pickle.loads(packed)
     channels = end.open()
     server = job.server(shard)
     for thread in serve(server, dict(enumerate(channels))):
@@ -225,9 +237,10 @@ def _serve(job: Job, shard: Shard, end: Endpoint) -> ServerReport:
     return report(server)
 
 
-def _work(job: Job, rank: int, end: Endpoint) -> Any:
+def _work(packed: bytes, rank: int, end: Endpoint) -> Any:
+    job: Job = pickle.loads(packed)
     connections = [RemoteConnection(channel, job.timeout + _GRACE) for channel in end.open()]
-    with Worker(job.module, connections, rank=rank, whole=job.whole) as worker:
+    with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)
 
 

@@ -56,6 +56,8 @@ class Message:
     """A place in the log: the asker has followed so far."""
     size: int = 0
     """Bytes of data that come with it."""
+    have: int = -1
+    """The version that the asker holds, if a change of it will do."""
     text: str = ""
     """A layout, a log, an error."""
 
@@ -67,8 +69,8 @@ class Message:
     def from_text(text: str | bytes) -> Message:
         """The message that `to_text` wrote; ValueError for anything else."""
         fields = json.loads(text)
-        whole = isinstance(fields, list) and len(fields) == 7 and isinstance(fields[6], str)
-        if not whole or not all(type(field) is int for field in fields[:6]):
+        whole = isinstance(fields, list) and len(fields) == 8 and isinstance(fields[7], str)
+        if not whole or not all(type(field) is int for field in fields[:7]):
             raise ValueError(f"{text[:80]!r} is no message")
         return Message(Kind(fields[0]), *fields[1:])
 

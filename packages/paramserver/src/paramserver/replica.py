@@ -12,23 +12,27 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paramserver.compression import Compression
+from paramserver.consistency import OptimizerFactory
 from paramserver.ledger import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.partition import Shard
-
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Replica:
     """The parameters of a shard at one position of the log."""
 
     def __init__(
-        self, shard: Shard, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory
+        self,
+        shard: Shard,
+        parameters: Mapping[str, Tensor],
+        optimizer: OptimizerFactory,
+        compression: Compression | None = None,
     ) -> None:
         self.shard = shard
         self.position = 0
@@ -46,6 +50,11 @@ class Replica:
                 flat = parameters[piece.name].detach().reshape(-1)
                 mine.view(-1).copy_(flat[piece.start : piece.stop])
         self._optimizer = optimizer(self._parameters) if self._parameters else None
+        self.compression = compression
+        # With compression, readers hold `_buffer` plus a rounding error that is made good with the
+        # next change: what they hold, and the changes that made it from one version to the next.
+        self._published = self._flat() if compression else None
+        self._changes: dict[int, Tensor] = {}
         self._staged: dict[Push, Tensor] = {}
         self._accepted: set[Push] = set()  # staged pushes that an update to come will name
         self._next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
@@ -119,21 +128,28 @@ class Replica:
                     self._next[worker] = self._next.get(worker, (0, 0))[0] + 1, 0
             self.position += 1
 
-    def fetch(self, worker: int, read: tuple[int, int], out: Tensor) -> int | None:
+    def fetch(
+        self, worker: int, read: tuple[int, int], have: int, out: Tensor
+    ) -> tuple[int, int] | None:
         """Write the version that was promised to the `read` of `worker` into `out`.
 
-        Returns that version; None if there is no such promise: it was fetched before.
+        Returns that version, and the bytes that were written: with compression only the change, if
+        the worker has the version before. None without such a promise: it was fetched before.
         """
         found, version, kept = self._promised.get(worker, (None, 0, None))
         if found != read:
             return None
         del self._promised[worker]
-        out.copy_(self._buffer if kept is None else kept)
-        return version
+        if have >= 0 and have == version - 1 and version in self._changes:
+            change = self._changes[version]
+            out[: len(change)] = change
+            return version, len(change)
+        out.copy_(self._newest() if kept is None else kept)
+        return version, len(out)
 
     def newest(self, out: Tensor) -> int:
         """Write the newest version into `out`, and return it."""
-        out.copy_(self._buffer)
+        out.copy_(self._newest())
         return self.version
 
     @property
@@ -165,6 +181,8 @@ class Replica:
         self.version = self.base_version = state["version"]
         self.position = 0
         self._staged, self._accepted, self._next, self._promised = {}, set(), {}, {}
+        self._published = self._flat() if self.compression else None
+        self._changes = {}
 
     def snapshot(self) -> dict[str, Any]:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
@@ -175,6 +193,8 @@ class Replica:
             "staged": {push: gradients.clone() for push, gradients in self._staged.items()},
             "accepted": sorted(self._accepted),
             "next": dict(self._next),
+            "published": None if self._published is None else self._published.clone(),
+            "changes": dict(self._changes),
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
@@ -184,6 +204,7 @@ class Replica:
         self.staleness = Counter(state["staleness"])
         self._staged, self._next = dict(state["staged"]), dict(state["next"])
         self._accepted = set(state["accepted"])
+        self._published, self._changes = state["published"], dict(state["changes"])
 
     def _drop(self, worker: int) -> None:
         """Forget what `worker` staged and nobody accepted."""
@@ -194,7 +215,7 @@ class Replica:
         """Copy the parameters for those who were promised them as they still are."""
         waiting = {w: read for w, (read, _, kept) in self._promised.items() if kept is None}
         if waiting:
-            kept = self._buffer.clone()
+            kept = self._newest().clone()
             self._promised |= {w: (read, self.version, kept) for w, read in waiting.items()}
 
     def _apply(self, pushes: list[Tensor]) -> None:
@@ -209,6 +230,47 @@ class Replica:
         if self._optimizer:
             self._optimizer.step()
         self.version += 1
+        if self.compression and self._published is not None:
+            change = self.compression.encode(self._flat() - self._published)
+            self._published += self.compression.decode(change, len(self._published))
+            small = (
+                len(change) < self.shard.buffer_bytes
+            )  # a few elements may be better as they are
+            self._changes = {self.version: change} if small else {}
+
+    def expand(self, data: Tensor) -> Tensor:
+        """A compressed push as a buffer of this shard."""
+        assert self.compression is not None
+        return _unflatten(
+            self.shard, self.compression.decode(data, sum(p.numel() for p in self._parameters))
+        )
+
+    def _flat(self) -> Tensor:
+        return flatten(self.shard, self._buffer)
+
+    def _newest(self) -> Tensor:
+        """What readers get: the parameters, up to the rounding of what was sent of them."""
+        return self._buffer if self._published is None else _unflatten(self.shard, self._published)
+
+
+def flatten(shard: Shard, buffer: Tensor) -> Tensor:
+    """The elements of a shard's buffer as one float32 vector."""
+    views = [view.reshape(-1).float() for view in shard.views(buffer)]
+    return torch.cat(views) if views else torch.empty(0)
+
+
+def _unflatten(shard: Shard, flat: Tensor) -> Tensor:
+    buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+    add_flat(shard, buffer, flat)
+    return buffer
+
+
+def add_flat(shard: Shard, buffer: Tensor, flat: Tensor) -> None:
+    """Add a float32 vector to the elements of a shard's buffer."""
+    start = 0
+    for view in shard.views(buffer):
+        view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))
+        start += view.numel()
 
 
 def _is_finite(gradient: Tensor) -> bool:

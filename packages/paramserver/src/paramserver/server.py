@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paramserver.consistency import BulkSynchronous, Consistency
+from paramserver.consistency import BulkSynchronous, Consistency, LocalSteps, OptimizerFactory
 from paramserver.core import Core
 from paramserver.messages import Message
 from paramserver.partition import Shard, partition
-from paramserver.replica import OptimizerFactory, Replica
+from paramserver.replica import Replica
 
 _SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 
@@ -36,6 +36,8 @@ class Server:
     it is for has neither pulled nor pushed for `timeout` seconds, and is not kept waiting itself.
     When a worker is lost or silent, "stop" raises in all the others and names it; "continue" goes
     on without it. Of several servers, each with its `shard`, the first orders what all do.
+
+    With `LocalSteps` the optimizer is that policy's `outer`; `optimizer` is the workers' own.
 
     `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
     (any number will do for a rank) and one that was lost may come back.
@@ -59,8 +61,11 @@ class Server:
             raise ValueError(f"on_worker_loss is {on_worker_loss!r}; 'stop' or 'continue'")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
+        compression = None
+        if isinstance(self.consistency, LocalSteps):
+            optimizer, compression = self.consistency.outer, self.consistency.compression
         self.core = Core(
-            Replica(self.shard, parameters, optimizer),
+            Replica(self.shard, parameters, optimizer, compression),
             self.consistency,
             workers=workers,
             timeout=timeout,

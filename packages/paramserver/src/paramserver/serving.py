@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from threading import Thread
 
-from paramserver.connection import SENDS, Channel
+from paramserver.connection import SENDS, Channel, used
 from paramserver.messages import Kind, Message, failure
 from paramserver.server import Server
 
@@ -40,7 +40,7 @@ def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
         server.lose(worker, request.text)
         return False
     if request.kind in SENDS:
-        channel.receive_data(channel.gradients)
+        channel.receive_data(used(channel.gradients, request))
 
     def alive() -> None:
         channel.send(Message(Kind.WAIT))
@@ -53,5 +53,5 @@ def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
         reply = failure(error)
     channel.send(reply)
     if reply.size:
-        channel.send_data(channel.parameters)
+        channel.send_data(used(channel.parameters, reply))
     return request.kind not in _LAST

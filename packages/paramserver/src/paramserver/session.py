@@ -44,7 +44,8 @@ class Session:
         self.epoch = self.clock = 0
         self.pushes = 0
         """Gradients of this worker that were accepted, in all its lives."""
-        self.version = 0
+        self.version = -1
+        """The version last pulled; -1 before the first."""
         self._layouts, self._number = layouts, number
         self._servers = range(len(layouts))
         self._positions = [0] * len(layouts)
@@ -125,7 +126,10 @@ class Session:
 
     def _request(self, server: int, kind: Kind) -> Request:
         position = min(self._positions)
-        return Request(server, Message(kind, self.epoch, self.clock, self._reads, position))
+        have = self.version
+        return Request(
+            server, Message(kind, self.epoch, self.clock, self._reads, position, have=have)
+        )
 
     def _with_log(self, kind: Kind, log: Log) -> list[Request]:
         requests = [self._request(i, kind) for i in self._servers]

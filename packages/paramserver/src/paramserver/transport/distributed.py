@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.connection import Channel, Connection, RemoteConnection
-from paramserver.consistency import Consistency
+from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.messages import Kind, Message
 from paramserver.partition import partition
-from paramserver.replica import OptimizerFactory
 from paramserver.server import Server
 from paramserver.serving import serve
-from paramserver.worker import Worker, trainable
+from paramserver.worker import Worker, local_of, trainable
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
 _GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
@@ -56,14 +55,14 @@ class DistributedChannel:
 
     def receive(self, timeout: float | None = None) -> Message:
         """The next message; TimeoutError after `timeout` seconds."""
-        head = torch.zeros(7, dtype=torch.int64)
+        head = torch.zeros(8, dtype=torch.int64)
         self._receive(head, timeout)
-        kind, epoch, clock, number, position, size, length = map(int, head.tolist())
+        kind, epoch, clock, number, position, size, have, length = map(int, head.tolist())
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
         decoded = text.numpy().tobytes().decode()
-        return Message(Kind(kind), epoch, clock, number, position, size, decoded)
+        return Message(Kind(kind), epoch, clock, number, position, size, have, decoded)
 
     def send_data(self, data: Tensor) -> None:
         """Send a tensor and wait until it has left."""
@@ -154,7 +153,10 @@ def join(
                 if peer != rank
             }
             threads += serve(server, ends)
-        with Worker(module, connections, rank=rank, whole=whole) as worker:
+        local = local_of(consistency)
+        with Worker(
+            module, connections, rank=rank, whole=whole, local=local, optimizer=optimizer
+        ) as worker:
             yield worker
     finally:
         for thread in threads:

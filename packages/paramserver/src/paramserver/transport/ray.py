@@ -16,7 +16,6 @@ from paramserver.connection import SENDS
 from paramserver.launch import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.messages import Message, PeerLost
 from paramserver.partition import Shard
-from paramserver.worker import Worker
 
 
 def run_on_ray(job: Job, shards: list[Shard]) -> Result:
@@ -104,5 +103,5 @@ def _work(job: Job, rank: int, servers: list[Any]) -> Any:
         _RayConnection(actor, number, rank, shard.buffer_bytes)
         for number, (actor, shard) in enumerate(zip(servers, job.shards(), strict=True))
     ]
-    with Worker(job.module, connections, rank=rank, whole=job.whole) as worker:
+    with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)
