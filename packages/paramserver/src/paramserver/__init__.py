@@ -6,7 +6,8 @@ far apart the workers may drift is one argument: a consistency.
 
 from paramserver.compression import Integers, TopK
 from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
-from paramserver.launch import Result, run
+from paramserver.job import Job, Result
+from paramserver.launch import run
 from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
 from paramserver.server import Server
@@ -17,6 +18,7 @@ __all__ = [
     "Asynchronous",
     "BulkSynchronous",
     "Integers",
+    "Job",
     "LocalSteps",
     "PeerLost",
     "Result",

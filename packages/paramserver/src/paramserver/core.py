@@ -11,6 +11,7 @@ Notable:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -227,7 +228,9 @@ class Core:
             case Kind.END:
                 assert out is not None
                 self._follow(Log.from_text(m.text))
-                return Message(Kind.OK, number=self.replica.newest(out), size=out.numel())
+                staleness = json.dumps(self.replica.staleness)
+                version = self.replica.newest(out)
+                return Message(Kind.OK, number=version, size=out.numel(), text=staleness)
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:

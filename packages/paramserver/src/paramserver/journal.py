@@ -3,8 +3,8 @@
 Notable:
 - before an answer is given, what it says is in the journal (write-ahead): a `kill -9` loses only
   what nobody was told. What is written survives the process; `fsync=True` also the machine;
-- a snapshot is written beside the last one and renamed when it is whole. It begins a new journal, so
-  that a disk holds one snapshot and what came after;
+- a snapshot is written beside the last one and renamed when it is whole. It begins a new journal:
+  a disk holds one snapshot and what came after;
 - a record has its length and a checksum: a half-written last one, of a server that died while it
   wrote, was never answered, and is cut off.
 """
@@ -16,7 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -77,9 +77,7 @@ class DiskJournal:
         except OSError as error:
             self._file.truncate(start)
             self._file.seek(start)
-            raise RuntimeError(
-                f"the journal in {self.folder} cannot be written: {error}"
-            ) from error
+            raise RuntimeError(f"no journal can be written in {self.folder}: {error}") from error
         self._written += size
 
     def is_long(self) -> bool:
@@ -122,7 +120,7 @@ class DiskJournal:
         return [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{name}-*")]
 
 
-def _to_bytes(record: Record) -> tuple[bytes, list[memoryview]]:
+def _to_bytes(record: Record) -> tuple[bytes, list[Any]]:
     if isinstance(record, Staged):
         data = record.gradients.numpy().data
         return b"s", [memoryview(_PUSH.pack(*record.push)), data]
@@ -158,6 +156,6 @@ def _whole(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _write_all(file: BinaryIO, part: bytes | memoryview) -> None:
-    left = memoryview(part)
-    while len(left):
-        left = left[file.write(left) :]
+    written = 0
+    while written < len(part):
+        written += file.write(part[written:])

@@ -233,9 +233,8 @@ class Replica:
         if self.compression and self._published is not None:
             change = self.compression.encode(self._flat() - self._published)
             self._published += self.compression.decode(change, len(self._published))
-            small = (
-                len(change) < self.shard.buffer_bytes
-            )  # a few elements may be better as they are
+            # A few elements may be better as they are.
+            small = len(change) < self.shard.buffer_bytes
             self._changes = {self.version: change} if small else {}
 
     def expand(self, data: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paramserver.connection import SENDS
-from paramserver.launch import Job, Outcome, Result, ServerReport, assemble, report
+from paramserver.job import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.messages import Message, PeerLost
 from paramserver.partition import Shard
 

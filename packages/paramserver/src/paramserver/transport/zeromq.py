@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,8 @@ class ZeroMQServer:
         self._socket.close()
         if self._guard:
             self._guard.stop()
+        if self._journal:
+            self._journal.close()
         self._context.term()
 
     def _receive(self, frames: list[Any]) -> bool:
@@ -138,7 +141,8 @@ class ZeroMQServer:
         told = dict(self.core.check(now))
         progress = True
         while progress:
-            progress = any([self._attempt(worker) for worker in list(self._waiting)])
+            answered = [self._attempt(worker) for worker in list(self._waiting)]
+            progress = any(answered)
         for worker, request in list(self._waiting.items()):
             if worker in told:
                 del self._waiting[worker]
@@ -185,7 +189,8 @@ class ZeroMQConnection:
         self._context = zmq.Context()
         self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))
         self._closed = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
 
     def ask(self, message: Message) -> Message:
         """Send a request, again and again if it must be, until it is answered."""
@@ -215,14 +220,16 @@ class ZeroMQConnection:
 
     def abort(self, reason: str) -> None:
         """Tell the server why."""
-        self._send(Message(Kind.ABORT, text=reason))
-        self.close()
+        if not self._closed.is_set():
+            self._send(Message(Kind.ABORT, text=reason))
 
     def close(self) -> None:
         """Say nothing any more."""
         if not self._closed.is_set():
             self._closed.set()
             self._socket.close(linger=500)
+            self._beating.join()
+            self._context.term()
 
     def _send(self, message: Message) -> None:
         fields = json.loads(message.to_text())
@@ -230,12 +237,12 @@ class ZeroMQConnection:
         parts = [head]
         if message.kind in SENDS:
             parts.append(used(self.gradients, message).numpy().tobytes())
-        self._socket.send_multipart(parts, copy=False)
+        _offer(self._socket, parts)
 
     def _beat(self) -> None:
         head = json.dumps([self._worker, self._life, 0, *json.loads(_BEAT_TEXT)]).encode()
         while not self._closed.wait(_BEAT):
-            self._beats.send_multipart([head])
+            _offer(self._beats, [head])
         self._beats.close(linger=0)
 
     def _connect(self, name: str, keys: Keys | None) -> Any:
@@ -260,6 +267,13 @@ class ZeroMQConnection:
 
 
 _BEAT_TEXT = Message(Kind.BEAT).to_text()
+
+
+def _offer(socket: Any, parts: list[bytes]) -> None:
+    """Send, unless the server is away and messages pile up: then there will be another time."""
+    zmq = _zmq()
+    with suppress(zmq.Again):
+        socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
 
 def _tensor(frame: Any) -> Tensor:
