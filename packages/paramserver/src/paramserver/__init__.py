@@ -1,7 +1,7 @@
-"""Training against a parameter server: synchronous, stale and asynchronous.
+"""Training against parameter servers, with workers that come, go and drift apart.
 
 Workers pull parameters and push gradients; servers hold the parameters and apply the updates. How
-far apart the workers may drift is one argument: a consistency.
+far apart the workers may drift is one argument: a policy of `paramserver.consistency`.
 """
 
 from paramserver.compression import Integers, TopK
