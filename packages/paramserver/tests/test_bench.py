@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch.distributed as dist
 from paramserver.bench import _consistency, _local_steps, bench, table
 from worker_pool import run_ranks
@@ -31,6 +32,7 @@ def test_rows_of_a_group_come_from_rank_0():
     assert rows[0]["push_gbps"] > 0
 
 
+@pytest.mark.exhaustive
 def test_local_steps_rows():
     every, local, _, four, _ = _local_steps(50)
     assert every["times_fewer_bytes"] == 1

@@ -216,6 +216,7 @@ def test_workers_join_and_leave_while_others_train(served):
     assert final(job_of(), [server.address])[0].version == 10
 
 
+@pytest.mark.exhaustive
 def test_serve_and_join_by_hand(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-m", "paramserver"]

@@ -1,7 +1,6 @@
 """Training against a parameter server, as plainly as it can be said.
 
 Workers pull a server's parameters and push gradients. Here they take turns in one process:
-
 - a worker's clock is how many gradients it has pushed. It may pull while it is at most `bound`
   ahead of the slowest (Ho et al. 2013): 0 is bulk-synchronous, infinity asynchronous;
 - bulk-synchronous training applies the mean gradient of a clock, and so equals training in one
