@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accounting import Plan, Transformer, communication, parameters
-from accounting.collective import Collective
+from accounting.time.collective import Collective
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_memory import even

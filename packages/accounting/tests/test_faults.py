@@ -22,14 +22,14 @@ from accounting import (
     training_memory,
 )
 from accounting.__main__ import main, read_model
-from accounting.activations import activations, head_activations
-from accounting.goodput import Run, young_daly_hours
+from accounting.memory.activations import activations, head_activations
+from accounting.time.goodput import Run, young_daly_hours
 from accounting.hardware import find
-from accounting.memory import model_states
-from accounting.mesh import best_mesh, compute_bound_batch
+from accounting.memory.training import model_states
+from accounting.time.mesh import best_mesh, compute_bound_batch
 from accounting.parameters import lora_parameters, soft_prompt_parameters
-from accounting.search import fewest_devices, smallest_machine
-from accounting.step_time import bucket_overhead_seconds, group_link, scaling_curve, step_time
+from accounting.search.plans import fewest_devices, smallest_machine
+from accounting.time.step import bucket_overhead_seconds, group_link, scaling_curve, step_time
 from reference import Model
 
 SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}

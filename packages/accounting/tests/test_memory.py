@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 from accounting import PRECISIONS, Plan, Transformer, parameters, training_memory
-from accounting.activations import activations, head_activations
+from accounting.memory.activations import activations, head_activations
 from accounting.breakdown import Breakdown
-from accounting.memory import device_parameters, model_states
+from accounting.memory.training import device_parameters, model_states
 from accounting.parameters import block_parameters
-from accounting.peak import peak_memory, tensor_bytes
-from accounting.search import fewest_devices, plans_that_fit, smallest_machine
+from accounting.memory.peak import peak_memory, tensor_bytes
+from accounting.search.plans import fewest_devices, plans_that_fit, smallest_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Model

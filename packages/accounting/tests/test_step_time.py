@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
-from accounting.collective import Collective
+from accounting.time.collective import Collective
 from accounting.hardware import Link
-from accounting.step_time import (
+from accounting.time.step import (
     bucket_overhead_seconds,
     fastest,
     group_link,

@@ -17,9 +17,9 @@ from accounting import checks
 from accounting.hardware import HARDWARE, Hardware, find
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
-from accounting.report import as_html, as_text, report
-from accounting.search import plans_that_fit, smallest_machine
-from accounting.transformer import Transformer
+from accounting.cli.report import as_html, as_text, report
+from accounting.search.plans import plans_that_fit, smallest_machine
+from accounting.model.transformer import Transformer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

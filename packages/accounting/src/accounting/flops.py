@@ -16,7 +16,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware, find
 from accounting.parameters import attention_matrices
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 Phase = Literal["forward", "training", "prefill", "decode"]
 Attention = Literal["causal", "full"]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.precision import bytes_of
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 
 def kv_cache(

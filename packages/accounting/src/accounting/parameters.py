@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ def parameters(model: Transformer | nn.Module, *, active: bool = False) -> Break
     once, as torch does. An `nn.Module` (also on the meta device) is counted as it is, by submodule.
     """
     if not isinstance(model, Transformer):
-        from accounting.module import count_module
+        from accounting.model.module import count_module
 
         return count_module(model)
     blocks = [attention_parameters(model), dense_mlp(model), experts(model, active=active)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from accounting import checks
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 from accounting import checks
-from accounting.activations import activations, head_activations
+from accounting.memory.activations import activations, head_activations
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.parameters import attention_matrices, lora_parameters, parameters
 from accounting.plan import Plan, split
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 # What tensor parallelism leaves whole on every device; all else is split over heads or hidden
 # width.

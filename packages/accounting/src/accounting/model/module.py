@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accounting.breakdown import Breakdown, product, total
 from accounting.parameters import UNIT, parameters
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -18,13 +18,13 @@ from typing import Literal
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.collective import Collective
-from accounting.communication import communication
+from accounting.time.collective import Collective
+from accounting.time.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 OVERLAP: Mapping[str, float] = {
     "data": 2 / 3,

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from accounting import checks
-from accounting.activations import activations, head_activations
+from accounting.memory.activations import activations, head_activations
 from accounting.breakdown import Breakdown, product, total
-from accounting.memory import model_states, one_layer, times
+from accounting.memory.training import model_states, one_layer, times
 from accounting.parameters import attention_matrices, parameters
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 
 def peak_memory(

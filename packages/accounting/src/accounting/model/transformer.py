@@ -172,7 +172,7 @@ class Transformer:
 
         Raises `ValueError` naming the field that is missing or the family that is not known.
         """
-        from accounting.huggingface import transformer_arguments
+        from accounting.model.families import transformer_arguments
 
         if not isinstance(config, Mapping):
             path = Path(config)
@@ -192,7 +192,7 @@ class Transformer:
         `heads` is needed where no submodule has an attribute that says it (`num_heads`, `n_head`,
         ...).
         """
-        from accounting.module import transformer_from_module
+        from accounting.model.module import transformer_from_module
 
         return transformer_from_module(module, heads=heads)
 

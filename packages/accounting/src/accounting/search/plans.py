@@ -9,11 +9,11 @@ from typing import Any
 
 from accounting import checks
 from accounting.hardware import Hardware, find
-from accounting.memory import training_memory
+from accounting.memory.training import training_memory
 from accounting.plan import Plan
 from accounting.precision import Precision
-from accounting.step_time import step_time
-from accounting.transformer import Transformer
+from accounting.time.step import step_time
+from accounting.model.transformer import Transformer
 
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 """What a search may be given; `devices` is an argument of its own."""

@@ -15,7 +15,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 
 def activations(

@@ -6,11 +6,11 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.collective import Collective, Communication
-from accounting.memory import device_parameters
+from accounting.time.collective import Collective, Communication
+from accounting.memory.training import device_parameters
 from accounting.plan import Plan
 from accounting.precision import bytes_of
-from accounting.transformer import Transformer
+from accounting.model.transformer import Transformer
 
 
 def communication(

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from accounting.breakdown import Breakdown, binary_size, readable
-from accounting.collective import Communication
-from accounting.communication import communication
+from accounting.time.collective import Communication
+from accounting.time.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache
-from accounting.memory import training_memory
+from accounting.memory.training import training_memory
 from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.step_time import step_time
-from accounting.transformer import Transformer
+from accounting.time.step import step_time
+from accounting.model.transformer import Transformer
 
 Show = Callable[[float], str]
 
