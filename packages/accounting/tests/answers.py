@@ -21,15 +21,15 @@ from accounting import (
     parameters,
     training_memory,
 )
-from accounting.memory.activations import activations
 from accounting.flops import utilisation
 from accounting.kv_cache import kv_entries
-from accounting.memory.training import model_states
-from accounting.time.mesh import best_mesh, compute_bound_batch
-from accounting.parameters import lora_parameters, soft_prompt_parameters
+from accounting.memory.activations import activations
 from accounting.memory.peak import tensor_bytes
-from accounting.time.roofline import intensity
+from accounting.memory.training import model_states
+from accounting.parameters import lora_parameters, soft_prompt_parameters
 from accounting.search.plans import fewest_devices
+from accounting.time.mesh import best_mesh, compute_bound_batch
+from accounting.time.roofline import intensity
 from accounting.time.step import bucket_overhead_seconds, optimal_bucket_bytes
 from published_models import PUBLISHED
 

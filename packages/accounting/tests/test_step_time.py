@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
-from accounting.time.collective import Collective
 from accounting.hardware import Link
+from accounting.time.collective import Collective
 from accounting.time.step import (
     bucket_overhead_seconds,
     fastest,

@@ -2,19 +2,19 @@
 
 from accounting import fermi
 from accounting.breakdown import Breakdown
-from accounting.time.communication import communication
 from accounting.flops import flops, hfu, mfu
 from accounting.hardware import HARDWARE, Hardware
 from accounting.kv_cache import kv_cache
-from accounting.memory.training import training_memory
-from accounting.parameters import parameters
 from accounting.memory.peak import peak_memory
+from accounting.memory.training import training_memory
+from accounting.model.transformer import Transformer
+from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS, Precision
-from accounting.time.roofline import roofline
 from accounting.search.plans import plans_that_fit
+from accounting.time.communication import communication
+from accounting.time.roofline import roofline
 from accounting.time.step import step_time
-from accounting.model.transformer import Transformer
 
 __all__ = [
     "HARDWARE",

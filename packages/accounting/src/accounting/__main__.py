@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from accounting import checks
+from accounting.cli.report import as_html, as_text, report
 from accounting.hardware import HARDWARE, Hardware, find
+from accounting.model.records import MLA, Experts, Window
+from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
-from accounting.cli.report import as_html, as_text, report
 from accounting.search.plans import plans_that_fit, smallest_machine
-from accounting.model.transformer import Transformer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,10 +158,15 @@ def read_model(text: str) -> Transformer:
     """A path to a config.json, or `name=value` sizes with commas between them."""
     if Path(text).exists() or "=" not in text:
         return Transformer.from_hf(text)
-    sizes: dict[str, object] = {}
+    sizes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
-        name = name.strip()
+        name, _, inner = name.strip().partition(".")
+        if name in _RECORDS:
+            # experts.count=8 and so on: a field of a record.
+            nested.setdefault(name, {})[inner] = _read(value.strip())
+            continue
         if name not in Transformer.__dataclass_fields__:
             fields = Transformer.__dataclass_fields__
             raise ValueError(
@@ -168,7 +174,16 @@ def read_model(text: str) -> Transformer:
                 f"{checks.nearest(name, fields)}"
             )
         sizes[name] = _read(value.strip())
-    return Transformer(**sizes)  # type: ignore[arg-type]
+    for name, given in nested.items():
+        record = _RECORDS[name]
+        known = record.__dataclass_fields__
+        for field in given:
+            checks.choice(f"a field of {name}", field, known)
+        sizes[name] = record(**given)
+    return Transformer(**sizes)
+
+
+_RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 
 
 def _read(value: str) -> object:

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from accounting.breakdown import Breakdown, binary_size, readable
-from accounting.time.collective import Communication
-from accounting.time.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache
 from accounting.memory.training import training_memory
+from accounting.model.shape import Shape
 from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
+from accounting.time.collective import Communication
+from accounting.time.communication import communication
 from accounting.time.step import step_time
-from accounting.model.transformer import Transformer
 
 Show = Callable[[float], str]
 
@@ -26,7 +26,7 @@ Show = Callable[[float], str]
 class Report:
     """Every cost of training a model by a plan, and of its cache."""
 
-    model: Transformer
+    model: Shape
     plan: Plan
     hardware: Hardware
     batch: int
@@ -75,7 +75,7 @@ class Report:
 
 
 def report(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     hardware: Hardware,

@@ -13,13 +13,13 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.model.transformer import Transformer
 
 
 def activations(
-    model: Transformer,
+    model: Shape,
     plan: Plan | None = None,
     *,
     batch: int,
@@ -59,11 +59,12 @@ def activations(
         block.attention(keys=seq, flash=flash, dropout=dropout, keep_core=keep_core),
         block.mlp(dropout=dropout),
         block.experts(),
+        block.mixers(),
     )
 
 
 def head_activations(
-    model: Transformer,
+    model: Shape,
     *,
     tokens: int,
     precision: str | Precision,
@@ -80,7 +81,7 @@ def head_activations(
     kind = recipe(precision)
     size, logit = bytes_of(kind.activations), bytes_of(kind.logits)
     wide = bytes_of(kind.stream) if kind.stream else size
-    if not model.vocab_size:
+    if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     rows = Fraction(model.vocab_size, tensor)
     cast = size if logit != size else 0
@@ -111,7 +112,7 @@ class _Tensors:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Shape,
         plan: Plan,
         tokens: int,
         kind: Precision,
@@ -164,15 +165,15 @@ class _Tensors:
         ]
 
     def attention(self, *, keys: int, flash: bool, dropout: bool, keep_core: bool) -> Breakdown:
-        model, layers = self.model, self.model.layers
-        if not model.heads:
+        model, layers = self.model, len(self.model.attention_layers or ())
+        if not layers:
             return total("attention", "B")
         h, qk, v = model.heads, model.qk_dim, model.v_head_dim
         # Fewer key heads than devices: each device keeps one of its own.
         g = h if model.mla else max(model.kv_heads, self.plan.tensor)
-        latents = model.q_lora_rank + model.kv_lora_rank
+        latents = model.mla.q_rank + model.mla.kv_rank if model.mla else 0
         parts = [
-            *self.norm(layers, _norms_before(model)[0]),
+            *self.norm(model.layers, _norms_before(model)[0]),
             self.stream("projection input", layers=layers * (3 if self.casts else 1)),
             self.split("queries", layers=layers, width=h * qk),
             self.split("keys", layers=layers, width=g * qk),
@@ -194,6 +195,11 @@ class _Tensors:
             )
         if model.qk_norm:
             parts.append(self.split("before the qk norm", layers=layers, width=(h + g) * qk))
+        if model.output_gate:
+            parts.append(self.split("gate and gated", layers=layers, width=2 * h * v))
+        if model.encoder:
+            # Queries and output of the look at the encoder, whose keys and values are kept too.
+            parts.append(self.split("cross attention", layers=layers, width=(h + g) * (qk + v)))
         if flash:
             parts.append(self.split("log-sum-exp", layers=layers, width=h, bytes=4))
         elif keep_core:
@@ -207,7 +213,7 @@ class _Tensors:
 
     def mlp(self, *, dropout: bool) -> Breakdown:
         model = self.model
-        layers = model.layers - len(model.expert_layers)
+        layers = len(model.mlp_layers or ())
         own_input = 0 if model.parallel_block and model.norms_per_layer == 1 else layers
         readers = 2 if self.casts and model.gated_mlp else 1
         return total(
@@ -221,23 +227,34 @@ class _Tensors:
 
     def experts(self) -> Breakdown:
         """Every token visits several experts: its copies, their hidden layers and their outputs."""
-        model, layers = self.model, len(self.model.expert_layers)
-        k, hidden = model.experts_per_token, _hidden(model)
+        model, experts = self.model, self.model.experts
+        if experts is None:
+            return total("experts", "B")
+        layers, k, hidden = len(experts.layers or ()), experts.per_token, _hidden(model)
         return total(
             "experts",
             "B",
             self.stream("input", layers=layers),
             product(
-                "router", "B", layers=layers, tokens=self.tokens, experts=model.experts, bytes=4
+                "router", "B", layers=layers, tokens=self.tokens, experts=experts.count, bytes=4
             ),
             self.stream("copies for experts", layers=layers * k),
-            self.split("hidden", layers=layers, width=hidden * k * model.d_expert),
+            self.split("hidden", layers=layers, width=hidden * k * experts.width),
             self.stream("outputs of experts", layers=layers * k),
-            self.split("shared hidden", layers=layers, width=hidden * model.d_shared),
+            self.split("shared hidden", layers=layers, width=hidden * experts.shared),
         )
 
+    def mixers(self) -> Breakdown:
+        """What recurrent layers keep: their input and the numbers that their records say."""
+        parts = []
+        for mixer in self.model.mixers:
+            layers = len(mixer.layers)
+            parts.append(self.stream(f"input of {mixer.name}", layers=layers))
+            parts.append(self.split(mixer.name, layers=layers, width=mixer.kept))
+        return total("mixers", "B", *parts)
 
-def _hidden(model: Transformer) -> int:
+
+def _hidden(model: Shape) -> int:
     """Tensors of the hidden width that an MLP saves."""
     if model.gated_mlp:
         # ReLU's output is one of the two factors already.
@@ -245,11 +262,11 @@ def _hidden(model: Transformer) -> int:
     return 1 if model.activation == "relu" else 2
 
 
-def _statistics(model: Transformer) -> int:
+def _statistics(model: Shape) -> int:
     return {"rmsnorm": 1, "layernorm": 2, "none": 0}[model.norm]
 
 
-def _norms_before(model: Transformer) -> tuple[int, int]:
+def _norms_before(model: Shape) -> tuple[int, int]:
     """Norms of a layer around its attention, and around its MLP."""
     around_attention = (model.norms_per_layer + 1) // 2
     return around_attention, model.norms_per_layer - around_attention

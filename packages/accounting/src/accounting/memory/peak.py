@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from accounting import checks
-from accounting.memory.activations import activations, head_activations
 from accounting.breakdown import Breakdown, product, total
+from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states, one_layer, times
-from accounting.parameters import attention_matrices, parameters
+from accounting.model.matrices import all_matrices, matrices
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.model.transformer import Transformer
 
 
 def peak_memory(
-    model: Transformer,
+    model: Shape,
     *,
     batch: int,
     seq: int,
@@ -45,7 +45,7 @@ def peak_memory(
     states = {part.name: part for part in model_states(_count(model), precision=kind)}
     everything = _count(model)
 
-    def held(layers: Transformer, recompute: str) -> Breakdown:
+    def held(layers: Shape, recompute: str) -> Breakdown:
         return activations(
             layers,
             Plan(recompute=recompute),
@@ -106,14 +106,14 @@ def peak_memory(
 
 
 def _inside(
-    model: Transformer, block: Breakdown, tokens: int, kind: Precision, keys: int | None
+    model: Shape, block: Breakdown, tokens: int, kind: Precision, keys: int | None
 ) -> Iterator[tuple[str, Breakdown]]:
     """What is alive in the backward of one block: in its MLP all that it saved and the gradients of
     two hidden tensors, in its attention what that saved and the gradients of two score matrices
     (of `keys` a row; with None, flash attention, of queries, keys and values)."""
     hidden = model.d_ff
-    if model.expert_layers:
-        hidden = model.experts_per_token * model.d_expert + model.d_shared
+    if model.experts:
+        hidden = model.experts.per_token * model.experts.width + model.experts.shared
     scores = 3 * model.qk_dim if keys is None else 2 * keys
     size = bytes_of(kind.activations)
     for part, saved, width in (
@@ -126,7 +126,7 @@ def _inside(
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
-def _roots(model: Transformer, kind: Precision, foreach: bool) -> Breakdown:
+def _roots(model: Shape, kind: Precision, foreach: bool) -> Breakdown:
     """Adam's square roots of second moments: of all parameters, or of one and its denominator."""
     return product(
         "square roots",
@@ -136,33 +136,27 @@ def _roots(model: Transformer, kind: Precision, foreach: bool) -> Breakdown:
     )
 
 
-def _count(model: Transformer) -> int:
-    return int(parameters(model).total)
+def _count(model: Shape) -> int:
+    return sum(matrix.size for matrix in all_matrices(model))
 
 
-def _first_block_and_table(model: Transformer) -> int:
+def _first_block_and_table(model: Shape) -> int:
     """Parameters whose gradients are not there yet when the backward enters the first block."""
-    groups = parameters(one_layer(model))
-    block = sum(
-        int(group.total) for group in groups if group.name in ("attention", "mlp", "experts")
-    )
-    table = 0 if model.tied else int(groups["embedding"].total)
-    return block + table
+    found = matrices(one_layer(model))
+    block = sum(m.size for m in found if m.layers is not None and m.part != "norms")
+    table = sum(m.size for m in found if m.kind == "table" or m.part == "embedding")
+    return block + (0 if model.tied else table)
 
 
-def _largest(model: Transformer) -> int:
+def _largest(model: Shape) -> int:
     """The largest single parameter tensor of a plain implementation."""
-    d = model.d_model
-    matrices = [rows * columns for _, rows, columns in attention_matrices(model)]
-    return max(d * model.d_ff, model.vocab_size * model.embedding_dim, *matrices, 0)
+    return max((matrix.one for matrix in matrices(model)), default=0)
 
 
-def _matrix_parameters(model: Transformer) -> int:
+def _matrix_parameters(model: Shape) -> int:
     """Parameters of linear layers: all but tables, norms, biases and sinks."""
-    skipped = {"tokens", "positions", "inner norms", "sinks", "in layers", "final", "bias"}
-    leaves = (leaf for leaf in parameters(model).leaves() if leaf.name not in skipped)
-    matrices = sum(int(leaf.total) for leaf in leaves if "bias" not in leaf.name)
-    return matrices + (model.vocab_size * model.embedding_dim if model.tied else 0)
+    found = sum(matrix.size for matrix in matrices(model) if matrix.kind == "matrix")
+    return found + (model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0)
 
 
 def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:

@@ -10,10 +10,10 @@ from typing import Any
 from accounting import checks
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision
 from accounting.time.step import step_time
-from accounting.model.transformer import Transformer
 
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 """What a search may be given; `devices` is an argument of its own."""
@@ -30,7 +30,7 @@ class Candidate:
 
 
 def plans_that_fit(
-    model: Transformer,
+    model: Shape,
     *,
     hardware: str | Hardware,
     devices: int,
@@ -73,7 +73,7 @@ def plans_that_fit(
 
 
 def smallest_machine(
-    model: Transformer,
+    model: Shape,
     *,
     hardware: str | Hardware,
     batch: int,
@@ -110,7 +110,7 @@ def smallest_machine(
 
 
 def fewest_devices(
-    model: Transformer,
+    model: Shape,
     *,
     memory_bytes: float,
     batch: int = 0,
@@ -147,7 +147,7 @@ def fewest_devices(
 
 
 def _plans(
-    model: Transformer,
+    model: Shape,
     device: Hardware,
     devices: int,
     batch: int,

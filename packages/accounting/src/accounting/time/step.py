@@ -18,13 +18,13 @@ from typing import Literal
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.time.collective import Collective
-from accounting.time.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.model.transformer import Transformer
+from accounting.time.collective import Collective
+from accounting.time.communication import communication
 
 OVERLAP: Mapping[str, float] = {
     "data": 2 / 3,
@@ -37,7 +37,7 @@ OVERLAP: Mapping[str, float] = {
 
 
 def step_time(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     batch: int,
@@ -95,7 +95,7 @@ def step_time(
 
 
 def collectives_on(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     batch: int,
@@ -184,7 +184,7 @@ class ScalingPoint:
 
 
 def scaling_curve(
-    model: Transformer,
+    model: Shape,
     *,
     hardware: str | Hardware,
     batch: int,
@@ -260,16 +260,12 @@ def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float
     return math.sqrt(model_bytes * latency * bandwidth)
 
 
-def _stage_flops(
-    model: Transformer, plan: Plan, batch: int, seq: int, stage: int
-) -> tuple[float, float]:
+def _stage_flops(model: Shape, plan: Plan, batch: int, seq: int, stage: int) -> tuple[float, float]:
     """Operations of one device, with what it recomputes: of matrices, and of attention.
 
     The head is on the last stage alone.
     """
     here = plan.stage_model(model, stage)
-    if stage != plan.pipeline - 1:
-        here = replace(here, vocab_size=0)
     recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
     share = plan.tensor * plan.context
     work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=True)
