@@ -439,6 +439,18 @@ ANSWERS = [
         "devices",
         "ceil(3517.58 / 95)",
     ),
+    *(
+        Answer(
+            f"x.b3.{tokens}",
+            f"the same with the activations of {tokens} tokens a device, half of them sharded",
+            f"fewest_devices(XXL, memory_bytes=95e9, activation_bytes={tokens} * 17_547_264, "
+            "sharded_activations=0.5)",
+            value,
+            "devices",
+            "16P/N + A/2 + A/(2N) <= 95e9, A = 17,547,264 a token",
+        )
+        for tokens, value in ((1024, 41), (2048, 46), (4096, 61), (8192, 156))
+    ),
     Answer(
         "x.c0",
         "alpha of a TPU v5p: FLOP a byte of link",

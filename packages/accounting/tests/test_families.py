@@ -122,8 +122,9 @@ def test_every_switch_of_every_family_changes_what_it_changes_there(family: str)
             built += 1
         except ValueError as error:
             # Refused by the name of the field that was changed.
-            assert next(iter(flip)) in str(error)
-            refused += 1
+            refused += next(iter(flip)) in str(error)
+            if next(iter(flip)) not in str(error):
+                raise
     assert built >= refused
 
 
@@ -180,14 +181,14 @@ def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
 
 
 def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) -> None:
-    text = {name: value for name, value in defaults("llama4_text").items()}
+    text = defaults("llama4_text")
     whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert Transformer.from_hf(tmp_path) == Transformer.from_hf(text)
 
 
 def test_a_name_of_the_hub_says_what_to_download() -> None:
-    with pytest.raises(FileNotFoundError, match="hf download meta-llama/Llama-3.1-8B config.json"):
+    with pytest.raises(FileNotFoundError, match=r"hf download meta-llama/Llama-3\.1-8B config"):
         Transformer.from_hf("meta-llama/Llama-3.1-8B")
-    with pytest.raises(TypeError, match="config is int; give a folder, a config.json"):
+    with pytest.raises(TypeError, match=r"config is int; give a folder, a config\.json"):
         Transformer.from_hf(3)

@@ -21,7 +21,7 @@ from accounting import (
     plans_that_fit,
     training_memory,
 )
-from accounting.__main__ import main, read_model
+from accounting.cli.main import main, read_model
 from accounting.hardware import find
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states

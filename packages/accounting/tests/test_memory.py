@@ -202,6 +202,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
         "amp_bf16": 16,
         "mixed_bf16": 16,
         "mixed_fp16": 16,
+        "fsdp_bf16": 16,
         "megatron_bf16": 18,
         "deepseek_v3": 13,
         "adam_8bit": 10 + Fraction(8, 256),

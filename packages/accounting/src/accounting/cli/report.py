@@ -82,7 +82,7 @@ def report(
     batch: int,
     seq: int,
     precision: str = "mixed_bf16",
-    efficiency: float = 0.5,
+    efficiency: float | None = None,
 ) -> Report:
     """Work out everything for one plan."""
     kind = recipe(precision)

@@ -29,6 +29,7 @@ def activations(
     dropout: bool = False,
     fused_norm: bool = True,
     fused_projections: bool = False,
+    fused_gate: bool = False,
     stage: int = 0,
 ) -> Breakdown:
     """Bytes that one device keeps of one micro-batch of the layers of its stage, without the head.
@@ -37,8 +38,9 @@ def activations(
     each of `seq / context` tokens. A norm that is not one kernel (torch's RMSNorm on the CPU, or
     one written out) keeps its normalised values too: `fused_norm=False`. Under autocast each linear
     layer casts its input for itself, unless query, key and value are one matrix and gate and up
-    another: `fused_projections=True`. `plan.recompute` says what is kept: everything, everything
-    but the attention's core, or only the input of each block.
+    another: `fused_projections=True`. A kernel that makes the gated product in one go keeps gate
+    and up and not the gate's activation: `fused_gate=True`. `plan.recompute` says what is kept:
+    everything, everything but the attention's core, or only the input of each block.
     """
     plan = plan or Plan()
     checks.whole("batch", batch)
@@ -52,7 +54,7 @@ def activations(
         inputs = block.stream("block inputs", layers=here.layers, bytes=block.wide)
         return total(f"activations of {model.name}", "B", inputs)
     keep_core = plan.recompute == "none"
-    block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections)
+    block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections, fused_gate)
     return total(
         f"activations of {model.name}",
         "B",
@@ -85,15 +87,20 @@ def head_activations(
         return total("head and loss", "B")
     rows = Fraction(model.vocab_size, tensor)
     cast = size if logit != size else 0
+    in_norm = wide if fused_norm else max(wide, Fraction(4))
     normed = int(model.final_norm and model.norm != "none")
     width = model.d_model
     return total(
         "head and loss",
         "B",
         product("token ids and targets", "B", tokens=tokens, tensors=2, bytes=8),
-        product("norm input", "B", tokens=tokens * normed, d_model=width, bytes=wide),
+        product("norm input", "B", tokens=tokens * normed, d_model=width, bytes=in_norm),
         product(
-            "normalised", "B", tokens=tokens * normed * (not fused_norm), d_model=width, bytes=wide
+            "normalised",
+            "B",
+            tokens=tokens * normed * (not fused_norm),
+            d_model=width,
+            bytes=in_norm,
         ),
         product(
             "norm statistics", "B", tokens=tokens * normed, numbers=_statistics(model), bytes=4
@@ -118,11 +125,15 @@ class _Tensors:
         kind: Precision,
         fused_norm: bool,
         fused_projections: bool,
+        fused_gate: bool = False,
     ) -> None:
+        self.fused_gate = fused_gate
         self.model, self.plan, self.tokens = model, plan, tokens
         self.size = bytes_of(kind.activations)
         self.wide = bytes_of(kind.stream) if kind.stream else self.size
         self.fused_norm = fused_norm
+        # A norm of several operators works in fp32, and keeps its input and its result so.
+        self.normed = self.wide if fused_norm else max(self.wide, Fraction(4))
         # A wide stream is cast once for every linear layer that reads it.
         self.casts = kind.stream is not None and not fused_projections
         self.residual_split = plan.tensor if plan.sequence_parallel else 1
@@ -159,8 +170,8 @@ class _Tensors:
         numbers = _statistics(model)
         tokens = Fraction(self.tokens, self.residual_split)
         return [
-            self.stream("norm input", layers=kept, bytes=self.wide),
-            self.stream("normalised", layers=kept * (not self.fused_norm), bytes=self.wide),
+            self.stream("norm input", layers=kept, bytes=self.normed),
+            self.stream("normalised", layers=kept * (not self.fused_norm), bytes=self.normed),
             product("norm statistics", "B", norms=kept, tokens=tokens, numbers=numbers, bytes=4),
         ]
 
@@ -221,16 +232,16 @@ class _Tensors:
             "B",
             *self.norm(model.layers, _norms_before(model)[1]),
             self.stream("input", layers=own_input * readers),
-            self.split("hidden", layers=layers, width=_hidden(model) * model.d_ff),
+            self.split("hidden", layers=layers, width=self.hidden() * model.d_ff),
             self.stream("dropout mask", layers=model.layers if dropout else 0, bytes=1),
         )
 
     def experts(self) -> Breakdown:
         """Every token visits several experts: its copies, their hidden layers and their outputs."""
-        model, experts = self.model, self.model.experts
+        experts = self.model.experts
         if experts is None:
             return total("experts", "B")
-        layers, k, hidden = len(experts.layers or ()), experts.per_token, _hidden(model)
+        layers, k, hidden = len(experts.layers or ()), experts.per_token, self.hidden()
         return total(
             "experts",
             "B",
@@ -244,6 +255,14 @@ class _Tensors:
             self.split("shared hidden", layers=layers, width=hidden * experts.shared),
         )
 
+    def hidden(self) -> int:
+        """Tensors of the hidden width that an MLP keeps."""
+        model = self.model
+        if model.gated_mlp:
+            # ReLU's output is one of the two factors already.
+            return 3 if model.activation == "relu" or self.fused_gate else 4
+        return 1 if model.activation == "relu" else 2
+
     def mixers(self) -> Breakdown:
         """What recurrent layers keep: their input and the numbers that their records say."""
         parts = []
@@ -252,14 +271,6 @@ class _Tensors:
             parts.append(self.stream(f"input of {mixer.name}", layers=layers))
             parts.append(self.split(mixer.name, layers=layers, width=mixer.kept))
         return total("mixers", "B", *parts)
-
-
-def _hidden(model: Shape) -> int:
-    """Tensors of the hidden width that an MLP saves."""
-    if model.gated_mlp:
-        # ReLU's output is one of the two factors already.
-        return 3 if model.activation == "relu" else 4
-    return 1 if model.activation == "relu" else 2
 
 
 def _statistics(model: Shape) -> int:

@@ -77,7 +77,11 @@ class Ledger(TorchDispatchMode):
             error.add_note(f"alive when it came, {binary_size(self.now)}:\n{self.table()}")
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, then count what it made."""
         result = func(*args, **(kwargs or {}))
@@ -202,7 +206,7 @@ def fits(
                     result = (loss or _loss)(_call(shadow, inputs))
                 ledger.phase = "backward"
                 with _gradients(ledger, shadow):
-                    result.backward()  # type: ignore[no-untyped-call]
+                    result.backward()
                 del result
                 if made is not None:
                     ledger.phase = "optimizer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 
 from accounting import checks
@@ -12,12 +13,13 @@ from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, split
 from accounting.precision import Precision, bytes_of, recipe
 
 
 def peak_memory(
     model: Shape,
+    plan: Plan | None = None,
     *,
     batch: int,
     seq: int,
@@ -29,26 +31,39 @@ def peak_memory(
     gradients_kept: bool = False,
     checkpointed: bool = False,
 ) -> Breakdown:
-    """The most that one device holds at one time in a plain training loop, once it has made a step.
+    """The most that one device holds at one time in a training loop, once it has made a step.
 
     Not everything is alive at once: where gradients are set to None they are not there yet when the
     backward starts, and activations are gone when the optimizer runs. Each block of the backward
     frees its activations and leaves its gradients, so the peak is at an end: at the start, inside
-    the last or the first block (run again there where blocks are `checkpointed`), or in the
-    optimizer. `gradients_kept` is for loops that keep them (accumulation, buckets); `foreach` is
-    torch's default on a GPU, where the optimizer takes the square root of all second moments in one
-    go.
+    the last, the last but one or the first block (run again there where blocks are `checkpointed`),
+    or in the optimizer. `gradients_kept` is for loops that keep them (accumulation, buckets);
+    `foreach` is torch's default on a GPU, where the optimizer takes the square root of all second
+    moments in one go.
+
+    A `plan` may shard states over data ranks. ZeRO-3 is torch's FSDP2, a group for each block and
+    one for the ends: these stay gathered all through the backward with the gradient of the head
+    whole, while one block is at work, the next is gathered and the one before is reduced.
     """
     checks.whole("batch", batch)
     checks.whole("seq", seq)
+    plan = plan or Plan()
+    if plan.tensor * plan.pipeline * plan.context * plan.microbatches > 1:
+        raise ValueError("peak_memory follows data parallelism alone; training_memory knows more")
+    checkpointed = checks.flag("checkpointed", checkpointed) or plan.recompute == "full"
     kind = recipe(precision)
-    states = {part.name: part for part in model_states(_count(model), precision=kind)}
     everything = _count(model)
+    states = {
+        part.name: part
+        for part in model_states(everything, data=plan.data, zero=plan.zero, precision=kind)
+    }
+    share = plan.data if plan.zero >= 2 else 1
+    local = replace(plan, recompute="full" if checkpointed else "none", devices=0)
 
-    def held(layers: Shape, recompute: str) -> Breakdown:
+    def held(layers: Shape, plan: Plan) -> Breakdown:
         return activations(
             layers,
-            Plan(recompute=recompute),
+            plan,
             batch=batch,
             seq=seq,
             precision=kind,
@@ -59,50 +74,129 @@ def peak_memory(
 
     def moment(when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         size = bytes_of(kind.gradients)
+        kept = split(gradients, share)
         return total(
             f"peak memory of {model.name}, {when}",
             "B",
             states["weights"],
-            product("gradients", "B", parameters=gradients, bytes=size) if gradients else None,
-            states["optimizer"],
+            product("gradients", "B", parameters=kept, bytes=size) if kept else None,
+            states.get("optimizer"),
             *parts,
         )
 
-    cast = product(
-        "cast weights",
-        "B",
-        parameters=_matrix_parameters(model),
-        bytes=bytes_of(kind.cast_weights) if kind.cast_weights else Fraction(0),
-    )
-    kept = held(model, "full" if checkpointed else "none")
-    head = head_activations(model, tokens=batch * seq, precision=kind, fused_norm=fused_norm)
-    before = times(
-        "activations of the blocks before", kept, share=Fraction(model.layers - 1, model.layers)
-    )
+    whole = _Whole(model, plan, kind)
+    tokens = batch // plan.data * seq
+    kept = held(model, local)
+    head = head_activations(model, tokens=tokens, precision=kind, fused_norm=fused_norm)
+
+    def before(blocks: int) -> Breakdown | None:
+        share = Fraction(max(0, blocks), model.layers)
+        return times("activations of the blocks before", kept, share=share)
+
+    everywhere = everything * gradients_kept
     moments = [
         moment(
             "at the start of the backward",
-            cast,
+            whole.cast(),
+            whole.gathered(blocks=0),
             Breakdown("activations", "B", parts=kept.parts),
             head,
-            gradients=everything * gradients_kept,
+            gradients=everywhere,
         ),
-        moment("in the optimizer", _roots(model, kind, foreach), gradients=everything),
+        moment("in the optimizer", _roots(model, kind, foreach, plan), gradients=everything),
     ]
     later = everything if gradients_kept else everything - _first_block_and_table(model)
-    block = held(one_layer(model), "none")
-    for part, alive in _inside(model, block, batch * seq, kind, None if flash else seq):
+    block = held(one_layer(model), replace(local, recompute="none"))
+    for part, alive in _inside(model, block, tokens, kind, None if flash else seq):
+        # In its MLP a block has no gradients yet, in its attention it has most of them.
+        grown = part == "attention"
         moments += [
             moment(
                 f"in the last block's {part}",
-                cast,
-                before,
+                whole.cast(),
+                whole.gathered(blocks=2, head=True, grown=grown),
+                before(model.layers - 1),
                 alive,
-                gradients=everything * gradients_kept,
+                gradients=everywhere,
             ),
-            moment(f"in the first block's {part}", cast, alive, gradients=later),
+            moment(
+                f"in the first block's {part}",
+                whole.cast(),
+                whole.gathered(
+                    blocks=1,
+                    done=model.layers - 1,
+                    head=True,
+                    grown=grown,
+                    reduced=model.layers > 1,
+                ),
+                alive,
+                gradients=later,
+            ),
         ]
+        if plan.zero == 3 and model.layers > 2:
+            moments.append(
+                moment(
+                    f"in the last block but one's {part}",
+                    whole.gathered(blocks=2, done=1, head=True, grown=grown, reduced=True),
+                    before(model.layers - 2),
+                    alive,
+                    gradients=everywhere or whole.block,
+                )
+            )
     return max(moments, key=lambda moment: moment.total)
+
+
+class _Whole:
+    """What is whole for a while: the copy in fewer bytes, and what ZeRO-3 gathers and reduces."""
+
+    def __init__(self, model: Shape, plan: Plan, kind: Precision) -> None:
+        self.model, self.plan, self.kind = model, plan, kind
+        inside = [m for m in all_matrices(model) if m.layers is not None]
+        self.block = sum(m.size for m in matrices(one_layer(model)) if m.layers is not None)
+        self.ends = _count(model) - sum(m.size for m in inside)
+        self.size = bytes_of(kind.cast_weights or kind.weights)
+        table = model.vocab_size * model.embedding_dim if model.lm_head else 0
+        self.head = table + (model.norm_vectors * model.d_model if model.final_norm else 0)
+
+    def cast(self) -> Breakdown | None:
+        """Autocast's copies of the matrices, which the graph keeps."""
+        if self.plan.zero == 3 or not self.kind.cast_weights:
+            return None
+        count = _matrix_parameters(self.model)
+        return product("cast weights", "B", parameters=count, bytes=self.size)
+
+    def gathered(
+        self,
+        *,
+        blocks: int,
+        done: int = 0,
+        head: bool = False,
+        grown: bool = False,
+        reduced: bool = False,
+    ) -> Breakdown | None:
+        """The ends, and of the blocks those at work, gathered ahead, and reduced."""
+        if self.plan.zero < 3 or self.plan.data == 1:
+            return None
+        if not self.plan.reshard_after_forward:
+            # Each is freed when its own backward is done.
+            blocks = self.model.layers - done
+        blocks = min(blocks, self.model.layers)
+        return total(
+            "gathered",
+            "B",
+            product("weights of the ends", "B", parameters=self.ends, bytes=self.size),
+            product(
+                "weights of blocks", "B", blocks=blocks, parameters=self.block, bytes=self.size
+            ),
+            product("gradient of the head", "B", parameters=head * self.head, bytes=self.size),
+            product("gradients of a block", "B", parameters=grown * self.block, bytes=self.size),
+            product(
+                "gradients being reduced",
+                "B",
+                parameters=reduced * self.block,
+                bytes=bytes_of(self.kind.gradients),
+            ),
+        )
 
 
 def _inside(
@@ -126,12 +220,13 @@ def _inside(
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
-def _roots(model: Shape, kind: Precision, foreach: bool) -> Breakdown:
+def _roots(model: Shape, kind: Precision, foreach: bool, plan: Plan) -> Breakdown:
     """Adam's square roots of second moments: of all parameters, or of one and its denominator."""
+    count = _count(model) if foreach else 2 * _largest(model)
     return product(
         "square roots",
         "B",
-        parameters=_count(model) if foreach else 2 * _largest(model),
+        parameters=split(count, plan.data if plan.zero else 1),
         bytes=bytes_of(kind.moments[-1]) if kind.moments else Fraction(0),
     )
 

@@ -25,6 +25,7 @@ def training_memory(
     precision: str | Precision = "fp32",
     flash: bool = True,
     dropout: bool = False,
+    fused_gate: bool = False,
     stage: int | None = None,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = ("query", "value"),
@@ -42,15 +43,27 @@ def training_memory(
     checks.whole("lora_rank", lora_rank, least=0)
     plan.check(model, batch=batch, seq=seq)
     kind = recipe(precision)
-    if stage is None:
-        every = [
-            _stage_memory(model, plan, batch, seq, kind, flash, dropout, s, lora_rank, lora_targets)
-            for s in range(plan.pipeline)
-        ]
-        return max(every, key=lambda memory: memory.total)
-    return _stage_memory(
-        model, plan, batch, seq, kind, flash, dropout, stage, lora_rank, lora_targets
+    if stage is not None:
+        return _stage_memory(
+            model,
+            plan,
+            batch,
+            seq,
+            kind,
+            flash,
+            dropout,
+            fused_gate,
+            stage,
+            lora_rank,
+            lora_targets,
+        )
+    every = (
+        _stage_memory(
+            model, plan, batch, seq, kind, flash, dropout, fused_gate, each, lora_rank, lora_targets
+        )
+        for each in range(plan.pipeline)
     )
+    return max(every, key=lambda memory: memory.total)
 
 
 def model_states(
@@ -148,6 +161,7 @@ def _stage_memory(
     kind: Precision,
     flash: bool,
     dropout: bool,
+    fused_gate: bool,
     stage: int,
     lora_rank: int,
     lora_targets: Sequence[str],
@@ -158,7 +172,15 @@ def _stage_memory(
     if not batch:
         return total(name, "B", *states)
     one = activations(
-        model, plan, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout, stage=stage
+        model,
+        plan,
+        batch=batch,
+        seq=seq,
+        precision=kind,
+        flash=flash,
+        dropout=dropout,
+        fused_gate=fused_gate,
+        stage=stage,
     )
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
     sequences = batch // (plan.data * plan.microbatches)

@@ -1,4 +1,9 @@
-"""Which plans fit the memory of a device, which is fastest, and how few devices will do."""
+"""Which plans fit the memory of a device, which is fastest, and how few devices will do.
+
+All axes are tried: tensor, pipeline with its chunks, context, expert, ZeRO, recomputation, the size
+of a micro-batch. Tens of thousands of plans are put in order by an estimate that is arithmetic on a
+few numbers, and only those in front are worked out in full.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from accounting import checks
+from accounting.flops import flops
 from accounting.hardware import Hardware, find
-from accounting.memory.training import training_memory
+from accounting.memory.activations import activations
+from accounting.memory.training import device_parameters, one_layer, training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan
-from accounting.precision import Precision
+from accounting.precision import Precision, bytes_of, recipe
 from accounting.time.step import step_time
 
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
@@ -27,6 +34,7 @@ class Candidate:
     memory_bytes: float
     """Of the fullest device."""
     step_seconds: float
+    """As modelled; `accounting.time.published.predicted` makes an interval of it."""
 
 
 def plans_that_fit(
@@ -38,38 +46,51 @@ def plans_that_fit(
     seq: int,
     precision: str | Precision = "mixed_bf16",
     share_of_memory: float = 0.9,
-    efficiency: float = 0.5,
+    memory_bytes: float | None = None,
+    efficiency: float | None = None,
+    most: int = 8,
     **given: Any,
 ) -> list[Candidate]:
-    """Every plan over all `devices` whose fullest device has room, the fastest first.
+    """Plans over all `devices` whose fullest device has room, the fastest first, at most `most`.
 
     Fields of `Plan` that are `given` are kept; all others are tried. Tensor parallelism stays
-    inside a node. `share_of_memory` leaves the rest to buffers and fragmentation.
+    inside a node. `share_of_memory` leaves the rest to buffers and fragmentation; `memory_bytes`
+    replaces what the device has.
     """
-    device = find(hardware)
+    device, kind = find(hardware), recipe(precision)
     checks.whole("devices", devices)
     checks.whole("batch", batch)
     checks.whole("seq", seq)
+    checks.whole("most", most)
     checks.number("share_of_memory", share_of_memory, most=1)
     for name in given:
         checks.choice("a field of the plan", name, AXES)
-    room = device.memory_bytes * share_of_memory
-    found = []
-    for plan in _plans(model, device, devices, batch, seq, given):
-        need = float(training_memory(model, plan, batch=batch, seq=seq, precision=precision).total)
+    room = checks.number("memory_bytes", memory_bytes or device.memory_bytes) * share_of_memory
+    device.peak(kind.compute)
+    order = sorted(
+        _estimates(model, device, devices, batch, seq, kind, room, given),
+        key=lambda found: found[0],
+    )
+    found: list[Candidate] = []
+    for _, fields_of_plan in order:
+        try:
+            plan = Plan(**fields_of_plan)
+            plan.check(model, batch=batch, seq=seq)
+        except ValueError:
+            # This combination cannot be; the next one may.
+            continue
+        run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": kind}
+        need = max(
+            float(training_memory(model, plan, stage=stage, fused_gate=True, **run).total)
+            for stage in {0, plan.pipeline - 1}
+        )
         if need > room:
             continue
-        seconds = step_time(
-            model,
-            plan,
-            batch=batch,
-            seq=seq,
-            hardware=device,
-            efficiency=efficiency,
-            precision=precision,
-        )
+        seconds = step_time(model, plan, hardware=device, efficiency=efficiency, **run)
         found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
-    return sorted(found, key=lambda candidate: candidate.step_seconds)
+        if len(found) >= max(2 * most, 12):
+            break
+    return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
 
 def smallest_machine(
@@ -80,7 +101,7 @@ def smallest_machine(
     seq: int,
     precision: str | Precision = "mixed_bf16",
     share_of_memory: float = 0.9,
-    efficiency: float = 0.5,
+    efficiency: float | None = None,
     most: int = 1 << 14,
     **given: Any,
 ) -> list[Candidate]:
@@ -118,21 +139,26 @@ def fewest_devices(
     precision: str | Precision = "fp32",
     zero: int = 3,
     most: int = 1 << 20,
+    activation_bytes: float = 0,
+    sharded_activations: float = 0.0,
 ) -> int:
     """The smallest number of data-parallel devices on which the model trains; `ValueError` if none.
 
     Each device takes `batch` sequences of its own, so adding devices shards states but not
-    activations.
+    activations. `activation_bytes` are added to what a device holds, a share of
+    `sharded_activations` of them divided among all devices.
     """
-
     checks.number("memory_bytes", memory_bytes)
     checks.whole("batch", batch, least=0)
     checks.whole("most", most)
+    checks.number("activation_bytes", activation_bytes, open=False)
+    checks.number("sharded_activations", sharded_activations, most=1, open=False)
 
     def fits(devices: int) -> bool:
         plan = Plan(data=devices, zero=zero)
         need = training_memory(model, plan, batch=batch * devices, seq=seq, precision=precision)
-        return need.total <= memory_bytes
+        whole = activation_bytes * (1 - sharded_activations + sharded_activations / devices)
+        return need.total + whole <= memory_bytes
 
     if not fits(most):
         raise ValueError(
@@ -146,65 +172,95 @@ def fewest_devices(
     return low
 
 
-def _plans(
+def _estimates(
     model: Shape,
     device: Hardware,
     devices: int,
     batch: int,
     seq: int,
+    kind: Precision,
+    room: float,
     given: Mapping[str, Any],
-) -> Iterator[Plan]:
-    """Every plan that can be, with the fields that are given as they are."""
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Every plan with about the seconds that it takes, of those that about fit."""
 
     def tried(name: str, others: Iterable[Any]) -> list[Any]:
         return [given[name]] if name in given else list(others)
 
-    inside = min(device.devices_per_node, devices)
-    for tensor, pipeline, context in itertools.product(
-        tried("tensor", _powers(inside)),
-        tried("pipeline", _powers(min(model.layers, devices))),
-        tried("context", _powers(min(devices, max(1, seq // 1024)))),
-    ):
-        data, rest = divmod(devices, tensor * pipeline * context)
-        if rest or not data or batch % data or given.get("data", data) != data:
-            continue
-        experts = [e for e in _powers(data * context) if e == 1 or model.experts]
-        # One sequence at a time, all of them at once, and the powers of two between.
-        most = batch // data
-        pieces = [most // size for size in _powers(most) if most % size == 0]
-        chunks = [v for v in (1, 2, 4) if v == 1 or 1 < pipeline * v <= model.layers]
-        for expert, microbatches, virtual in itertools.product(
-            tried("expert", experts),
-            tried("microbatches", sorted({1, *pieces})),
-            tried("virtual_stages", chunks),
+    layer = one_layer(model)
+    work = float(flops(model, seq=seq, batch=batch).total) / devices
+    seconds = work / (0.7 * device.peak(kind.compute))
+    again = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+    weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
+    state = float(kind.bytes_per_parameter) - weight - gradient
+    for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
+        dense, routed = device_parameters(model, Plan(tensor=tensor))
+        sequence = given.get("sequence_parallel", tensor > 1)
+        kept = {}
+        for how in tried("recompute", again):
+            plan = Plan(tensor=tensor, sequence_parallel=sequence, recompute=how)
+            kept[how] = float(activations(layer, plan, batch=1, seq=1, precision=kind).total)
+        for pipeline, context in itertools.product(
+            tried("pipeline", _powers(min(model.layers, devices))),
+            tried("context", _powers(min(devices, max(1, seq // 1024)))),
         ):
-            for zero, recompute, offload in itertools.product(
+            data, rest = divmod(devices, tensor * pipeline * context)
+            if rest or not data or batch % data or given.get("data", data) != data:
+                continue
+            each = batch // data
+            chunks = [v for v in (1, 2, 4, 8) if v == 1 or 1 < pipeline * v <= model.layers]
+            sizes = [size for size in (1, 2, 4, each) if each % size == 0 and size <= each]
+            most = _powers(data * context) if model.experts else [1]
+            for expert, microbatches, virtual, zero in itertools.product(
+                tried("expert", most),
+                tried("microbatches", sorted({each // size for size in sizes})),
+                tried("virtual_stages", chunks),
                 tried("zero", (0, 1, 2, 3) if data * context > 1 else (0,)),
-                tried("recompute", ("none", "selective", "full")),
-                tried("offload", ("none",)),
             ):
-                schedule = given.get("schedule", "interleaved" if virtual > 1 else "1f1b")
-                try:
-                    plan = Plan(
-                        data=data,
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        context=context,
-                        expert=expert,
-                        zero=zero,
-                        microbatches=microbatches,
-                        schedule=schedule,
-                        virtual_stages=virtual,
-                        sequence_parallel=given.get("sequence_parallel", tensor > 1),
-                        recompute=recompute,
-                        reshard_after_forward=given.get("reshard_after_forward", True),
-                        offload=offload,
-                    )
-                    plan.check(model, batch=batch, seq=seq)
-                except ValueError:
-                    # This combination cannot be; the next one may.
+                if each % microbatches or (virtual > 1 and microbatches % pipeline):
                     continue
-                yield plan
+                schedule = given.get("schedule", "interleaved" if virtual > 1 else "1f1b")
+                held = dense / pipeline / (data * context), routed / pipeline / (data * context)
+                held_whole = (dense + routed / expert) / pipeline
+                shards = sum(held)
+                need = weight * (shards if zero == 3 else held_whole)
+                need += gradient * (shards if zero >= 2 else held_whole)
+                need += state * (shards if zero else held_whole)
+                tokens = each / microbatches * seq / context
+                flight = min(microbatches, pipeline) if schedule != "gpipe" else microbatches
+                bubble = (pipeline - 1) / (microbatches * virtual)
+                # What shows of the traffic: tensor parallelism's, the gathers of every micro-batch.
+                moved = 8 * model.layers / pipeline * tokens * microbatches * model.d_model
+                exposed = moved * (tensor > 1) / device.node_link.bandwidth
+                if expert > 1 and model.experts:
+                    inside = device.devices_per_node // tensor
+                    link = device.node_link if expert <= inside else device.network
+                    exposed += moved * model.experts.per_token / link.bandwidth
+                sent = held_whole * 2 / device.network.bandwidth * min(8, tensor * data)
+                gathers = 3 * microbatches if zero == 3 else microbatches if zero == 2 else 1
+                exposed += max(0.0, sent / 8 * gathers - seconds)
+                for how, one in kept.items():
+                    if need + one * tokens * model.layers / pipeline * flight > 1.1 * room:
+                        continue
+                    for offload in tried("offload", ("none",)):
+                        yield (
+                            (seconds * again[how] + exposed) * (1 + bubble),
+                            {
+                                "data": data,
+                                "tensor": tensor,
+                                "pipeline": pipeline,
+                                "context": context,
+                                "expert": expert,
+                                "zero": zero,
+                                "microbatches": microbatches,
+                                "schedule": schedule,
+                                "virtual_stages": virtual,
+                                "sequence_parallel": sequence,
+                                "recompute": how,
+                                "reshard_after_forward": given.get("reshard_after_forward", True),
+                                "offload": offload,
+                            },
+                        )
 
 
 def _powers(most: int) -> list[int]:
