@@ -58,8 +58,8 @@ def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:
 
 
 def test_llama_3_405b_has_room_at_its_published_layout() -> None:
-    # Table 4, first row: gradients sharded, nothing recomputed (section 3.3.2), and a schedule whose
-    # depth they chose by the memory that it takes: here 1F1B, the one that keeps least.
+    # Table 4, first row: gradients sharded, nothing recomputed (section 3.3.2). How deep they
+    # interleave is not published; 1F1B keeps least.
     run = _llama3(64, 2048, 430)
     plan = Plan(
         tensor=8,

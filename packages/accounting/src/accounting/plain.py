@@ -7,7 +7,7 @@ This page is the specification: the package gives these numbers and knows more k
 from math import ceil
 
 
-def parameters(layers, d, heads, kv_heads, d_ff, vocab):
+def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int) -> int:
     """Query and out are (d, d), key and value narrower by kv_heads / heads; an MLP has three."""
     attention = 2 * d * d + 2 * d * (d // heads * kv_heads)
     mlp = 3 * d * d_ff
@@ -15,7 +15,9 @@ def parameters(layers, d, heads, kv_heads, d_ff, vocab):
     return layers * (attention + mlp + norms) + 2 * vocab * d + d
 
 
-def flops(layers, d, heads, kv_heads, d_ff, vocab, batch, seq):
+def flops(
+    layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int, batch: int, seq: int
+) -> int:
     """Of a training step: a multiply and an add an entry and token forward, twice that backward.
 
     Attention multiplies each query with the keys before it and itself, s(s+1)/2 pairs, and each
@@ -27,7 +29,7 @@ def flops(layers, d, heads, kv_heads, d_ff, vocab, batch, seq):
     return 3 * forward
 
 
-def states(count, ranks, zero):
+def states(count: int, ranks: int, zero: int) -> int:
     """Weights, gradients and Adam in mixed precision: 2 + 2 + 12 bytes a parameter.
 
     ZeRO shards the optimizer from stage 1 on, gradients from 2, weights from 3 (Rajbhandari et al.
@@ -40,7 +42,9 @@ def states(count, ranks, zero):
     return weights + gradients + optimizer
 
 
-def activations(layers, d, heads, kv_heads, d_ff, tokens, bytes=2):
+def activations(
+    layers: int, d: int, heads: int, kv_heads: int, d_ff: int, tokens: int, bytes: int = 2
+) -> int:
     """What the blocks keep for the backward, each tensor once, with flash attention.
 
     A norm keeps its input and one number a token, a linear layer its input, the gated product its
@@ -54,17 +58,17 @@ def activations(layers, d, heads, kv_heads, d_ff, tokens, bytes=2):
     return layers * tokens * (norms + attention + mlp)
 
 
-def cache(layers, d, heads, kv_heads, tokens, bytes=2):
+def cache(layers: int, d: int, heads: int, kv_heads: int, tokens: int, bytes: int = 2) -> int:
     """Keys and values of every token in every layer."""
     return 2 * layers * (d // heads * kv_heads) * tokens * bytes
 
 
-def ring(payload, ranks):
+def ring(payload: float, ranks: int) -> float:
     """Bytes that one device sends in a ring all-reduce: each half sends (n-1)/n of the payload."""
     return 2 * (ranks - 1) * payload / ranks
 
 
-def data_parallel(count, ranks, zero):
+def data_parallel(count: int, ranks: int, zero: int) -> float:
     """Bytes that one device sends a step, in 16 bits, where nothing is accumulated."""
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:
@@ -74,11 +78,18 @@ def data_parallel(count, ranks, zero):
     return 3 * half  # weights gathered for the forward and for the backward, gradients scattered
 
 
-def bubble(stages, microbatches):
+def bubble(stages: int, microbatches: int) -> float:
     """Idle share of a pipeline's work (Narayanan et al. 2021, section 2.2)."""
     return (stages - 1) / microbatches
 
 
-def days(step_flops, tokens_a_step, tokens, devices, peak, utilisation):
+def days(
+    step_flops: float,
+    tokens_a_step: float,
+    tokens: float,
+    devices: int,
+    peak: float,
+    utilisation: float,
+) -> float:
     """How long a run takes at a share of the peak."""
     return step_flops * tokens / tokens_a_step / (devices * peak * utilisation) / 86_400

@@ -103,6 +103,15 @@ def peak_memory(
             head,
             gradients=everywhere,
         ),
+        moment(
+            "at the end of the forward",
+            whole.cast(),
+            whole.gathered(blocks=0, buffer=True),
+            Breakdown("activations", "B", parts=kept.parts),
+            # The gradient of the logits is not there yet.
+            Breakdown("head and loss", "B", parts=head.parts[:-1]),
+            gradients=everywhere,
+        ),
         moment("in the optimizer", _roots(model, kind, foreach, plan), gradients=everything),
     ]
     later = everything if gradients_kept else everything - _first_block_and_table(model)
@@ -170,6 +179,7 @@ class _Whole:
         *,
         blocks: int,
         done: int = 0,
+        buffer: bool = False,
         head: bool = False,
         grown: bool = False,
         reduced: bool = False,
@@ -187,6 +197,9 @@ class _Whole:
             product("weights of the ends", "B", parameters=self.ends, bytes=self.size),
             product(
                 "weights of blocks", "B", blocks=blocks, parameters=self.block, bytes=self.size
+            ),
+            product(
+                "buffer of the last gather", "B", parameters=buffer * self.block, bytes=self.size
             ),
             product("gradient of the head", "B", parameters=head * self.head, bytes=self.size),
             product("gradients of a block", "B", parameters=grown * self.block, bytes=self.size),
@@ -210,9 +223,10 @@ def _inside(
         hidden = model.experts.per_token * model.experts.width + model.experts.shared
     scores = 3 * model.qk_dim if keys is None else 2 * keys
     size = bytes_of(kind.activations)
+    core = (block["attention"],) if "attention" in block else ()
     for part, saved, width in (
         ("MLP", block.parts, 2 * hidden),
-        ("attention", (block["attention"],), model.heads * scores),
+        ("attention", core, model.heads * scores),
     ):
         gradients = product(
             "gradients in flight", "B", tokens=tokens, width=model.d_model + width, bytes=size

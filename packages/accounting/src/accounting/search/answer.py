@@ -138,7 +138,10 @@ def plan_for(
         price = checks.number("usd_per_hour", usd_per_hour, open=False)
     kind = recipe(precision or ("megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"))
     if batch is None:
-        batch = max(TOKENS_A_STEP // seq, gpus // 8, 1)
+        batch = max(TOKENS_A_STEP // seq, 1)
+        # A multiple of the devices, so that any number of them may share it.
+        unit = gpus if batch > gpus else max(1, gpus // 8)
+        batch = -(-max(batch, unit) // unit) * unit
     found = plans_that_fit(
         model,
         hardware=device,

@@ -194,6 +194,8 @@ def _estimates(
     weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
     state = float(kind.bytes_per_parameter) - weight - gradient
     for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
+        if "tensor" not in given and (model.heads % tensor or model.d_ff % tensor):
+            continue
         dense, routed = device_parameters(model, Plan(tensor=tensor))
         sequence = given.get("sequence_parallel", tensor > 1)
         kept = {}
