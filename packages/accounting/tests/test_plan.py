@@ -11,6 +11,7 @@ from accounting.cli.questions import amount, serving
 from accounting.search.launch import megatron, torchtitan
 from accounting.search.plans import plans_that_fit
 from accounting.time.step import step_time
+from published_models import PUBLISHED
 
 LLAMA_405B = Transformer(
     layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256
@@ -53,6 +54,7 @@ def test_the_answer_holds_together() -> None:
 def test_the_estimate_puts_the_best_plans_in_front() -> None:
     # Against every plan worked out in full, on a question that is small enough.
     question: dict[str, Any] = {"hardware": "H100", "devices": 8, "batch": 16, "seq": 2048}
+    question |= {"context": 1, "recompute": "none"}
     model = Transformer(layers=16, d_model=4096, heads=32, vocab_size=64000)
     best = plans_that_fit(model, **question, most=1)[0]
     everything = plans_that_fit(model, **question, most=10_000)
@@ -61,6 +63,19 @@ def test_the_estimate_puts_the_best_plans_in_front() -> None:
     run = {"batch": 16, "seq": 2048, "precision": "mixed_bf16"}
     again = step_time(model, best.plan, hardware="H100", **run)
     assert again.total == best.step_seconds
+
+
+def test_the_plan_of_a_mixture_has_room_on_its_fullest_stage() -> None:
+    # Its first layers are dense, so that no end of the pipeline is the fullest stage.
+    model = Transformer.from_hf(PUBLISHED["deepseek-v3"].config)
+    answer = plan_for(model, gpus=2048, hardware="H100", tokens=14.8e12)
+    assert answer.memory.total == answer.best.memory_bytes <= 0.9 * 80e9
+    assert 0.15 < answer.mfu.middle < 0.5
+
+
+@pytest.mark.parametrize("gpus", [6, 24, 1000])
+def test_any_number_of_devices_has_a_plan(gpus: int) -> None:
+    assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
 
 def test_command_lines_multiply_to_the_devices() -> None:

@@ -49,10 +49,26 @@ def activations(
     kind = recipe(precision)
     sequences = batch // (plan.data * plan.microbatches)
     tokens = sequences * (seq // plan.context)
+    encoder = None
+    if here.encoder:
+        # It sees as many tokens as its table of positions has rows, else as many as the decoder.
+        source = here.encoder.positions or seq
+        encoder = activations(
+            here.encoder,
+            plan,
+            batch=batch,
+            seq=source,
+            precision=precision,
+            flash=flash,
+            dropout=dropout,
+            fused_norm=fused_norm,
+            fused_projections=fused_projections,
+        )
     if plan.recompute == "full":
         block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections)
         inputs = block.stream("block inputs", layers=here.layers, bytes=block.wide)
-        return total(f"activations of {model.name}", "B", inputs)
+        more = total("encoder", "B", *encoder.parts) if encoder else None
+        return total(f"activations of {model.name}", "B", inputs, more)
     keep_core = plan.recompute == "none"
     block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections, fused_gate)
     return total(
@@ -62,6 +78,7 @@ def activations(
         block.mlp(dropout=dropout),
         block.experts(),
         block.mixers(),
+        total("encoder", "B", *encoder.parts) if encoder else None,
     )
 
 

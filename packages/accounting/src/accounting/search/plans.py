@@ -80,15 +80,18 @@ def plans_that_fit(
             # This combination cannot be; the next one may.
             continue
         run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": kind}
+        # Alike stages need most at an end or next to it; unlike ones are all worked out.
+        unlike = bool(model.experts or model.mixers or model.extra)
+        ends = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
         need = max(
             float(training_memory(model, plan, stage=stage, fused_gate=True, **run).total)
-            for stage in {0, plan.pipeline - 1}
+            for stage in (range(plan.pipeline) if unlike else ends)
         )
         if need > room:
             continue
         seconds = step_time(model, plan, hardware=device, efficiency=efficiency, **run)
         found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
-        if len(found) >= max(2 * most, 12):
+        if len(found) >= max(2 * most, 40):
             break
     return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
@@ -238,9 +241,14 @@ def _estimates(
                     inside = device.devices_per_node // tensor
                     link = device.node_link if expert <= inside else device.network
                     exposed += moved * model.experts.per_token / link.bandwidth
-                sent = held_whole * 2 / device.network.bandwidth * min(8, tensor * data)
+                ports = max(1, device.devices_per_node // tensor)
+                near = tensor * context * data <= device.devices_per_node
+                link_rate = device.node_link.bandwidth if near else device.network.bandwidth * ports
+                sent = 2 * held_whole * 2 / link_rate
                 gathers = 3 * microbatches if zero == 3 else microbatches if zero == 2 else 1
-                exposed += max(0.0, sent / 8 * gathers - seconds)
+                exposed += max(0.0, sent * gathers - 2 / 3 * seconds)
+                # Every micro-batch reads all weights that the device holds, three times.
+                exposed += 3 * microbatches * 2 * held_whole / (0.8 * device.memory_bandwidth)
                 for how, one in kept.items():
                     if need + one * tokens * model.layers / pipeline * flight > 1.1 * room:
                         continue

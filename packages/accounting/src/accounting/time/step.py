@@ -134,6 +134,12 @@ def _stage_seconds(
     passes = 4.0 if plan.recompute == "full" else 3.0
     work, thin = matrix_seconds(here, plan, tokens, kind, device, passes)
     rest = elementwise_seconds(here, plan, tokens, seq, kind, device, flash)
+    if here.encoder:
+        source = here.encoder.positions or seq
+        seen = tokens * source // seq
+        more, thinner = matrix_seconds(here.encoder, plan, seen, kind, device, passes)
+        work, thin = work + more, thin + thinner
+        rest += elementwise_seconds(here.encoder, plan, seen, source, kind, device, flash)
     often = plan.microbatches
     return [
         total(
