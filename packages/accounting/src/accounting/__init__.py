@@ -14,22 +14,30 @@ from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS, Precision
-from accounting.search.answer import plan_for
-from accounting.search.plans import plans_that_fit
 from accounting.time.communication import communication
 from accounting.time.roofline import roofline
 from accounting.time.step import step_time
 
 if TYPE_CHECKING:
     from accounting.memory.ledger import Ledger, fits
+    from accounting.search.answer import plan_for
+    from accounting.search.plans import plans_that_fit
+
+
+_LATER = {
+    "Ledger": "accounting.memory.ledger",
+    "fits": "accounting.memory.ledger",
+    "plan_for": "accounting.search.answer",
+    "plans_that_fit": "accounting.search.plans",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What follows real modules needs torch, and is imported when it is asked for."""
-    if name in ("Ledger", "fits"):
-        from accounting.memory import ledger
+    """What needs torch, or all of the package, is imported when it is asked for."""
+    if name in _LATER:
+        from importlib import import_module
 
-        return getattr(ledger, name)
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module 'accounting' has no attribute {name!r}")
 
 
