@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from accounting import checks
-from accounting.activations import activations, head_activations
 from accounting.breakdown import Breakdown, Number, product, total
-from accounting.parameters import attention_matrices, lora_parameters, parameters
+from accounting.memory.activations import activations, head_activations
+from accounting.model.matrices import all_matrices, matrices
+from accounting.model.shape import Shape
+from accounting.parameters import lora_parameters
 from accounting.plan import Plan, split
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.transformer import Transformer
-
-# What tensor parallelism leaves whole on every device; all else is split over heads or hidden
-# width.
-_WHOLE = {
-    "attention": {"query down", "latent down", "out bias", "inner norms"},
-    "mlp": {"out bias"},
-    "experts": {"router", "router bias", "routed out biases", "shared gate"},
-    "norms": {"in layers", "final"},
-    "embedding": {"positions", "projections"},
-    "head": set(),
-}
-_ROUTED = {"routed", "routed input biases", "routed out biases"}
 
 
 def training_memory(
-    model: Transformer,
+    model: Shape,
     plan: Plan | None = None,
     *,
     batch: int,
@@ -36,6 +25,7 @@ def training_memory(
     precision: str | Precision = "fp32",
     flash: bool = True,
     dropout: bool = False,
+    fused_gate: bool = False,
     stage: int | None = None,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = ("query", "value"),
@@ -53,15 +43,27 @@ def training_memory(
     checks.whole("lora_rank", lora_rank, least=0)
     plan.check(model, batch=batch, seq=seq)
     kind = recipe(precision)
-    if stage is None:
-        every = [
-            _stage_memory(model, plan, batch, seq, kind, flash, dropout, s, lora_rank, lora_targets)
-            for s in range(plan.pipeline)
-        ]
-        return max(every, key=lambda memory: memory.total)
-    return _stage_memory(
-        model, plan, batch, seq, kind, flash, dropout, stage, lora_rank, lora_targets
+    if stage is not None:
+        return _stage_memory(
+            model,
+            plan,
+            batch,
+            seq,
+            kind,
+            flash,
+            dropout,
+            fused_gate,
+            stage,
+            lora_rank,
+            lora_targets,
+        )
+    every = (
+        _stage_memory(
+            model, plan, batch, seq, kind, flash, dropout, fused_gate, each, lora_rank, lora_targets
+        )
+        for each in range(plan.pipeline)
     )
+    return max(every, key=lambda memory: memory.total)
 
 
 def model_states(
@@ -101,44 +103,65 @@ def model_states(
     )
 
 
-def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
+def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, int]:
     """Parameters on one device before ZeRO shards them: all but the experts, and the experts."""
     dense = routed = 0
-    for group in parameters(plan.stage_model(model, stage)):
-        for leaf in group.leaves():
-            count = int(leaf.total)
-            if leaf.name in ("key", "value"):
-                # With fewer heads than devices, each device keeps a copy of one.
-                ranks = min(plan.tensor, model.kv_heads)
-            else:
-                ranks = 1 if leaf.name in _WHOLE[group.name] else plan.tensor
-            if leaf.name in _ROUTED:
-                routed += split(count, ranks * plan.expert)
-            else:
-                dense += split(count, ranks)
+    for matrix in all_matrices(plan.stage_model(model, stage)):
+        # With fewer heads of keys and values than devices, each device keeps a copy of one.
+        ranks = {"none": 1, "heads": min(plan.tensor, model.kv_heads)}
+        cut = ranks.get(matrix.split, plan.tensor)
+        if matrix.routed:
+            routed += split(matrix.size, cut * plan.expert)
+        else:
+            dense += split(matrix.size, cut)
     return dense, routed
 
 
-def one_layer(model: Transformer) -> Transformer:
-    """A single layer of `model`, of the kind that keeps most: with experts where it has them, and
-    without a window."""
+def one_layer(model: Shape) -> Shape:
+    """A single layer of `model`, of the kind that holds most, without a window."""
+    return max(
+        (_layer(model, layer) for layer in _kinds(model)),
+        key=lambda one: sum(matrix.size for matrix in matrices(one)),
+    )
+
+
+def _kinds(model: Shape) -> list[int]:
+    """A layer of each kind that there is."""
+    kinds: dict[tuple[object, ...], int] = {}
+    attention, mlp = set(model.attention_layers or ()), set(model.mlp_layers or ())
+    for i in range(model.layers):
+        mixed = tuple(i in mixer.layers for mixer in model.mixers)
+        kinds.setdefault((i in attention, i in mlp, i in model.expert_layers, mixed), i)
+    return list(kinds.values())
+
+
+def _layer(model: Shape, layer: int) -> Shape:
+    def has(layers: Iterable[int] | None) -> tuple[int, ...]:
+        return (0,) if layer in (layers or ()) else ()
+
+    experts = model.experts if has(model.expert_layers) else None
     return replace(
         model,
         layers=1,
-        moe_layers=(0,) if model.expert_layers else None,
-        window_layers=None,
-        window=0,
+        experts=replace(experts, layers=(0,)) if experts else None,
+        window=None,
+        attention_layers=has(model.attention_layers),
+        mlp_layers=has(model.mlp_layers),
+        mixers=tuple(replace(m, layers=(0,)) for m in model.mixers if layer in m.layers),
+        extra=tuple(replace(m, layers=(0,)) for m in model.extra if m.layers and layer in m.layers),
+        encoder=model.encoder,
     )
 
 
 def _stage_memory(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     batch: int,
     seq: int,
     kind: Precision,
     flash: bool,
     dropout: bool,
+    fused_gate: bool,
     stage: int,
     lora_rank: int,
     lora_targets: Sequence[str],
@@ -149,7 +172,15 @@ def _stage_memory(
     if not batch:
         return total(name, "B", *states)
     one = activations(
-        model, plan, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout, stage=stage
+        model,
+        plan,
+        batch=batch,
+        seq=seq,
+        precision=kind,
+        flash=flash,
+        dropout=dropout,
+        fused_gate=fused_gate,
+        stage=stage,
     )
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
     sequences = batch // (plan.data * plan.microbatches)
@@ -172,7 +203,7 @@ def _stage_memory(
     )
 
 
-def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
+def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
     """What ZeRO-3 holds whole for a while: weights in use and the next block's, and gradients.
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered, works on one block while
@@ -183,7 +214,7 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
     dense, routed = device_parameters(model, plan, stage)
     here = plan.stage_model(model, stage)
     one = one_layer(here)
-    ends = replace(one, vocab_size=0, positions=0, final_norm=False)
+    ends = replace(one, vocab_size=0, positions=0, final_norm=False, encoder=None)
     # A block's dense weights are gathered over all replicas, its experts over theirs.
     block = sum(
         device_parameters(
@@ -204,7 +235,7 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
 
 
 def _states(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     kind: Precision,
     stage: int,
@@ -243,19 +274,21 @@ def _states(
     ]
 
 
-def _lora(model: Transformer, rank: int, targets: Sequence[str]) -> int:
-    matrices = {name: (rows, columns) for name, rows, columns in attention_matrices(model)}
-    d, f = model.d_model, model.d_ff
-    matrices |= {"up": (d, f), "down": (f, d)} | ({"gate": (d, f)} if model.gated_mlp else {})
+def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
+    found = {m.name: m for m in matrices(model) if m.kind == "matrix" and m.layers}
     for target in targets:
-        if target not in matrices:
-            raise ValueError(f"lora_targets names {target!r}; there are {', '.join(matrices)}")
-    each = sum(lora_parameters(*matrices[target], rank) for target in targets)
-    return each * model.layers
+        if target not in found:
+            raise ValueError(f"lora_targets names {target!r}; there are {', '.join(found)}")
+    return sum(
+        found[target].times
+        * found[target].copies
+        * lora_parameters(found[target].rows, found[target].columns, rank)
+        for target in targets
+    )
 
 
 def _one_block(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     batch: int,
     seq: int,

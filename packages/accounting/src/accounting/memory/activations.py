@@ -13,13 +13,13 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.transformer import Transformer
 
 
 def activations(
-    model: Transformer,
+    model: Shape,
     plan: Plan | None = None,
     *,
     batch: int,
@@ -29,6 +29,7 @@ def activations(
     dropout: bool = False,
     fused_norm: bool = True,
     fused_projections: bool = False,
+    fused_gate: bool = False,
     stage: int = 0,
 ) -> Breakdown:
     """Bytes that one device keeps of one micro-batch of the layers of its stage, without the head.
@@ -37,8 +38,9 @@ def activations(
     each of `seq / context` tokens. A norm that is not one kernel (torch's RMSNorm on the CPU, or
     one written out) keeps its normalised values too: `fused_norm=False`. Under autocast each linear
     layer casts its input for itself, unless query, key and value are one matrix and gate and up
-    another: `fused_projections=True`. `plan.recompute` says what is kept: everything, everything
-    but the attention's core, or only the input of each block.
+    another: `fused_projections=True`. A kernel that makes the gated product in one go keeps gate
+    and up and not the gate's activation: `fused_gate=True`. `plan.recompute` says what is kept:
+    everything, everything but the attention's core, or only the input of each block.
     """
     plan = plan or Plan()
     checks.whole("batch", batch)
@@ -47,23 +49,41 @@ def activations(
     kind = recipe(precision)
     sequences = batch // (plan.data * plan.microbatches)
     tokens = sequences * (seq // plan.context)
+    encoder = None
+    if here.encoder:
+        # It sees as many tokens as its table of positions has rows, else as many as the decoder.
+        source = here.encoder.positions or seq
+        encoder = activations(
+            here.encoder,
+            plan,
+            batch=batch,
+            seq=source,
+            precision=precision,
+            flash=flash,
+            dropout=dropout,
+            fused_norm=fused_norm,
+            fused_projections=fused_projections,
+        )
     if plan.recompute == "full":
         block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections)
         inputs = block.stream("block inputs", layers=here.layers, bytes=block.wide)
-        return total(f"activations of {model.name}", "B", inputs)
+        more = total("encoder", "B", *encoder.parts) if encoder else None
+        return total(f"activations of {model.name}", "B", inputs, more)
     keep_core = plan.recompute == "none"
-    block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections)
+    block = _Tensors(here, plan, tokens, kind, fused_norm, fused_projections, fused_gate)
     return total(
         f"activations of {model.name}",
         "B",
         block.attention(keys=seq, flash=flash, dropout=dropout, keep_core=keep_core),
         block.mlp(dropout=dropout),
         block.experts(),
+        block.mixers(),
+        total("encoder", "B", *encoder.parts) if encoder else None,
     )
 
 
 def head_activations(
-    model: Transformer,
+    model: Shape,
     *,
     tokens: int,
     precision: str | Precision,
@@ -80,19 +100,24 @@ def head_activations(
     kind = recipe(precision)
     size, logit = bytes_of(kind.activations), bytes_of(kind.logits)
     wide = bytes_of(kind.stream) if kind.stream else size
-    if not model.vocab_size:
+    if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     rows = Fraction(model.vocab_size, tensor)
     cast = size if logit != size else 0
+    in_norm = wide if fused_norm else max(wide, Fraction(4))
     normed = int(model.final_norm and model.norm != "none")
     width = model.d_model
     return total(
         "head and loss",
         "B",
         product("token ids and targets", "B", tokens=tokens, tensors=2, bytes=8),
-        product("norm input", "B", tokens=tokens * normed, d_model=width, bytes=wide),
+        product("norm input", "B", tokens=tokens * normed, d_model=width, bytes=in_norm),
         product(
-            "normalised", "B", tokens=tokens * normed * (not fused_norm), d_model=width, bytes=wide
+            "normalised",
+            "B",
+            tokens=tokens * normed * (not fused_norm),
+            d_model=width,
+            bytes=in_norm,
         ),
         product(
             "norm statistics", "B", tokens=tokens * normed, numbers=_statistics(model), bytes=4
@@ -111,17 +136,21 @@ class _Tensors:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Shape,
         plan: Plan,
         tokens: int,
         kind: Precision,
         fused_norm: bool,
         fused_projections: bool,
+        fused_gate: bool = False,
     ) -> None:
+        self.fused_gate = fused_gate
         self.model, self.plan, self.tokens = model, plan, tokens
         self.size = bytes_of(kind.activations)
         self.wide = bytes_of(kind.stream) if kind.stream else self.size
         self.fused_norm = fused_norm
+        # A norm of several operators works in fp32, and keeps its input and its result so.
+        self.normed = self.wide if fused_norm else max(self.wide, Fraction(4))
         # A wide stream is cast once for every linear layer that reads it.
         self.casts = kind.stream is not None and not fused_projections
         self.residual_split = plan.tensor if plan.sequence_parallel else 1
@@ -158,21 +187,21 @@ class _Tensors:
         numbers = _statistics(model)
         tokens = Fraction(self.tokens, self.residual_split)
         return [
-            self.stream("norm input", layers=kept, bytes=self.wide),
-            self.stream("normalised", layers=kept * (not self.fused_norm), bytes=self.wide),
+            self.stream("norm input", layers=kept, bytes=self.normed),
+            self.stream("normalised", layers=kept * (not self.fused_norm), bytes=self.normed),
             product("norm statistics", "B", norms=kept, tokens=tokens, numbers=numbers, bytes=4),
         ]
 
     def attention(self, *, keys: int, flash: bool, dropout: bool, keep_core: bool) -> Breakdown:
-        model, layers = self.model, self.model.layers
-        if not model.heads:
+        model, layers = self.model, len(self.model.attention_layers or ())
+        if not layers:
             return total("attention", "B")
         h, qk, v = model.heads, model.qk_dim, model.v_head_dim
         # Fewer key heads than devices: each device keeps one of its own.
         g = h if model.mla else max(model.kv_heads, self.plan.tensor)
-        latents = model.q_lora_rank + model.kv_lora_rank
+        latents = model.mla.q_rank + model.mla.kv_rank if model.mla else 0
         parts = [
-            *self.norm(layers, _norms_before(model)[0]),
+            *self.norm(model.layers, _norms_before(model)[0]),
             self.stream("projection input", layers=layers * (3 if self.casts else 1)),
             self.split("queries", layers=layers, width=h * qk),
             self.split("keys", layers=layers, width=g * qk),
@@ -194,6 +223,11 @@ class _Tensors:
             )
         if model.qk_norm:
             parts.append(self.split("before the qk norm", layers=layers, width=(h + g) * qk))
+        if model.output_gate:
+            parts.append(self.split("gate and gated", layers=layers, width=2 * h * v))
+        if model.encoder:
+            # Queries and output of the look at the encoder, whose keys and values are kept too.
+            parts.append(self.split("cross attention", layers=layers, width=(h + g) * (qk + v)))
         if flash:
             parts.append(self.split("log-sum-exp", layers=layers, width=h, bytes=4))
         elif keep_core:
@@ -207,7 +241,7 @@ class _Tensors:
 
     def mlp(self, *, dropout: bool) -> Breakdown:
         model = self.model
-        layers = model.layers - len(model.expert_layers)
+        layers = len(model.mlp_layers or ())
         own_input = 0 if model.parallel_block and model.norms_per_layer == 1 else layers
         readers = 2 if self.casts and model.gated_mlp else 1
         return total(
@@ -215,41 +249,52 @@ class _Tensors:
             "B",
             *self.norm(model.layers, _norms_before(model)[1]),
             self.stream("input", layers=own_input * readers),
-            self.split("hidden", layers=layers, width=_hidden(model) * model.d_ff),
+            self.split("hidden", layers=layers, width=self.hidden() * model.d_ff),
             self.stream("dropout mask", layers=model.layers if dropout else 0, bytes=1),
         )
 
     def experts(self) -> Breakdown:
         """Every token visits several experts: its copies, their hidden layers and their outputs."""
-        model, layers = self.model, len(self.model.expert_layers)
-        k, hidden = model.experts_per_token, _hidden(model)
+        experts = self.model.experts
+        if experts is None:
+            return total("experts", "B")
+        layers, k, hidden = len(experts.layers or ()), experts.per_token, self.hidden()
         return total(
             "experts",
             "B",
             self.stream("input", layers=layers),
             product(
-                "router", "B", layers=layers, tokens=self.tokens, experts=model.experts, bytes=4
+                "router", "B", layers=layers, tokens=self.tokens, experts=experts.count, bytes=4
             ),
             self.stream("copies for experts", layers=layers * k),
-            self.split("hidden", layers=layers, width=hidden * k * model.d_expert),
+            self.split("hidden", layers=layers, width=hidden * k * experts.width),
             self.stream("outputs of experts", layers=layers * k),
-            self.split("shared hidden", layers=layers, width=hidden * model.d_shared),
+            self.split("shared hidden", layers=layers, width=hidden * experts.shared),
         )
 
+    def hidden(self) -> int:
+        """Tensors of the hidden width that an MLP keeps."""
+        model = self.model
+        if model.gated_mlp:
+            # ReLU's output is one of the two factors already.
+            return 3 if model.activation == "relu" or self.fused_gate else 4
+        return 1 if model.activation == "relu" else 2
 
-def _hidden(model: Transformer) -> int:
-    """Tensors of the hidden width that an MLP saves."""
-    if model.gated_mlp:
-        # ReLU's output is one of the two factors already.
-        return 3 if model.activation == "relu" else 4
-    return 1 if model.activation == "relu" else 2
+    def mixers(self) -> Breakdown:
+        """What recurrent layers keep: their input and the numbers that their records say."""
+        parts = []
+        for mixer in self.model.mixers:
+            layers = len(mixer.layers)
+            parts.append(self.stream(f"input of {mixer.name}", layers=layers))
+            parts.append(self.split(mixer.name, layers=layers, width=mixer.kept))
+        return total("mixers", "B", *parts)
 
 
-def _statistics(model: Transformer) -> int:
+def _statistics(model: Shape) -> int:
     return {"rmsnorm": 1, "layernorm": 2, "none": 0}[model.norm]
 
 
-def _norms_before(model: Transformer) -> tuple[int, int]:
+def _norms_before(model: Shape) -> tuple[int, int]:
     """Norms of a layer around its attention, and around its MLP."""
     around_attention = (model.norms_per_layer + 1) // 2
     return around_attention, model.norms_per_layer - around_attention

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from accounting.breakdown import Breakdown, binary_size, readable
-from accounting.collective import Communication
-from accounting.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache
-from accounting.memory import training_memory
+from accounting.memory.training import training_memory
+from accounting.model.shape import Shape
 from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
-from accounting.step_time import step_time
-from accounting.transformer import Transformer
+from accounting.time.collective import Communication
+from accounting.time.communication import communication
+from accounting.time.step import step_time
 
 Show = Callable[[float], str]
 
@@ -26,7 +26,7 @@ Show = Callable[[float], str]
 class Report:
     """Every cost of training a model by a plan, and of its cache."""
 
-    model: Transformer
+    model: Shape
     plan: Plan
     hardware: Hardware
     batch: int
@@ -75,14 +75,14 @@ class Report:
 
 
 def report(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     hardware: Hardware,
     batch: int,
     seq: int,
     precision: str = "mixed_bf16",
-    efficiency: float = 0.5,
+    efficiency: float | None = None,
 ) -> Report:
     """Work out everything for one plan."""
     kind = recipe(precision)

@@ -18,13 +18,20 @@ from typing import Literal
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.collective import Collective
-from accounting.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
-from accounting.plan import Plan
+from accounting.memory.training import device_parameters
+from accounting.model.shape import Shape
+from accounting.plan import Plan, split
 from accounting.precision import Precision, recipe
-from accounting.transformer import Transformer
+from accounting.time.collective import Collective
+from accounting.time.communication import communication
+from accounting.time.efficiency import (
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    elementwise_seconds,
+    matrix_seconds,
+)
 
 OVERLAP: Mapping[str, float] = {
     "data": 2 / 3,
@@ -37,65 +44,136 @@ OVERLAP: Mapping[str, float] = {
 
 
 def step_time(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     batch: int,
     seq: int,
     hardware: str | Hardware,
-    efficiency: float = 0.5,
+    efficiency: float | None = None,
     precision: str | Precision = "mixed_bf16",
     overlap: Mapping[str, float] = OVERLAP,
+    flash: bool = True,
 ) -> Breakdown:
-    """Seconds of one iteration over `batch` sequences: `compute`, `bubble`, and what of the traffic
-    shows.
+    """Seconds of one iteration over `batch` sequences: arithmetic, what is bound by bandwidth,
+    what of the traffic shows, and the bubble over all that a micro-batch waits for.
 
-    `efficiency` is the share of the dense peak that the matrix multiplications reach by themselves.
     `precision` says which peak: linear layers multiply in its `compute` dtype, attention in that of
     its activations; what travels has its dtypes. `ValueError` if the device lists none such.
+    `efficiency` replaces the table of `accounting.time.efficiency` by one share of the peak for all
+    arithmetic, and leaves out what is bound by bandwidth. `flash=False` is for attention that
+    writes its scores to memory.
     """
-    checks.number("efficiency", efficiency, most=1)
     checks.whole("batch", batch)
+    checks.whole("seq", seq)
+    if efficiency is not None:
+        checks.number("efficiency", efficiency, most=1)
     device, kind = find(hardware), recipe(precision)
     plan.check(model, batch=batch, seq=seq)
-    linear = device.peak(kind.compute) * efficiency
-    core = device.peak(kind.activations) * efficiency
-
-    def arithmetic(stage: int) -> Breakdown:
-        matrices, attention = _stage_flops(model, plan, batch, seq, stage)
-        return total(
-            "compute",
-            "s",
-            product("matrices", "s", flops=matrices, seconds_per_flop=1 / linear),
-            product("attention", "s", flops=attention, seconds_per_flop=1 / core),
-        )
-
-    compute = max((arithmetic(s) for s in range(plan.pipeline)), key=lambda part: part.total)
-    idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
-    bubble = product("bubble", "s", "(p - 1) / (m v)", share=idle, compute=float(compute.total))
+    stages = {0, plan.pipeline // 2, plan.pipeline - 1}
+    parts = max(
+        (
+            _stage_seconds(model, plan, batch, seq, s, device, kind, efficiency, flash)
+            for s in stages
+        ),
+        key=lambda parts: sum(float(part.total) for part in parts),
+    )
+    compute = float(parts[0].total)
     # Sharded weights are gathered ahead of the forward as well.
     can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
-    free = float(compute.total)
+    free, waits = compute, 0.0
     shown = []
     for collective, link in collectives_on(
         model, plan, batch=batch, seq=seq, hardware=device, precision=kind
     ):
         needs = fastest(collective, link)
-        hidden = min(needs, free, can_hide[collective.axis] * float(compute.total))
+        hidden = min(needs, free, can_hide[collective.axis] * compute)
         free -= hidden
+        if collective.axis in ("tensor", "expert", "context"):
+            waits += needs - hidden
         what = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
         shown.append(product(collective.name, "s", what, exposed=needs - hidden))
+    idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
+    busy = sum(float(part.total) for part in parts) + waits
+    bubble = product("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
     return total(
         f"iteration of {model.name} on {plan.devices} {device.name}",
         "s",
-        compute,
+        *parts,
         bubble,
         total("exposed communication", "s", *shown),
+        _optimizer(model, plan, kind, device) if efficiency is None else None,
+    )
+
+
+def _stage_seconds(
+    model: Shape,
+    plan: Plan,
+    batch: int,
+    seq: int,
+    stage: int,
+    device: Hardware,
+    kind: Precision,
+    efficiency: float | None,
+    flash: bool,
+) -> list[Breakdown]:
+    matrices, attention = _stage_flops(model, plan, batch, seq, stage, flash)
+    core = device.peak(kind.activations) * (efficiency or ATTENTION_SHARE)
+    if efficiency is not None:
+        linear = device.peak(kind.compute) * efficiency
+        return [
+            total(
+                "compute",
+                "s",
+                product("matrices", "s", flops=matrices, seconds_per_flop=1 / linear),
+                product("attention", "s", flops=attention, seconds_per_flop=1 / core),
+            )
+        ]
+    here = plan.stage_model(model, stage)
+    tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
+    passes = 4.0 if plan.recompute == "full" else 3.0
+    work, thin = matrix_seconds(here, plan, tokens, kind, device, passes)
+    rest = elementwise_seconds(here, plan, tokens, seq, kind, device, flash)
+    if here.encoder:
+        source = here.encoder.positions or seq
+        seen = tokens * source // seq
+        more, thinner = matrix_seconds(here.encoder, plan, seen, kind, device, passes)
+        work, thin = work + more, thin + thinner
+        rest += elementwise_seconds(here.encoder, plan, seen, source, kind, device, flash)
+    often = plan.microbatches
+    return [
+        total(
+            "compute",
+            "s",
+            product("matrices", "s", microbatches=often, each=work),
+            product("attention", "s", flops=attention, seconds_per_flop=1 / core),
+        ),
+        total(
+            "bandwidth",
+            "s",
+            product("matrices", "s", microbatches=often, each=thin),
+            product("between them", "s", microbatches=often, each=rest),
+        ),
+    ]
+
+
+def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+    """The update reads and writes all that is kept for a parameter, once."""
+    dense, routed = device_parameters(model, plan)
+    if plan.zero:
+        dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+    rate = device.memory_bandwidth * BANDWIDTH_SHARE
+    return product(
+        "optimizer",
+        "s",
+        parameters=dense + routed,
+        bytes=2 * kind.bytes_per_parameter,
+        seconds_per_byte=1 / rate,
     )
 
 
 def collectives_on(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     batch: int,
@@ -127,7 +205,8 @@ def collectives_on(
     }
     for collective in found:
         stride = strides[collective.axis]
-        if collective.name.endswith("of experts"):
+        if collective.axis == "data" and collective.ranks == plan.expert_replicas:
+            # Ranks that hold the same experts are that far apart.
             stride *= plan.expert
         link = group_link(
             hardware, stride=stride, ranks=collective.ranks, operation=collective.operation
@@ -146,18 +225,24 @@ def group_link(
     """
     checks.whole("stride", stride)
     checks.whole("ranks", ranks)
-    inside = max(1, hardware.devices_per_node // stride)
+    near, link = hardware.devices_per_node, hardware.node_link
+    if hardware.pod:
+        # A torus: rings run along its axes, and a larger group spans all of them.
+        near = hardware.pod
+        axes = hardware.torus_axes if ranks > 4 else 1
+        link = replace(link, bandwidth=link.bandwidth * axes)
+    inside = max(1, near // stride)
     if ranks <= inside:
-        return hardware.node_link
+        return link
     network = hardware.network
     if operation == "send":
         return network
     if operation == "all_to_all":
         # Seconds are wire / bandwidth, and (ranks - 1) / ranks of the payload is on the wire.
         bandwidth = network.bandwidth * (ranks - 1) / (ranks - inside)
-        return replace(network, bandwidth=min(bandwidth, hardware.node_link.bandwidth))
+        return replace(network, bandwidth=min(bandwidth, link.bandwidth))
     ports = min(inside, ranks)
-    bandwidth = min(hardware.node_link.bandwidth, network.bandwidth * ports)
+    bandwidth = min(link.bandwidth, network.bandwidth * ports)
     return replace(network, bandwidth=bandwidth)
 
 
@@ -184,7 +269,7 @@ class ScalingPoint:
 
 
 def scaling_curve(
-    model: Transformer,
+    model: Shape,
     *,
     hardware: str | Hardware,
     batch: int,
@@ -192,7 +277,7 @@ def scaling_curve(
     devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
     mode: Literal["strong", "weak"] = "weak",
     plan: Plan | None = None,
-    efficiency: float = 0.5,
+    efficiency: float | None = None,
     precision: str | Precision = "mixed_bf16",
 ) -> list[ScalingPoint]:
     """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
@@ -261,18 +346,16 @@ def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float
 
 
 def _stage_flops(
-    model: Transformer, plan: Plan, batch: int, seq: int, stage: int
+    model: Shape, plan: Plan, batch: int, seq: int, stage: int, flash: bool
 ) -> tuple[float, float]:
     """Operations of one device, with what it recomputes: of matrices, and of attention.
 
     The head is on the last stage alone.
     """
     here = plan.stage_model(model, stage)
-    if stage != plan.pipeline - 1:
-        here = replace(here, vocab_size=0)
     recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
     share = plan.tensor * plan.context
-    work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=True)
+    work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=flash)
     attention = core = float(work["attention"].total) if "attention" in work else 0.0
     if "recomputed" in work:
         attention += sum(part.total for part in work["recomputed"] if part.name != "blocks")

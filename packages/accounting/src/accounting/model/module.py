@@ -1,20 +1,17 @@
-"""Parameters of an `nn.Module`, and the `Transformer` that its shapes describe. The one file that
-needs torch."""
+"""Parameters of an `nn.Module`, and the sizes that its shapes tell."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accounting.breakdown import Breakdown, product, total
-from accounting.parameters import UNIT, parameters
-from accounting.transformer import Transformer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+UNIT = "parameters"
 _HEAD_ATTRIBUTES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 
 
@@ -44,25 +41,9 @@ def count_module(module: nn.Module) -> Breakdown:
     return total(f"parameters of {type(module).__name__}", UNIT, *children, *direct)
 
 
-def transformer_from_module(module: nn.Module, *, heads: int | None = None) -> Transformer:
-    """The `Transformer` whose count is exactly the module's; `ValueError` if none is found."""
+def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
+    """The sizes that the shapes of a module's parameters tell; `ValueError` if they tell none."""
     _check(module)
-    config = getattr(module, "config", None)
-    if hasattr(config, "to_dict"):
-        assert config is not None
-        found = Transformer.from_hf(config.to_dict())
-    else:
-        found = _from_shapes(module, heads)
-    held, described = parameters(module).total, parameters(found).total
-    if held != described:
-        raise ValueError(
-            f"{type(module).__name__} holds {held:,} parameters and the shape read off it "
-            f"describes {described:,}; describe it with Transformer(layers=..., d_model=..., ...)"
-        )
-    return found
-
-
-def _from_shapes(module: nn.Module, heads: int | None) -> Transformer:
     from torch import nn
 
     stacks = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m)]
@@ -97,32 +78,31 @@ def _from_shapes(module: nn.Module, heads: int | None) -> Transformer:
     vectors = [(n, p) for n, p in block.items() if p.ndim == 1]
     normed = [(n, p) for n, p in vectors if "norm" in n.lower() or "ln" in n.lower()]
     layernorm = any(n.endswith("bias") for n, _ in normed)
-    found = Transformer(
-        layers=len(blocks),
-        d_model=d_model,
-        heads=heads,
-        kv_heads=max(1, key_width // head_dim),
-        head_dim=head_dim,
-        d_ff=d_ff,
-        vocab_size=vocabulary,
-        positions=positions,
-        tied=not untied,
-        gated_mlp=gated,
-        activation="silu" if gated else "gelu",
-        norm="layernorm" if layernorm else "rmsnorm" if normed else "none",
-        norms_per_layer=sum(n.endswith("weight") for n, _ in normed),
-        name=type(module).__name__,
-    )
+    found: dict[str, Any] = {
+        "layers": len(blocks),
+        "d_model": d_model,
+        "heads": heads,
+        "kv_heads": max(1, key_width // head_dim),
+        "head_dim": head_dim,
+        "d_ff": d_ff,
+        "vocab_size": vocabulary,
+        "positions": positions,
+        "tied": not untied,
+        "gated_mlp": gated,
+        "activation": "silu" if gated else "gelu",
+        "norm": "layernorm" if layernorm else "rmsnorm" if normed else "none",
+        "norms_per_layer": sum(n.endswith("weight") for n, _ in normed),
+        "name": type(module).__name__,
+    }
     biases = [n for n, p in vectors if n.endswith("bias") and (n, p) not in normed]
     is_out = [
         n for n in biases if re.search(r"out|o_proj|wo|c_proj|proj\.", n) and _is_attention(n)
     ]
-    return replace(
-        found,
-        qkv_bias=any(_is_attention(n) and n not in is_out for n in biases),
-        out_bias=bool(is_out),
-        mlp_bias=any(not _is_attention(n) for n in biases),
-    )
+    return found | {
+        "qkv_bias": any(_is_attention(n) and n not in is_out for n in biases),
+        "out_bias": bool(is_out),
+        "mlp_bias": any(not _is_attention(n) for n in biases),
+    }
 
 
 def _heads(block: nn.Module) -> int:

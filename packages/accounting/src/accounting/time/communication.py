@@ -6,15 +6,15 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.collective import Collective, Communication
-from accounting.memory import device_parameters
+from accounting.memory.training import device_parameters
+from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import bytes_of
-from accounting.transformer import Transformer
+from accounting.time.collective import Collective, Communication
 
 
 def communication(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     *,
     batch: int = 0,
@@ -47,7 +47,7 @@ def communication(
 
 
 def _states(
-    model: Transformer,
+    model: Shape,
     plan: Plan,
     weight: Fraction,
     gradient: Fraction,
@@ -107,11 +107,14 @@ def _states(
 
 
 def _tensor(
-    model: Transformer, plan: Plan, tokens: int, size: Fraction, stage: int, algorithm: str
+    model: Shape, plan: Plan, tokens: int, size: Fraction, stage: int, algorithm: str
 ) -> list[Collective]:
     """Megatron's operators f and g: after the attention and after the MLP, forward and backward."""
-    layers = len(plan.stage_layers(model, stage))
-    blocks = (1 if model.parallel_block or not model.heads else 2) * layers
+    here = plan.stage_model(model, stage)
+    # Each attention, mixer and MLP ends in a sum over the devices; side by side they share one.
+    mixed = {i for m in here.mixers for i in m.layers} | set(here.attention_layers or ())
+    fed = set(here.mlp_layers or ()) | here.expert_layers
+    blocks = len(mixed | fed) if model.parallel_block else len(mixed) + len(fed)
     ends = int(bool(model.vocab_size))
     first, last = ends * (stage == 0), ends * (stage == plan.pipeline - 1)
     again = blocks if plan.recompute == "full" else 0
@@ -143,12 +146,11 @@ def _tensor(
     ]
 
 
-def _experts(
-    model: Transformer, plan: Plan, tokens: int, size: Fraction, stage: int
-) -> list[Collective]:
+def _experts(model: Shape, plan: Plan, tokens: int, size: Fraction, stage: int) -> list[Collective]:
     """Every token goes to its experts and comes back, forward and backward."""
     sparse = len(plan.stage_model(model, stage).expert_layers)
-    each = _whole(tokens * model.experts_per_token * model.d_model * size)
+    chosen = model.experts.per_token if model.experts else 0
+    each = _whole(tokens * chosen * model.d_model * size)
     again = 2 if plan.recompute == "full" else 1
     return [
         Collective(
@@ -168,15 +170,13 @@ def _experts(
     ]
 
 
-def _context(
-    model: Transformer, plan: Plan, tokens: int, size: Fraction, stage: int
-) -> list[Collective]:
+def _context(model: Shape, plan: Plan, tokens: int, size: Fraction, stage: int) -> list[Collective]:
     """Ring attention: keys and values go once around, and in the backward with their gradients."""
-    layers = len(plan.stage_layers(model, stage))
+    layers = len(plan.stage_model(model, stage).attention_layers or ())
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
     if model.mla:
-        width = model.kv_lora_rank + model.rope_head_dim
+        width = model.mla.kv_rank + model.mla.rope_head_dim
     # A ring pass hands each device's block to every other: an all-gather of all blocks.
     whole = _whole(tokens * plan.context * width * size)
     again = 2 if plan.recompute != "none" else 1
@@ -194,7 +194,7 @@ def _context(
 
 
 def _pipeline(
-    model: Transformer, plan: Plan, tokens: int, size: Fraction, stage: int
+    model: Shape, plan: Plan, tokens: int, size: Fraction, stage: int
 ) -> list[Collective]:
     forward = plan.virtual_stages - (stage == plan.pipeline - 1)
     backward = plan.virtual_stages - (stage == 0)
@@ -214,7 +214,7 @@ def _pipeline(
     ]
 
 
-def _boundaries(model: Transformer, plan: Plan, tokens: int, size: Fraction) -> Breakdown:
+def _boundaries(model: Shape, plan: Plan, tokens: int, size: Fraction) -> Breakdown:
     hop = _hop(model, plan, tokens, size) * plan.tensor * plan.context
     if not plan.sequence_parallel:
         hop = hop // plan.tensor
@@ -228,7 +228,7 @@ def _boundaries(model: Transformer, plan: Plan, tokens: int, size: Fraction) -> 
     return total("stage boundaries", "B", *parts)
 
 
-def _hop(model: Transformer, plan: Plan, tokens: int, size: Fraction) -> int | Fraction:
+def _hop(model: Shape, plan: Plan, tokens: int, size: Fraction) -> int | Fraction:
     """What one device hands to its neighbour: the stream, or its share of the sequence."""
     return _whole(tokens * model.d_model * size / (plan.tensor if plan.sequence_parallel else 1))
 
