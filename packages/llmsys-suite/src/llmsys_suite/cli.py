@@ -89,11 +89,23 @@ def compare(
     fail_above: Annotated[
         float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
     ] = None,
+    resolve: Annotated[str, typer.Option(help="The difference that is to be found.")] = "5%",
+    assert_equal: Annotated[
+        bool, typer.Option("--assert-equal", help="Exit 1 where losses or counts differ.")
+    ] = False,
 ) -> None:
     """Say which variants became faster or slower, and whether the samples can tell."""
-    from llmsys_suite.compare import compare_runs, too_slow
+    from llmsys_suite.compare import compare_runs, differences, too_slow, warnings
+    from llmsys_suite.config import percentage
 
-    rows = compare_runs(_run_folder(before), _run_folder(after))
+    runs = _run_folder(before), _run_folder(after)
+    if assert_equal:
+        found = list(differences(*runs))
+        print("\n".join(found) if found else "losses and counts are equal")
+        raise typer.Exit(1 if found else 0)
+    rows = compare_runs(*runs, resolve=percentage(resolve, "--resolve"))
+    for doubt in warnings(*runs):
+        print(f"llmsys: {doubt}", file=sys.stderr)
     for row in rows:
         print(row)
     raise typer.Exit(1 if fail_above is not None and too_slow(rows, fail_above) else 0)
@@ -125,6 +137,4 @@ def list_() -> None:
 def _run_folder(path: Path):  # type: ignore[no-untyped-def]
     from llmsys_suite.folder import RunFolder
 
-    if not (path / "summary.json").exists():
-        raise UsageError(f"{path} is no run folder: it holds no summary.json")
-    return RunFolder(path)
+    return RunFolder.open(path)

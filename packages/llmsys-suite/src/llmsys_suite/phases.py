@@ -27,7 +27,7 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; values put into the yielded dict are kept with it."""
+        """Time one whole step; what is put into the yielded dict, later too, is kept with it."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         begin = self._now()
@@ -48,9 +48,8 @@ class Recorder:
         return taken
 
     def _keep(self, phase: str, seconds: float, extra: Sample) -> None:
-        self._samples.append(
-            {**self._labels, "rank": self.rank, "phase": phase, "seconds": seconds, **extra}
-        )
+        extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)
+        self._samples.append(extra)
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -49,6 +49,8 @@ def write_report(folder: RunFolder) -> str:
     markdown = "\n".join(_markdown(section) for section in made)
     folder.write_text("report.md", markdown)
     folder.write_text("report.html", _page(made))
+    if folder.complete:
+        folder.seal()
     return markdown
 
 
@@ -228,15 +230,20 @@ def _audit(folder: RunFolder) -> Section:
     rows = [
         {
             "check": c["name"],
-            "expected": c["expected"],
-            "actual": c["actual"],
-            "tolerance": c["tolerance"],
+            "source": c["source"],
+            "says": c["actual"],
+            "against": c["against"],
+            "which says": c["expected"],
+            "least": c["low"],
+            "most": c["high"],
+            "furthest off": c["where"],
             "passed": "yes" if c["passed"] else "NO",
         }
         for c in checks
     ]
     failed = frozenset(i for i, c in enumerate(checks) if not c["passed"])
-    return Section("Audit", ["Each figure and its second source."], [Table(rows, failed)])
+    notes = ["Each check holds one source against another that shares nothing with it."]
+    return Section("Audit", notes, [Table(rows, failed)])
 
 
 def _markdown(section: Section) -> str:

@@ -1,0 +1,34 @@
+"""The audit finds what is planted: ten defects of each family here, all of them if asked."""
+
+import pytest
+from llmsys_suite.audit.mutate import TEN, mutate, table
+from llmsys_suite.audit.mutations import DEFECTS
+from llmsys_suite.config import UsageError
+
+
+def test_the_registry_has_forty_defects_of_every_stage_and_no_two_of_one_name():
+    labels = [defect.label for defect in DEFECTS]
+    assert len(labels) == len(set(labels)) >= 40
+    assert set(TEN) <= set(labels)
+    assert {defect.stage for defect in DEFECTS} >= {
+        "plan", "links", "attention", "train", "parallel", "profile", "precision", "memory",
+        "scale", "inspect", "compress", "folder",
+    }  # fmt: skip
+
+
+def test_ten_planted_defects_are_found():
+    outcomes = mutate(list(TEN))
+    assert [outcome.defect for outcome in outcomes if not outcome.killed] == []
+    assert len(outcomes) == 10
+
+
+def test_a_defect_that_does_not_exist_is_a_usage_error():
+    with pytest.raises(UsageError, match="no defect is called 'train: nothing'"):
+        mutate(["train: nothing"])
+
+
+@pytest.mark.exhaustive
+def test_nineteen_of_twenty_planted_defects_are_found():
+    outcomes = mutate()
+    killed = sum(outcome.killed for outcome in outcomes)
+    assert killed >= 0.95 * len(outcomes), table(outcomes)
