@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel
 from tinyml.integer import IntegerProduct, fixed_point
+from tinyml.products import WAYS, forget_choices
 from torch import nn
 
 
@@ -63,7 +64,7 @@ def _pool(layer, values):
     if layer.kernel is None:
         values = values.reshape(*values.shape[:2], 1, 1, -1)
     else:
-        fill = -128 if layer.largest else layer.zero
+        fill = -128 if layer.largest else layer.scale.zero
         rows, columns = layer.padding
         values = np.pad(values, [(0, 0), (0, 0), (rows,) * 2, (columns,) * 2], constant_values=fill)
         windows = np.lib.stride_tricks.sliding_window_view(values, layer.kernel, (2, 3))
@@ -107,11 +108,12 @@ def pooled():
     ).eval()
 
 
-@pytest.mark.parametrize("exact_int_mm", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("build", [convnet, pooled])
-def test_every_bit_equals_the_oracle(build, exact_int_mm, monkeypatch):
-    if not exact_int_mm:
-        monkeypatch.setattr("tinyml.int8.int_mm_is_exact", lambda: False)
+def test_every_bit_equals_the_oracle(build, way, monkeypatch):
+    # float64 is there for the sizes that a way does not take.
+    monkeypatch.setattr("tinyml.products.WAYS", {name: WAYS[name] for name in (way, "float64")})
+    forget_choices()
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(16, 2, 9, 9, generator=generator) for _ in range(2)]
     model = IntegerModel(build(), batches)
@@ -179,3 +181,22 @@ def test_what_has_no_integer_form_says_so(layer, message):
 def test_no_calibration_says_so():
     with pytest.raises(ValueError, match="at least one batch"):
         IntegerModel(nn.Sequential(nn.Linear(2, 2)), [])
+
+
+def test_a_state_dict_holds_every_grid():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(16, 2, 9, 9, generator=generator)
+    for build in (convnet, pooled):
+        saved = IntegerModel(build(), [inputs])
+        other = IntegerModel(build(), [5 * inputs + 2])  # calibrated on something else
+        assert not torch.equal(other(inputs), saved(inputs))
+        other.load_state_dict(saved.state_dict())
+        assert torch.equal(other(inputs), saved(inputs))
+        assert torch.equal(other.half()(inputs), saved(inputs))  # a step is not a weight
+
+
+def test_batch_normalisation_that_is_not_finite_is_refused():
+    model = convnet()
+    model[1].bias.data[0] = float("nan")
+    with pytest.raises(ValueError, match="nan or inf"):
+        IntegerModel(model, [torch.randn(2, 2, 9, 9)])

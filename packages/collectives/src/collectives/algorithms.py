@@ -14,10 +14,18 @@ from torch import Tensor
 
 from collectives import halving_doubling, hierarchical, ring, shared_memory, tree
 from collectives.communicator import Communicator
-from collectives.cost import CostModel, candidates
-from collectives.fingerprint import Call, compare_by_messages
-from collectives.tuning import tune
+from collectives.cost import NATIVE, CostModel, candidates
+from collectives.fingerprint import (
+    Call,
+    Lengths,
+    compare_by_messages,
+    compare_lengths,
+    gather_by_messages,
+)
+from collectives.tuning import TunedModel, tune
 
+# What was measured, by collective and hosts.
+_models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], TunedModel] = {}
 BY_MESSAGES: dict[str, ModuleType] = {
     "ring": ring,
     "halving_doubling": halving_doubling,
@@ -33,6 +41,8 @@ def all_reduce(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> N
     elif algorithm == "hierarchical":
         comm.talking = hierarchical.heads(topology.hosts)
         hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, call.op, packed)
+    elif algorithm == NATIVE:
+        _on_gloo(comm, call, packed, flat)
     else:
         BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, call.op)
 
@@ -44,6 +54,8 @@ def reduce_scatter(
     algorithm = start(comm, call, packed, _size(flat))
     if algorithm == "shared_memory":
         shared_memory.reduce_scatter(comm.topology.require(), out, flat, call.op, packed)
+    elif algorithm == NATIVE:
+        _on_gloo(comm, call, packed, out, flat)
     else:
         BY_MESSAGES[algorithm].reduce_scatter(comm.wire, out, flat, call.op)
 
@@ -53,6 +65,8 @@ def all_gather(comm: Communicator, call: Call, packed: bytes, out: Tensor, own: 
     algorithm = start(comm, call, packed, _size(out))
     if algorithm == "shared_memory":
         shared_memory.all_gather(comm.topology.require(), out, own, packed)
+    elif algorithm == NATIVE:
+        _on_gloo(comm, call, packed, out, own)
     else:
         BY_MESSAGES[algorithm].all_gather(comm.wire, out, own)
 
@@ -66,6 +80,8 @@ def broadcast(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> No
         topology = comm.topology
         comm.talking = hierarchical.heads(topology.hosts, call.root)
         hierarchical.broadcast(topology.arena, comm.wire, topology.hosts, flat, call.root, packed)
+    elif algorithm == NATIVE:
+        _on_gloo(comm, call, packed, flat)
     else:
         BY_MESSAGES[algorithm].broadcast(comm.wire, flat, call.root)
 
@@ -82,8 +98,16 @@ def all_to_all(
     algorithm = start(comm, call, packed, 1 << 20)
     if algorithm == "shared_memory":
         shared_memory.all_to_all(comm.topology.require(), outputs, inputs, packed)
-    else:
-        BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
+        return
+    comm.lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    if comm.comparing or comm.topology.one_host:
+        numbers = torch.tensor(comm.lengths.sends + comm.lengths.receives)
+        everyone = gather_by_messages(comm.wire, numbers.numpy().tobytes())
+        told = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in everyone]
+        places = range(comm.world)
+        lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
+        compare_lengths(lengths, places)
+    BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
@@ -97,7 +121,7 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     """Pick the algorithm for this call, and compare the call with the other ranks'."""
     algorithm, one_host = call.algorithm, comm.topology.one_host
     if algorithm == "auto" and one_host:
-        algorithm = _choose(comm, call.kind, size)
+        algorithm = _choose(comm, call, packed, size)
     if algorithm != "shared_memory":
         # Shared memory compares by itself, at a tick that it needs anyway.
         agree(comm, packed)
@@ -105,7 +129,7 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
         if call.kind not in comm.models:
             comm.models[call.kind] = _measured(comm, call.kind)
             comm.wire.speak_of(packed)
-        algorithm = _choose(comm, call.kind, size)
+        algorithm = _choose(comm, call, packed, size)
     return algorithm
 
 
@@ -118,20 +142,36 @@ def agree(comm: Communicator, packed: bytes) -> None:
     comm.wire.speak_of(packed)
 
 
-def _choose(comm: Communicator, kind: str, size: int) -> str:
-    if (kind, size) not in comm.choices:
-        # Nothing to measure on one host: memory costs less than messages at every size.
-        model = comm.models.setdefault(kind, CostModel())
-        comm.choices[kind, size] = model.choose(kind, size, comm.topology.ranks_per_host)
-    return comm.choices[kind, size]
+def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+    # Nothing to measure on one host: memory costs less than messages at every size.
+    native = not comm.topology.one_host and comm.gloo.can(call.kind, call.dtype, call.op)
+    native = native and size > 0 and comm.gloo.has_room_for(packed)
+    key = call.kind, size, native
+    if key not in comm.choices:
+        model, hosts = comm.models.setdefault(call.kind, CostModel()), comm.topology.ranks_per_host
+        possible = model.candidates(call.kind, hosts)
+        comm.choices[key] = min(
+            [name for name in possible if native or name != NATIVE],
+            key=lambda name: model.predict(call.kind, name, size, hosts),
+        )
+    return comm.choices[key]
 
 
 def _measured(comm: Communicator, kind: str) -> CostModel:
+    # A group on hosts where an earlier one was measured takes that over, if its rank 0 has it.
+    where = kind, comm.topology.where, comm.topology.ranks_per_host
+    if comm.rank == 0:
+        known = _models.get(where)
+        comm.store.set(f"known/{kind}", known.to_json() if known else "")
+    if told := comm.store.get(f"known/{kind}"):
+        return TunedModel.from_json(told)
     # The ranks agree on what they do.
     comparing, comm.comparing = comm.comparing, False
     probe = partial(_probe, comm, kind)
-    model = tune(kind, probe, comm.topology.ranks_per_host, comm.wire, comm.store)
+    hosts, native = comm.topology.ranks_per_host, comm.gloo.can(kind, torch.float32, "")
+    model = tune(kind, probe, hosts, comm.wire, comm.store, native=native)
     comm.comparing, comm.talking = comparing, range(comm.world)
+    _models[where] = model
     return model
 
 
@@ -154,12 +194,14 @@ def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
         all_to_all(comm, call, call.packed, torch.zeros_like(flat).chunk(comm.world), parts)
 
 
-def validate(comm: Communicator, kind: str, algorithm: str) -> None:
+def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, op: str) -> None:
     """Raise ValueError if the group cannot run `kind` by `algorithm`."""
     if algorithm == "auto":
         return
     topology = comm.topology
     possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    if comm.gloo.can(kind, dtype, op):
+        possible = (*possible, NATIVE)
     if algorithm not in possible:
         raise ValueError(
             f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
@@ -169,3 +211,10 @@ def validate(comm: Communicator, kind: str, algorithm: str) -> None:
 
 def _size(flat: Tensor) -> int:
     return flat.numel() * flat.element_size()
+
+
+def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+    # gloo does not take empty tensors; all ranks know that theirs are.
+    if tensors[0].numel():
+        left = comm.wire.seconds_left
+        comm.gloo.run(call.kind, packed, tensors, op=call.op, root=call.root, seconds=left)

@@ -226,7 +226,9 @@ def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
     comm = communicator()
     # What is scattered or gathered is a multiple of the ranks.
     whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
-    runs = comm.choices[kind, whole] if name == "auto" else name
+    runs = name
+    if name == "auto":
+        runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
     return {
         "case": kind,
         "algorithm": name,

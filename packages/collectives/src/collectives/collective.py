@@ -32,7 +32,7 @@ def all_reduce(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Reduce `tensor` over all ranks, in place."""
-    if tensor.is_cuda and algorithm == "auto":
+    if not tensor.is_cpu and algorithm == "auto":
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     comm, name = communicator(group), op_name(op)
     check(name, tensor.dtype)
@@ -56,7 +56,7 @@ def reduce_scatter_tensor(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """output = this rank's slice of the reduction of `input`, which is `world` times as long."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
     comm, name = communicator(group), op_name(op)
     check(name, input.dtype)
@@ -80,7 +80,7 @@ def all_gather_into_tensor(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """output = the inputs of all ranks, one after the other."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     comm = communicator(group)
     _check_pair("output", output, "input", input, comm.world)
@@ -104,7 +104,7 @@ def broadcast(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Give every rank the tensor of rank `src` (`group_src` counts within the group)."""
-    if tensor.is_cuda and algorithm == "auto":
+    if not tensor.is_cpu and algorithm == "auto":
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
     comm = communicator(group)
     root = _root(comm, src, group, group_src)
@@ -129,7 +129,7 @@ def all_to_all_single(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Send the i-th part of `input` (rows) to rank i; `output` collects what comes, in order."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
@@ -183,7 +183,7 @@ def shared_empty(
 def _call(
     comm: Communicator, kind: str, tensor: Tensor, algorithm: str, *, op: str = "", root: int = 0
 ) -> Call:
-    algorithms.validate(comm, kind, algorithm)
+    algorithms.validate(comm, kind, algorithm, tensor.dtype, op)
     if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
         raise ValueError(f'{algorithm} takes CPU tensors; use "ring", or "auto" for NCCL itself')
     return _remembered(kind, tensor.shape, tensor.dtype, op, root, algorithm)

@@ -28,6 +28,9 @@ from collectives.halving_doubling import SHORT_BYTES
 from collectives.point_to_point import PIECE_BYTES
 from collectives.shared_memory import ONE_SHOT_BYTES
 
+# gloo's own collective: it has no terms here, only times.
+NATIVE = "gloo"
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -75,6 +78,7 @@ class CostModel:
         """The prices, none below zero, that make the relative errors smallest (least squares)."""
         if not samples:
             raise ValueError("no samples to fit; measure at least one size for each algorithm")
+        samples = [sample for sample in samples if sample.algorithm != NATIVE]
         rows = np.array([terms(s.collective, s.algorithm, s.size_bytes, s.hosts).values()
                          for s in samples])  # fmt: skip
         rows /= np.array([s.seconds for s in samples])[:, None]
@@ -101,10 +105,14 @@ class CostModel:
         """By what the prices are off, where that is known."""
         return 1.0
 
+    def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
+        """The algorithms whose time is known."""
+        return candidates(collective, hosts)
+
     def choose(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
         """The algorithm with the lowest predicted time."""
         return min(
-            candidates(collective, hosts),
+            self.candidates(collective, hosts),
             key=lambda algorithm: self.predict(collective, algorithm, size_bytes, hosts),
         )
 
@@ -112,11 +120,15 @@ class CostModel:
         """The choice and the reasons: every candidate's terms and time, the best first."""
         times = {
             algorithm: self.predict(collective, algorithm, size_bytes, hosts)
-            for algorithm in candidates(collective, hosts)
+            for algorithm in self.candidates(collective, hosts)
         }
         ranked = sorted(times, key=times.__getitem__)
         lines = [f"{collective} of {size_bytes} bytes, ranks per host {tuple(hosts)}: {ranked[0]}"]
         for algorithm in ranked:
+            told = f"  {algorithm}: {times[algorithm] * 1e6:.1f} us"
+            if algorithm == NATIVE:
+                lines.append(f"{told} as measured")
+                continue
             spent = terms(collective, algorithm, size_bytes, tuple(hosts))
             parts = [
                 f"{value:.4g} {field.name} x {price:.3g} s"
@@ -125,7 +137,7 @@ class CostModel:
                 )
                 if value
             ]
-            line = f"  {algorithm}: {times[algorithm] * 1e6:.1f} us = {' + '.join(parts)}"
+            line = f"{told} = {' + '.join(parts)}"
             correction = self.correction(collective, algorithm, size_bytes, hosts)
             lines.append(line if correction == 1 else f"{line}, times {correction:.2f} as measured")
         return "\n".join(lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +28,15 @@ KINDS = (
     "barrier",
     "shared_empty",
 )
-ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree")
+ALGORITHMS = (
+    "auto",
+    "shared_memory",
+    "hierarchical",
+    "ring",
+    "halving_doubling",
+    "tree",
+    "gloo",
+)
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(
     sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda d: str(d))
@@ -129,11 +137,48 @@ def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """What a rank brings to an all-to-all, in elements: so much to each rank, and from each."""
+
+    sends: list[int]
+    receives: list[int]
+
+
+def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> None:
+    """Raise Mismatch, the same on every rank, unless each rank expects what the others send it.
+
+    The keys are places in `names`, the ranks' numbers; ranks that are not known are left out.
+    """
+    wrong = [
+        (source, to)
+        for source in lengths
+        for to in lengths
+        if lengths[source].sends[to] != lengths[to].receives[source]
+    ]
+    if wrong:
+        told = "; ".join(
+            f"rank {names[source]} sends {lengths[source].sends[to]} elements to rank {names[to]}, "
+            f"which expects {lengths[to].receives[source]}"
+            for source, to in wrong
+        )
+        raise Mismatch(
+            f"all_to_all cannot be done: {told}. output_split_sizes[i] on rank j must be "
+            "input_split_sizes[j] on rank i",
+            sorted({names[place] for pair in wrong for place in pair}),
+        )
+
+
 def compare_by_messages(wire: PointToPoint, call: bytes) -> None:
-    """Compare over messages: at step k every rank tells rank+2^k all that it has heard."""
+    """Compare over messages."""
+    compare(gather_by_messages(wire, call), range(wire.world))
+
+
+def gather_by_messages(wire: PointToPoint, own: bytes) -> list[bytes]:
+    """All ranks' bytes, as many from each: at step k a rank tells rank+2^k all it has heard."""
     rank, world = wire.rank, wire.world
-    heard = torch.zeros(world, BYTES, dtype=torch.uint8)
-    heard[0] = torch.frombuffer(bytearray(call), dtype=torch.uint8)
+    heard = torch.zeros(world, len(own), dtype=torch.uint8)
+    heard[0] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     have = 1
     while have < world:
         more = min(have, world - have)
@@ -143,8 +188,7 @@ def compare_by_messages(wire: PointToPoint, call: bytes) -> None:
         )
         have += more
     # Row i is rank+i's.
-    rows = heard.roll(rank, dims=0)
-    compare([bytes(row.tolist()) for row in rows], range(world))
+    return [row.numpy().tobytes() for row in heard.roll(rank, dims=0)]
 
 
 def has_nan(tensor: Tensor) -> bool:

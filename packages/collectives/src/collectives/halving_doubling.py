@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from collectives import tree
+from collectives.fingerprint import Mismatch
 from collectives.point_to_point import PointToPoint
 from collectives.reduction import COMBINE, average
 from collectives.tree import in_column_blocks, in_wide_blocks, levels
@@ -93,7 +94,14 @@ def all_to_all(wire: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[T
             start += size
         distance *= 2
     for i, block in enumerate(blocks):
-        outputs[(rank - i) % world].copy_(block)
+        source = (rank - i) % world
+        if block.numel() != outputs[source].numel():
+            raise Mismatch(
+                f"all_to_all cannot be done: rank {source} sends {block.numel()} elements to rank "
+                f"{rank}, which expects {outputs[source].numel()}",
+                sorted({source, rank}),
+            )
+        outputs[source].copy_(block)
 
 
 def _halve(wire: PointToPoint, flat: Tensor, slices: Sequence[Tensor], name: str) -> None:

@@ -34,10 +34,10 @@ Message = tuple[int, Tensor]
 
 
 class PeerError(RuntimeError):
-    """Messages with a peer failed; `peer` is its rank in the group."""
+    """Messages with a peer failed; `peer` is its rank in the group, None if that is not known."""
 
-    def __init__(self, peer: int, reason: str) -> None:
-        super().__init__(f"lost rank {peer}: {reason}")
+    def __init__(self, peer: int | None, reason: str) -> None:
+        super().__init__(reason if peer is None else f"lost rank {peer}: {reason}")
         self.peer = peer
 
 
@@ -67,6 +67,11 @@ class PointToPoint:
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent so far, headers not counted."""
         return self._sent[0]
+
+    @property
+    def seconds_left(self) -> float:
+        """How long a wait may last from now on."""
+        return min(self._deadline[0] - time.monotonic(), 1e6)
 
     def finish_within(self, seconds: float) -> None:
         """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
@@ -165,7 +170,7 @@ class PointToPoint:
 
     def _wait(self, works: Sequence[tuple[int, Any, Tensor]]) -> None:
         for peer, work, _ in works:
-            left = max(1e-3, min(self._deadline[0] - time.monotonic(), 1e6))
+            left = max(1e-3, self.seconds_left)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:

@@ -65,7 +65,7 @@ class Segment:
 
 def open_segment(address: Address) -> mmap.mmap | None:
     """Map a peer's segment, or None where it cannot be proved to be the same memory."""
-    if address.host != host_identity():
+    if not address.token or address.host != host_identity():
         return None
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
     try:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from collectives.arena import SLOT_BYTES, Arena
+from collectives.fingerprint import Lengths, compare_lengths
 from collectives.reduction import accumulation_dtype, in_pieces, reduce_into
 
 ONE_SHOT_BYTES = 32 * 1024
@@ -32,6 +33,7 @@ PIECE_BYTES = 512 * 1024
 # How many elements of a narrow dtype are widened at a time.
 WIDE_ELEMENTS = 32 * 1024
 _NOTE = struct.Struct("<qq")
+_LENGTH, _ALIGNMENT = torch.int64, 64
 
 
 @dataclass(frozen=True)
@@ -123,22 +125,31 @@ def all_to_all(
     arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes
 ) -> None:
     """outputs[i] on rank j = inputs[j] on rank i; lengths may differ."""
-    dtype, rank = inputs[0].dtype, arena.rank
-    width = SLOT_BYTES // arena.world // dtype.itemsize
-    longest = max(part.numel() for part in inputs)
-    arena.announce(call, _NOTE.pack(longest, 0))
-    start = 0
+    dtype, rank, world = inputs[0].dtype, arena.rank, arena.world
+    # A slot: how much this rank sends and expects, 2 x world numbers; then a part for each rank.
+    head = -(-2 * world * _LENGTH.itemsize // _ALIGNMENT) * _ALIGNMENT
+    width = (SLOT_BYTES - head) // world // dtype.itemsize
+    lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    arena.announce(call)
+    raw = arena.slots(torch.uint8, ahead=1)
+    raw[rank][:head].view(_LENGTH)[: 2 * world] = torch.tensor(lengths.sends + lengths.receives)
+    start, longest = 0, max(lengths.sends)
     while start == 0 or start < longest:
-        slots = arena.slots(dtype, ahead=1)
+        slots = [slot[head:].view(dtype) for slot in raw]
         for i, part in enumerate(inputs):
             piece = part[start : start + width]
             slots[rank][i * width :][: piece.numel()].copy_(piece)
         arena.sync()
         if start == 0:
-            longest = max(_NOTE.unpack(note)[0] for note in arena.heard(_NOTE.size))
+            arena.heard()
+            told = [slot[:head].view(_LENGTH)[: 2 * world].tolist() for slot in raw]
+            everyone = [Lengths(each[:world], each[world:]) for each in told]
+            compare_lengths(dict(enumerate(everyone)), arena.names)
+            longest = max(max(each.sends) for each in everyone)
         for slot, part in zip(slots, outputs, strict=True):
             piece = part[start : start + width]
             piece.copy_(slot[rank * width :][: piece.numel()])
+        raw = arena.slots(torch.uint8, ahead=1)
         start += width
 
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from collectives.arena import ARENA_BYTES, Arena, available
 from collectives.faults import fetch
-from collectives.segment import HEADER_BYTES, Address, Segment, open_segment
+from collectives.segment import HEADER_BYTES, Address, Segment, host_identity, open_segment
 from collectives.shared_memory import Shared
 
 # The peers' parts of an allocation, by offset, size and dtype.
@@ -45,6 +45,8 @@ class Topology:
                 names=self.here,
                 timeout=timeout,
             )
+        # The kernel and network namespace that each rank runs in: what a measurement belongs to.
+        self.where = tuple(address.host for address in addresses)
         # How many ranks each host has.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         # Whether all ranks share memory.
@@ -113,7 +115,7 @@ class Topology:
         except OSError:
             # No room: this rank will use messages.
             segment = None
-        address = segment.address if segment else Address("", 0, 0, 0, 0, 0, "")
+        address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
         told = self._tell(key, json.dumps(asdict(address)), ranks)
         addresses = [Address(**json.loads(each)) for each in told]
         mappings: list[mmap.mmap | None] = []

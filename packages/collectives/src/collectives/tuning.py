@@ -1,7 +1,8 @@
 """The short measurement behind algorithm="auto": a collective, timed, fitted, shared.
 
-It runs once for each collective of a group that spans hosts, in its first automatic call. The
-algorithms take turns; the slowest rank's time counts, and the median of the turns.
+It runs once for each collective on the same hosts, in the first automatic call there: later groups
+of the process take it over. The algorithms take turns; the slowest rank's time counts, and the
+median of the turns.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from collectives import tree
-from collectives.cost import CostModel, Sample, candidates
+from collectives.cost import NATIVE, CostModel, Sample, candidates
 from collectives.point_to_point import PointToPoint
 
 # Of each size: how many calls an algorithm has in a turn.
-SIZES = {1 << 10: 4, 32 << 10: 4, 1 << 20: 2, 8 << 20: 1}
+SIZES = {1 << 10: 4, 16 << 10: 4, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
 MOST_TURNS = 25
 # After so long on a size, the turn that has begun is the last.
-SECONDS = 0.4
+SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,41 @@ class TunedModel(CostModel):
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
     ) -> float:
         """Measured time over the model's."""
-        here = collective, algorithm, tuple(hosts)
         off = {
-            s.size_bytes: s.seconds / self.uncorrected(*here[:2], s.size_bytes, hosts)
-            for s in self.samples
-            if (s.collective, s.algorithm, s.hosts) == here
+            size: seconds / self.uncorrected(collective, algorithm, size, hosts)
+            for size, seconds in self._measured(collective, algorithm, hosts).items()
         }
         if not off:
             return 1.0
         sizes = sorted(off)
         logs = np.log([off[size] for size in sizes])
         return float(np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs)))
+
+    def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
+        """The algorithms of the package, and gloo's own where it was measured."""
+        known = super().candidates(collective, hosts)
+        return (*known, NATIVE) if self._measured(collective, NATIVE, hosts) else known
+
+    def predict(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """Seconds; of gloo, what was measured: between two sizes on the line in logarithms."""
+        if algorithm != NATIVE:
+            return super().predict(collective, algorithm, size_bytes, hosts)
+        seconds = self._measured(collective, algorithm, hosts)
+        sizes = sorted(seconds)
+        logs = np.log([seconds[size] for size in sizes])
+        found = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs))
+        # Beyond the longest, bytes are all that counts.
+        return float(found) * max(1.0, size_bytes / sizes[-1])
+
+    def _measured(self, collective: str, algorithm: str, hosts: Sequence[int]) -> dict[int, float]:
+        here = collective, algorithm, tuple(hosts)
+        return {
+            s.size_bytes: s.seconds
+            for s in self.samples
+            if (s.collective, s.algorithm, s.hosts) == here
+        }
 
     def to_json(self) -> str:
         """The whole model as text."""
@@ -76,12 +101,16 @@ def tune(
     hosts: Sequence[int],
     wire: PointToPoint,
     store: Store,
+    *,
+    native: bool,
 ) -> TunedModel:
     """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
 
-    Every rank returns the same one.
+    Every rank returns the same one. `native` says whether gloo's own can be called.
     """
     samples, algorithms = [], candidates(kind, hosts, shared=False)
+    if native:
+        algorithms = (*algorithms, NATIVE)
     for size, calls in SIZES.items():
         begun, seconds = time.perf_counter(), list[list[float]]()
         while len(seconds) < MOST_TURNS and not _any(wire, time.perf_counter() > begun + SECONDS):

@@ -45,7 +45,7 @@ class Uncompressed:
     def exchange(self, bucket: Bucket, link: Link) -> Exchange:
         """Sum the buffer in place."""
         handle = link.all_reduce(bucket.buffer, async_op=True)
-        yield Call(handle, _bytes(bucket.gradients), _bytes(bucket.tail))
+        yield Call(handle, _bytes(bucket.gradients), _bytes(bucket.flags))
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,15 @@ class PowerSGD:
     def exchange(self, bucket: Bucket, link: Link) -> Exchange:
         """Two all-reduces: P with all that travels whole, then Q."""
         thin = [slot for slot, view in enumerate(bucket.views) if self._pays(view)]
-        whole = [view for slot, view in enumerate(bucket.views) if slot not in thin]
+        whole = [_real(view) for slot, view in enumerate(bucket.views) if slot not in thin]
         targets = {slot: bucket.views[slot].flatten(1) for slot in thin}
         matrices = {slot: self._matrix(bucket, slot, link.world) for slot in thin}
         ps = [matrices[slot] @ self._q[bucket.indices[slot]] / link.world for slot in thin]
 
-        first = _pack([*ps, *whole, bucket.tail])
-        yield _sum(first, link, extra=bucket.tail.numel() * first.element_size(), last=not thin)
-        *packed, tail = _unpack(first, [*ps, *whole, bucket.tail])
-        bucket.tail.copy_(tail)
+        first = _pack([*ps, *whole, bucket.flags])
+        yield _sum(first, link, extra=bucket.flags.numel() * first.element_size(), last=not thin)
+        *packed, flags = _unpack(first, [*ps, *whole, bucket.flags])
+        bucket.flags.copy_(flags)
         for view, summed in zip(whole, packed[len(thin) :], strict=True):
             view.copy_(summed)
         if not thin:
@@ -133,7 +133,7 @@ class PowerSGD:
             matrices[slot].sub_(approximation)
 
     def _pays(self, view: Tensor) -> bool:
-        if view.dim() < 2 or not view.numel():
+        if view.dim() < 2 or not view.numel() or view.is_complex():
             return False
         rows, columns = view.flatten(1).shape
         return 2 * self.rank * (rows + columns) <= rows * columns
@@ -162,6 +162,10 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 def _unpack(packed: Tensor, like: list[Tensor]) -> list[Tensor]:
     pieces = torch.split(packed, [tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def _real(view: Tensor) -> Tensor:
+    return torch.view_as_real(view) if view.is_complex() else view
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -83,7 +83,8 @@ class Meter:
 
     def __init__(self, keep: int = 100) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
-        self._forwards: list[Span] = []
+        # Forward passes that no backward pass follows, as in evaluation, fall out at the far end.
+        self._forwards: deque[Span] = deque(maxlen=keep)
 
     @property
     def last(self) -> StepRecord:

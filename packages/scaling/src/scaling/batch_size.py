@@ -7,6 +7,8 @@ sweep is checked against it. (McCandlish et al. 2018; Li et al. 2024, "Surge phe
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.rate_law import RateLaw, fit_rate_law
-from scaling.runs import Array
+from scaling.runs import Array, ScalingWarning
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
@@ -44,16 +46,22 @@ SETTINGS: dict[tuple[Task, Optimizer], Setting] = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """Mean final loss of every (batch size, rate), and the rate at the bottom of each curve."""
+    """Mean final loss of every (batch size, rate), and the rate at the bottom of each curve.
+
+    A minimum at the lowest or highest rate is no optimum: `best_rates` is nan there, and the law
+    goes without it.
+    """
 
     task: Task
     optimizer: Optimizer
     rates: Array
     batch_sizes: Array
-    loss: Array
-    """(batch sizes, rates), half the mean squared error less label noise; inf where it diverged."""
+    log_loss: Array
+    """(batch sizes, rates), the log of half the mean squared error less label noise; inf where it
+    diverged. The loss itself may be below any float64."""
     best_rates: Array
-    """(batch sizes,) the bottom of a polynomial through the log losses about the least."""
+    """(batch sizes,) the bottom of a polynomial through the log losses about the least; nan where
+    the rates do not bracket it."""
     exact_rates: Array | None
     """The same from theory: SGD on linear regression."""
     gradient_squares: Array
@@ -61,9 +69,15 @@ class Sweep:
     runs: int
 
     @property
+    def loss(self) -> Array:
+        """(batch sizes, rates) of `log_loss`."""
+        return np.exp(self.log_loss)
+
+    @property
     def law(self) -> RateLaw:
-        """The curve that the best rates follow."""
-        return fit_rate_law(self.batch_sizes, self.best_rates)
+        """The curve that the best rates follow; ValueError for fewer than five of them."""
+        found = np.isfinite(self.best_rates)
+        return fit_rate_law(self.batch_sizes[found], self.best_rates[found])
 
     @property
     def critical_batch_size(self) -> float:
@@ -128,7 +142,8 @@ def sweep_learning_rate(
     """Train at every rate, batch size and seed, on fresh data at every step; needs torch.
 
     "linear" is regression on x ~ N(0, I) from |w - w*|^2 = d; "mlp" is a network of 64 ReLUs that
-    learns another one like it. What is None comes from `SETTINGS`.
+    learns another one like it. What is None comes from `SETTINGS`. ScalingWarning where the least
+    loss is at the lowest or highest rate.
     """
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"{task!r} with {optimizer!r}: the sweeps are {sorted(SETTINGS)}")
@@ -145,7 +160,7 @@ def sweep_learning_rate(
     steps = default.steps if steps is None else steps
     dimension = default.dimension if dimension is None else dimension
     noise = default.noise if noise is None else noise
-    loss, squares = training.train(
+    log_loss, squares = training.train(
         task,
         optimizer,
         rates=grid,
@@ -164,25 +179,43 @@ def sweep_learning_rate(
             fine = np.geomspace(1e-5, 2, 20_001)
             curves = [exact_loss(fine, b, dimension, steps=steps, noise=noise) for b in sizes]
             exact = fine[np.argmin(curves, axis=1)]
-    best = np.array([_bottom(grid, curve) for curve in loss])
-    runs = loss.size * count
-    return Sweep(task, optimizer, grid, sizes.astype(float), loss, best, exact, squares, runs)
+    best = np.array([_bottom(grid, curve) for curve in log_loss])
+    _warn_of_edges(grid, sizes, log_loss)
+    runs = log_loss.size * count
+    return Sweep(task, optimizer, grid, sizes.astype(float), log_loss, best, exact, squares, runs)
 
 
-def _bottom(rates: Array, loss: Array) -> float:
+def _warn_of_edges(rates: Array, batch_sizes: Array, log_loss: Array) -> None:
+    if len(rates) < 3:  # Whoever asks for one or two rates looks for no bottom.
+        return
+    least = np.argmin(log_loss, axis=1)
+    for edge, beyond in ((0, "below"), (len(rates) - 1, "above")):
+        if (at := least == edge).any():
+            sizes = ", ".join(str(b) for b in batch_sizes[at])
+            warnings.warn(
+                f"the least loss at batch sizes {sizes} is at the edge of the rates: sweep rates"
+                f" {beyond} {rates[edge]:.3g} too; these have no best rate",
+                ScalingWarning,
+                stacklevel=3,
+            )
+
+
+def _bottom(rates: Array, log_loss: Array) -> float:
     """The rate at the bottom of a polynomial, in log rate and log loss, about the least loss.
 
     A quartic over the rates within a factor of 1.6, where the grid is fine; else a parabola over
-    five points.
+    five points. nan where the least is at an edge.
     """
-    best = int(np.argmin(loss))
+    best = int(np.argmin(log_loss))
+    if best in (0, len(rates) - 1):
+        return math.nan
     x = np.log(rates) - np.log(rates[best])
     near = np.abs(x) < np.log(1.6)
     near[max(best - 2, 0) : best + 3] = True
-    near &= np.isfinite(loss) & (loss > 0)
-    if best in (0, len(rates) - 1) or near.sum() < 3:
+    near &= np.isfinite(log_loss)
+    if near.sum() < 3:
         return float(rates[best])
     degree = 4 if near.sum() > 6 else 2
-    curve = np.polynomial.Polynomial.fit(x[near], np.log(loss[near]), degree)
+    curve = np.polynomial.Polynomial.fit(x[near], log_loss[near], degree)
     fine = np.linspace(x[near][0], x[near][-1], 2001)
     return float(rates[best] * np.exp(fine[np.argmin(curve(fine))]))

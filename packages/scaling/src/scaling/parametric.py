@@ -67,8 +67,8 @@ def fit_parametric(
     """The law that minimises the sum of loss(log predicted - log observed) over all runs.
 
     `loss` is "huber" (with `delta`, as Hoffmann et al.), "lad" (least absolute deviations) or
-    "squares" (half the sum of squares). `prove` polishes all 289 points of the grid, not only the
-    best eight.
+    "squares" (half the sum of squares). `prove` polishes all 289 points of a grid of exponents;
+    without, some thirty of them, and all where those end in several places.
 
     ValueError for fewer than five runs, or for sizes or tokens that do not vary. ScalingWarning for
     one budget only, an unproven optimum, a constant at its bound and runs far from the law.
@@ -102,6 +102,8 @@ def _check(runs: Runs, loss: Loss, delta: float) -> None:
         raise ValueError(
             f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"
         )
+    if np.ptp(runs.loss) == 0:
+        raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
     for name in ("parameters", "tokens"):
         distinct = len(np.unique(getattr(runs, name)))
         if distinct < 3:
@@ -114,7 +116,7 @@ def _check(runs: Runs, loss: Loss, delta: float) -> None:
 def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof) -> list[str]:
     """What a reader of the law should know before believing it."""
     found = []
-    if not proof.holds:
+    if proof.several or not proof.converged:
         found.append(
             f"{proof.landed} of {proof.converged} converged starts reached the best objective: the "
             "data leave several optima"

@@ -17,6 +17,9 @@ from scaling.runs import Array
 WIDTH = 64
 """Hidden units of the MLP and of its teacher."""
 
+DIVERGED = 80.0
+"""The log of a loss that nobody would wait to see grow further."""
+
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 """Adam's, as torch has them."""
 
@@ -34,8 +37,11 @@ def train(
     seed: int,
     device: str,
 ) -> tuple[Array, Array]:
-    """(batch sizes, rates) mean final losses, and (batch sizes,) mean first squared gradients."""
-    rate = torch.tensor(rates, dtype=torch.float32, device=device)
+    """(batch sizes, rates) logs of mean final losses, inf where they diverged, and (batch sizes,)
+    mean first squared gradients."""
+    rate = torch.tensor(rates, device=device)
+    # Without noise a step of SGD on regression multiplies the error: its size may be kept apart.
+    scalable = optimizer == "sgd" and not noise
     losses, squares = [], []
     for batch in batch_sizes:
         # The same starts and teachers at every batch size, but other data.
@@ -46,47 +52,62 @@ def train(
         random.manual_seed((seed + 1) * 1_000_003 + batch)
         rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
         for step in range(steps):
-            x = torch.randn(seeds, batch, dimension, generator=random, device=device)
-            errors = torch.randn(seeds, batch, 1, generator=random, device=device)
+            x = draw(seeds, batch, dimension, random=random)
+            errors = draw(seeds, batch, 1, random=random)
             gradients = model.gradients(x, noise * errors)
             if step == 0:
                 # Every rate starts from the same parameters.
-                first = sum(g[:, 0].double().square().sum() for g in gradients) / seeds
+                first = sum(g[:, 0].square().sum() for g in gradients) / seeds
                 squares.append(float(first))
             rule.update(gradients)
-        loss = model.loss().double().mean(0)
-        losses.append(torch.nan_to_num(loss, nan=np.inf, posinf=np.inf).cpu().numpy())
+            if scalable and isinstance(model, _Linear):
+                model.rescale()
+        loss = model.log_loss().logsumexp(0) - np.log(seeds)
+        diverged = loss.isnan() | (loss > DIVERGED)
+        losses.append(loss.masked_fill(diverged, np.inf).cpu().numpy())
     return np.stack(losses), np.array(squares)
+
+
+def draw(*shape: int, random: torch.Generator) -> Tensor:
+    """Normal numbers in float64, since a loss falls by a hundred orders of magnitude."""
+    return torch.randn(*shape, generator=random, device=random.device).double()
 
 
 class _Linear:
     """Regression on x ~ N(0, I), in terms of the error w - w* (S, R, D) with |w - w*|^2 = D."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
-        start = torch.randn(seeds, 1, dimension, generator=random, device=random.device)
+        start = draw(seeds, 1, dimension, random=random)
         start *= dimension**0.5 / start.norm(dim=-1, keepdim=True)
         self.parameters = [start.repeat(1, rates, 1)]
+        self.log_size = start.new_zeros(seeds, rates)
+
+    def rescale(self) -> None:
+        """Take the size out of the error, which 0.06^400 would carry below any number."""
+        size_SR1 = self.parameters[0].norm(dim=-1, keepdim=True)
+        self.parameters[0] /= size_SR1
+        self.log_size += size_SR1.squeeze(-1).log()
 
     def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
         wrong_SBR = x_SBD @ self.parameters[0].mT - noise_SB1
         return [wrong_SBR.mT @ x_SBD / x_SBD.shape[1]]
 
-    def loss(self) -> Tensor:
-        return self.parameters[0].square().sum(-1) / 2
+    def log_loss(self) -> Tensor:
+        return 2 * self.log_size + (self.parameters[0].square().sum(-1) / 2).log()
 
 
 class _MLP:
     """A network of ReLUs without biases that learns another of the same width from samples."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
-        def draw() -> tuple[Tensor, Tensor]:
-            inner = torch.randn(seeds, 1, WIDTH, dimension, generator=random, device=random.device)
-            outer = torch.randn(seeds, 1, WIDTH, generator=random, device=random.device)
+        def layers() -> tuple[Tensor, Tensor]:
+            inner = draw(seeds, 1, WIDTH, dimension, random=random)
+            outer = draw(seeds, 1, WIDTH, random=random)
             return inner * (2 / dimension) ** 0.5, outer / WIDTH**0.5
 
-        self.teacher = draw()
-        self.parameters = [p.repeat(1, rates, *[1] * (p.dim() - 2)) for p in draw()]
-        self.test = torch.randn(seeds, 512, dimension, generator=random, device=random.device)
+        self.teacher = layers()
+        self.parameters = [p.repeat(1, rates, *[1] * (p.dim() - 2)) for p in layers()]
+        self.test = draw(seeds, 512, dimension, random=random)
 
     def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
         inner, outer = self.parameters
@@ -97,10 +118,10 @@ class _MLP:
         common_SRHD = (open_SBRH.flatten(2).mT @ x_SBD).view_as(inner)
         return [outer[..., None] * common_SRHD, (inner * common_SRHD).sum(-1)]
 
-    def loss(self) -> Tensor:
+    def log_loss(self) -> Tensor:
         target = _forward(*self.teacher, self.test)[1]
         inner, outer = self.parameters
-        return (_forward(inner, outer, self.test)[1] - target).square().mean(1) / 2
+        return ((_forward(inner, outer, self.test)[1] - target).square().mean(1) / 2).log()
 
 
 def _forward(inner_SRHD: Tensor, outer_SRH: Tensor, x_SBD: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from tinyml.layers import evaluating
+from tinyml.layers import check_finite, evaluating
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -112,6 +112,7 @@ def channel_importance(model: nn.Module, group: Group) -> Tensor:
     total = torch.zeros(group.size, dtype=torch.float64)
     for name, repeat in group.readers:
         weight = model.get_submodule(name).get_parameter("weight").double().cpu()
+        check_finite(f"{name}.weight", weight)
         weight = weight.transpose(0, 1).reshape(group.size, repeat, -1)
         total += weight.square().sum((1, 2))
     return total.sqrt()

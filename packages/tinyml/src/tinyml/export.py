@@ -30,6 +30,7 @@ from tinyml.pack import pack, unpack
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
+_FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the metadata too
 
 
 def save(model: nn.Module, path: str | Path) -> None:
@@ -39,7 +40,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     names: dict[tuple[int, torch.Size], str] = {}
     same: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
-        if not tensor.numel():
+        if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
         key = (tensor.data_ptr(), tensor.shape)
         if key in names:
@@ -84,7 +85,11 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
             ) from error
         _compress_as(model, name, layer, how, state, shared)
     # A weight that is not kept has no elements, so it is in the model but not in the file.
-    empty = {name: t for name, t in model.state_dict().items() if not t.numel()}
+    empty = {
+        name: t
+        for name, t in model.state_dict().items()
+        if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
+    }
     model.load_state_dict(state | empty)
     return model
 

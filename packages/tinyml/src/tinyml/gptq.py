@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyml.grid import Granularity, Grid, Observer, as_rows, grid_of
 from tinyml.layers import compress_weights, evaluating, layers_of
-from tinyml.linear import Granularity, Grid, GridWeight, Observer, as_rows, grid_of
+from tinyml.linear import GridWeight
 
 
 @torch.no_grad()

@@ -18,18 +18,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.int8 import int8_matmul
-from tinyml.linear import Observer, grid_of
+from tinyml.grid import Observer, grid_of
+from tinyml.products import Int8Weights
 
 _LOW, _HIGH = -128, 127
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The meaning of a layer's int8: r = scale (q - zero)."""
+class Scale(nn.Module):
+    """The meaning of a layer's int8: r = scale (q - zero), in the state dict like any weight."""
 
-    scale: float
-    zero: int
+    bits_of_scale: Tensor
+    code_of_zero: Tensor
+
+    def __init__(self, scale: float, zero: int) -> None:
+        super().__init__()
+        # The float64 is kept as its 64 bits, so that model.half() leaves it as it is.
+        self.register_buffer(
+            "bits_of_scale", torch.tensor(scale, dtype=torch.float64).view(torch.int64)
+        )
+        self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
+
+    @property
+    def scale(self) -> float:
+        """The step between two codes."""
+        return float(self.bits_of_scale.view(torch.float64))
+
+    @property
+    def zero(self) -> int:
+        """The code of 0.0."""
+        return int(self.code_of_zero)
 
 
 class IntegerModel(nn.Module):
@@ -90,7 +107,10 @@ class IntegerProduct(nn.Module):
         super().__init__()
         self.geometry = block.geometry
         self.before, self.after = before, after
+        self._products: tuple[object, list[Int8Weights]] | None = None
         rows = block.weight.double().reshape(len(block.weight), -1)
+        if not torch.isfinite(block.bias).all():
+            raise ValueError("a bias or batch normalisation holds nan or inf")
         if rows.shape[1] * 128 * 128 >= 2**31:
             raise ValueError(
                 f"sums of {rows.shape[1]} products do not fit in int32; split the layer"
@@ -107,21 +127,29 @@ class IntegerProduct(nn.Module):
 
     def forward(self, codes: Tensor) -> Tensor:
         """(n, channels, height, width) or (n, features), int8."""
+        weights = self._weights()
         if self.geometry is None:
-            return self._requantize(int8_matmul(codes, self.weight.t()))
+            return self._requantize(weights[0].product(codes))
         patches, height, width = _patches(codes, self.geometry, self.before.zero)
-        groups = self.geometry.groups
         parts = [
-            int8_matmul(inputs.contiguous(), weight.t())
-            for inputs, weight in zip(
-                patches.chunk(groups, dim=1), self.weight.chunk(groups), strict=True
-            )
+            weight.product(inputs.contiguous())
+            for inputs, weight in zip(patches.chunk(len(weights), dim=1), weights, strict=True)
         ]
         out = self._requantize(torch.cat(parts, dim=1))
         return out.view(len(codes), height, width, -1).permute(0, 3, 1, 2).contiguous()
 
+    def _weights(self) -> list[Int8Weights]:
+        key = self.weight.data_ptr(), self.weight._version
+        if self._products is None or self._products[0] != key:
+            parts = self.weight.chunk(1 if self.geometry is None else self.geometry.groups)
+            self._products = key, [Int8Weights(part, largest=128) for part in parts]
+        return self._products[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_products": None}
+
     def _requantize(self, sums: Tensor) -> Tensor:
-        sums = (sums + self.bias.long()).clamp(-(2**31), 2**31 - 1)
+        sums = (sums.long() + self.bias.long()).clamp(-(2**31), 2**31 - 1)
         scaled = sums * self.multiplier.long()
         shift = self.shift.long()
         rounded = (scaled + (1 << (shift - 1))) >> shift
@@ -221,18 +249,18 @@ class _Pool(nn.Module):
 
     def __init__(
         self, kernel: tuple[int, int] | None, stride: tuple[int, int], padding: tuple[int, int],
-        largest: bool, zero: int,
+        largest: bool, scale: Scale,
     ) -> None:  # fmt: skip
         super().__init__()
         self.kernel, self.stride, self.padding = kernel, stride, padding
-        self.largest, self.zero = largest, zero
+        self.largest, self.scale = largest, scale
 
     def forward(self, codes: Tensor) -> Tensor:
         if self.kernel is None:
             windows = codes.flatten(2)[:, :, None, None]
         else:
             rows, columns = self.padding
-            fill = _LOW if self.largest else self.zero
+            fill = _LOW if self.largest else self.scale.zero
             codes = F.pad(codes, (columns, columns, rows, rows), value=fill)
             windows = codes.unfold(2, self.kernel[0], self.stride[0])
             windows = windows.unfold(3, self.kernel[1], self.stride[1]).flatten(4)
@@ -249,14 +277,14 @@ def _integer_pool(layer: nn.Module, scale: Scale) -> nn.Module:
     if isinstance(layer, nn.AdaptiveAvgPool2d):
         if layer.output_size not in (1, (1, 1)):
             raise ValueError(f"{layer}: only an output of 1 x 1 is supported")
-        return _Pool(None, (1, 1), (0, 0), False, scale.zero)
+        return _Pool(None, (1, 1), (0, 0), False, scale)
     assert isinstance(layer, nn.MaxPool2d | nn.AvgPool2d)
     if layer.ceil_mode or getattr(layer, "dilation", 1) != 1:
         raise ValueError(f"{layer}: no ceil_mode and no dilation are what is supported")
     if isinstance(layer, nn.AvgPool2d) and not layer.count_include_pad:
         raise ValueError(f"{layer}: count_include_pad=True is what is supported")
     kernel, stride = _pair(layer.kernel_size), _pair(layer.stride)
-    return _Pool(kernel, stride, _pair(layer.padding), isinstance(layer, nn.MaxPool2d), scale.zero)
+    return _Pool(kernel, stride, _pair(layer.padding), isinstance(layer, nn.MaxPool2d), scale)
 
 
 def _patches(codes: Tensor, geometry: _Geometry, fill: int) -> tuple[Tensor, int, int]:

@@ -19,7 +19,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import QUANTIZABLE, CompressedWeight, compress_weights
+from tinyml.layers import (
+    QUANTIZABLE,
+    CompressedWeight,
+    by_layer,
+    check_bits,
+    compress_weights,
+    layers_of,
+)
 from tinyml.pack import pack, unpack
 
 
@@ -35,6 +42,9 @@ def kmeans_quantize(
     parameter, the codes do not change.
     """
 
+    if isinstance(bits, Mapping):
+        by_layer(bits, layers_of(model, layers), model)
+
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         width = bits.get(name) if isinstance(bits, Mapping) else bits
         return None if width is None else Palette(layer.get_parameter("weight"), width)
@@ -49,8 +59,7 @@ class Palette(CompressedWeight):
 
     def __init__(self, weight: Tensor, bits: int) -> None:
         super().__init__()
-        if not 1 <= bits <= 8:
-            raise ValueError(f"{bits} bits; a palette has 1 to 8")
+        check_bits(bits, "a palette has")
         self.bits, self.shape = bits, weight.shape
         self._palette, codes = kmeans(weight.detach(), 2**bits)
         self.register_buffer("codes", pack(codes, bits))
@@ -65,6 +74,10 @@ class Palette(CompressedWeight):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The palette."""
         return self._palette.to(weight)
+
+    def format(self) -> list[int]:
+        """Bits."""
+        return [self.bits]
 
     def forward(self, palette: Tensor) -> Tensor:
         """The dense weight."""

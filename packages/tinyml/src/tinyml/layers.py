@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -31,6 +31,34 @@ def layers_of(model: nn.Module, kinds: Sequence[type[nn.Module]]) -> dict[str, n
     return found
 
 
+def by_layer(
+    given: Mapping[str, Any], layers: Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, nn.Module]:
+    """The layers that `given` names; a name that is none of them is an error."""
+    if unknown := sorted(given.keys() - layers.keys()):
+        firsts = {id(layer.weight): name for name, layer in layers.items()}
+        shared = {
+            name: firsts[id(module.weight)]
+            for name, module in model.named_modules()
+            if name in unknown and id(getattr(module, "weight", None)) in firsts
+        }
+        why = "".join(f"; {n!r} shares the weight of {first!r}" for n, first in shared.items())
+        raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
+    return {name: layer for name, layer in layers.items() if name in given}
+
+
+def check_bits(bits: int, what: str, least: int = 1) -> None:
+    """Refuse what is not a whole number of bits that a code can have."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
+        raise ValueError(f"{bits} bits; {what} {least} to 8, a whole number")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that holds nan or inf, by name."""
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} holds nan or inf, of which nothing can be kept or removed")
+
+
 class CompressedWeight(nn.Module):
     """How a weight is stored, in place of the dense one: `forward(x)` makes it from tensor `x`.
 
@@ -42,6 +70,22 @@ class CompressedWeight(nn.Module):
         """The tensor to train or keep in place of `weight`."""
         raise NotImplementedError
 
+    def format(self) -> list[int]:
+        """The whole numbers that the stored codes cannot be read without."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> Tensor:
+        """The format, so that a state dict holds all that it takes to read it."""
+        return torch.tensor(self.format(), dtype=torch.int16)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse the codes of another format, which would be read as other numbers."""
+        if state.tolist() != self.format():
+            raise RuntimeError(
+                f"the state dict holds a {type(self).__name__} of format {state.tolist()}, the "
+                f"model one of {self.format()}; compress the model as the saved one was"
+            )
+
 
 def compress_weights(
     model: nn.Module,
@@ -50,15 +94,17 @@ def compress_weights(
 ) -> nn.Module:
     """Give every layer of `kinds` the compressed weight that `compress(name, layer)` returns.
 
-    Layers that share a weight share its compressed form. None leaves a layer as it is.
+    Layers that share a weight share its compressed form. None leaves a layer as it is. All of the
+    compressed weights are made before the first is put in, so an error changes nothing.
     """
     sharing: dict[int, list[nn.Module]] = {}
     chosen = layers_of(model, kinds)
     for layer in model.modules():
         if isinstance(getattr(layer, "weight", None), nn.Parameter):
             sharing.setdefault(id(layer.weight), []).append(layer)
-    for name, layer in chosen.items():
-        compressed = compress(name, layer)
+    made = {name: compress(name, layer) for name, layer in chosen.items()}
+    for name, compressed in made.items():
+        layer = chosen[name]
         if compressed is None:
             continue
         for other in (same := sharing[id(layer.weight)]):

@@ -3,19 +3,24 @@
 Notable (Hu et al., "LoRA", 2021; names and initialisation are those of the peft library):
 - A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
   is a point where both gradients vanish; neither zero would change the function from the start;
-- `merge` keeps the merged-into weight, so `unmerge` gives back every bit: adding and then
-  subtracting a product does not.
+- `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back
+  every bit (adding and then subtracting a product does not), and a tied weight stays elsewhere;
+- a state dict holds the base without the update, merged or not: loaded anywhere, the update is
+  applied once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from tinyml.layers import check_finite
 
 
 class LoRA(nn.Module):
@@ -39,7 +44,10 @@ class LoRA(nn.Module):
             raise ValueError(
                 f"rank is {rank}; between 1 and {min(inputs, outputs)}, the smaller side of W"
             )
-        self.base = base.requires_grad_(False)
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"alpha is {alpha}; a finite number")
+        if base.weight.device.type != "meta":
+            check_finite("the base weight", base.weight)
         self.rank = rank
         self.scaling = (rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
@@ -50,7 +58,13 @@ class LoRA(nn.Module):
             # One column of A is read at a time: A starts at zero and B does not.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
-        self._before: Tensor | None = None
+        self.base = base.requires_grad_(False)  # last: what is refused above stays as it was
+        self._before: tuple[nn.Parameter] | None = None  # a tuple, so that it is not registered
+        hooks: Any = self  # torch's own methods for these have no types
+        hooks.register_state_dict_post_hook(_without_update)
+        hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
+        hooks.register_load_state_dict_post_hook(_merge_what_was_loaded)
+        self._merge_after_loading = False
 
     @property
     def merged(self) -> bool:
@@ -81,23 +95,58 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the update to the base weight; nothing if it is there."""
+        """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
+        self.check_mergeable()
+        before = cast(nn.Parameter, self.base.weight)
+        self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
+        self._before = (before,)
+
+    def check_mergeable(self) -> None:
+        """Raise if the update cannot be merged."""
         if is_parametrized(self.base, "weight"):
             raise RuntimeError(
                 "the base weight is compressed and cannot take the update; leave the adapter "
                 "beside it, or compress after merging"
             )
-        if not self.merged:
-            before = self.base.weight.detach().clone()
-            self.base.weight += self.update
-            self._before = before
+        if self.merged:
+            raise RuntimeError("the update is merged already; unmerge it first")
+        check_finite("lora_A", self.lora_A)
+        check_finite("lora_B", self.lora_B)
 
     @torch.no_grad()
     def unmerge(self) -> None:
         """Give the base weight back, bit for bit; nothing if it was not merged."""
         if self._before is not None:
-            self.base.weight.copy_(self._before)
+            (before,) = self._before
+            before.data = before.data.to(self.base.weight)  # where the model has moved since
+            self.base.weight = before
             self._before = None
+
+    def get_extra_state(self) -> Tensor:
+        """What the factors are multiplied with: alpha / r."""
+        return torch.tensor(self.scaling, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the saved scaling, which belongs to the saved factors."""
+        self.scaling = float(state)
+
+
+def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if layer.merged:
+        (before,) = layer._before
+        like = state[f"{prefix}base.weight"]
+        state[f"{prefix}base.weight"] = before if like.requires_grad else before.detach()
+
+
+def _unmerge_to_load(layer: Any, *_: Any) -> None:
+    layer._merge_after_loading = layer.merged
+    layer.unmerge()
+
+
+def _merge_what_was_loaded(layer: Any, _: Any) -> None:
+    if layer._merge_after_loading:
+        layer._merge_after_loading = False
+        layer.merge()
 
 
 def add_lora(
@@ -112,30 +161,63 @@ def add_lora(
     """Freeze `model` and put an adapter at every layer of `kinds`, in place; return the model.
 
     `targets` keeps those layers whose name is one of them or ends with one after a dot, as
-    "q_proj" does for "blocks.0.q_proj".
+    "q_proj" does for "blocks.0.q_proj"; each has to be found. A layer that the model holds twice
+    has one adapter. An error leaves the model as it was.
     """
     wanted = None if targets is None else tuple(targets)
-    model.requires_grad_(False)
-    found = False
-    for parent_name, parent in list(model.named_modules()):
-        if isinstance(parent, LoRA):
-            raise ValueError(f"{parent_name or 'the model'} has an adapter already; merge it first")
-        for name, child in list(parent.named_children()):
-            full = f"{parent_name}.{name}" if parent_name else name
-            if isinstance(child, tuple(kinds)) and _is_target(full, wanted):
-                setattr(parent, name, LoRA(child, rank, alpha=alpha, dropout=dropout))  # type: ignore[arg-type]
-                found = True
-    if not found and wanted is None:
-        named = [k.__name__ for k in kinds]
-        raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    if not found:
-        raise ValueError(f"no layer of {[k.__name__ for k in kinds]} has a name like {wanted}")
+    places = _places(model, tuple(kinds), wanted)
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    made: dict[nn.Module, LoRA] = {}
+    try:
+        for parent, name in places:
+            child = parent.get_submodule(name)
+            if child not in made:
+                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)  # type: ignore[arg-type]
+    except Exception:
+        for parameter, was in trained.items():
+            parameter.requires_grad_(was)
+        raise
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    for parent, name in places:
+        setattr(parent, name, made[parent.get_submodule(name)])
     return model
 
 
+def _places(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], targets: tuple[str, ...] | None
+) -> list[tuple[nn.Module, str]]:
+    """Where adapters go: (parent, name of the child)."""
+    places: list[tuple[nn.Module, str]] = []
+    missed = set(targets or ())
+    for full, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LoRA):
+            raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
+        matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
+        if full and isinstance(module, kinds) and (targets is None or matching):
+            parent, _, name = full.rpartition(".")
+            places.append((model.get_submodule(parent), name))
+            missed -= set(matching)
+    named = [kind.__name__ for kind in kinds]
+    if missed:
+        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}")
+    if not places:
+        raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
+    return places
+
+
 def merge(model: nn.Module) -> nn.Module:
-    """Merge every adapter of `model`, in place; it then runs at the speed of the base."""
-    for adapter in _adapters(model).values():
+    """Merge every adapter of `model`, in place; it then runs at the speed of the base.
+
+    An adapter that cannot be merged, or is merged already, is an error, and none is merged.
+    """
+    adapters = _adapters(model)
+    for name, adapter in adapters.items():
+        try:
+            adapter.check_mergeable()
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"{name or 'the model'}: {error}; nothing was merged") from error
+    for adapter in adapters.values():
         adapter.merge()
     return model
 
@@ -161,7 +243,3 @@ def _adapters(model: nn.Module) -> dict[str, LoRA]:
     if not found:
         raise ValueError("the model has no adapter; add_lora(model) puts them in")
     return found
-
-
-def _is_target(name: str, targets: tuple[str, ...] | None) -> bool:
-    return targets is None or any(name == t or name.endswith(f".{t}") for t in targets)

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import PRUNABLE, evaluating, layers_of
+from tinyml.layers import PRUNABLE, by_layer, check_finite, evaluating, layers_of
 
 
 class Masks(Mapping[str, Tensor]):
@@ -43,9 +43,16 @@ class Masks(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
-        """Zero what is pruned, in place."""
+        """Zero what is pruned, in place; names and shapes that do not fit change nothing."""
+        parameters = {name: model.get_parameter(name) for name in self}
         for name, mask in self.items():
-            model.get_parameter(name).mul_(mask)
+            if parameters[name].shape != mask.shape:
+                raise ValueError(
+                    f"the mask of {name} is {tuple(mask.shape)}, the parameter "
+                    f"{tuple(parameters[name].shape)}; these are masks of another model"
+                )
+        for name, mask in self.items():
+            parameters[name].mul_(mask)
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """From now on, apply the masks after every step of `optimizer`, for fine-tuning."""
@@ -80,11 +87,14 @@ def prune(
     model = copy.deepcopy(model)
     chosen = layers_of(model, layers)
     if isinstance(sparsity, Mapping):
-        if unknown := sparsity.keys() - chosen.keys():
-            raise ValueError(f"no such layer: {sorted(unknown)}; there are {sorted(chosen)}")
-        chosen = {name: layer for name, layer in chosen.items() if name in sparsity}
+        chosen = by_layer(sparsity, chosen, model)
+    for name, layer in chosen.items():
+        check_finite(f"{name}.weight".lstrip("."), layer.get_parameter("weight"))
+    input_norms = input_norms or {}
+    for name in by_layer(input_norms, layers_of(model, layers), model):
+        check_finite(f"the input norm of {name}", input_norms[name])
     scores = {
-        name: importance(layer.get_parameter("weight"), (input_norms or {}).get(name))
+        name: importance(layer.get_parameter("weight"), input_norms.get(name))
         for name, layer in chosen.items()
     }
     if pattern is not None:

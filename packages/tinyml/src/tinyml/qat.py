@@ -17,8 +17,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import QUANTIZABLE, CompressedWeight, compress_weights, compressed_weight
-from tinyml.linear import Granularity, Grid, GridWeight, as_rows, grid_of
+from tinyml.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.layers import (
+    QUANTIZABLE,
+    CompressedWeight,
+    check_bits,
+    check_finite,
+    compress_weights,
+    compressed_weight,
+)
+from tinyml.linear import GridWeight
 
 
 def prepare_qat(
@@ -32,10 +40,10 @@ def prepare_qat(
 ) -> nn.Module:
     """A copy of `model` to train, whose layers act with rounded weights. See `convert`."""
     kind = granularity or ("group" if group_size else "channel")
-    if not 2 <= bits <= 8:
-        raise ValueError(f"{bits} bits; symmetric training takes 2 to 8")
+    check_bits(bits, "symmetric training takes", least=2)
 
-    def compress(_: str, layer: nn.Module) -> CompressedWeight:
+    def compress(name: str, layer: nn.Module) -> CompressedWeight:
+        check_finite(f"{name}.weight", layer.get_parameter("weight"))
         return RoundedWeight(layer.get_parameter("weight"), bits, kind, group_size, learn_scale)
 
     return compress_weights(copy.deepcopy(model), layers, compress)
@@ -88,6 +96,10 @@ class RoundedWeight(CompressedWeight):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The dense weight, which is what is trained."""
         return weight
+
+    def format(self) -> list[int]:
+        """Bits and the width of the rows with a scale each (0: a channel, -1: the tensor)."""
+        return [self.bits, self.group_size or -(self.granularity == "tensor")]
 
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """The weight as rows, and their grid now."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.layers import PRUNABLE, evaluating, layers_of
+from tinyml.layers import PRUNABLE, check_finite, evaluating, layers_of
 from tinyml.prune import importance, smallest_mask
 
 Batch = tuple[Any, Any]
@@ -61,6 +61,8 @@ def sensitivity(
     if not batches:
         raise ValueError("a scan needs at least one (inputs, targets) batch")
     chosen = layers_of(model, layers)
+    for name, layer in chosen.items():
+        check_finite(f"{name}.weight".lstrip("."), layer.get_parameter("weight"))
     trials = {
         name: {amount: compress(layer.get_parameter("weight"), amount) for amount in amounts}
         for name, layer in chosen.items()

@@ -10,13 +10,12 @@ Notable (Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tunin
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 IGNORED = -100  # the target that torch's cross entropy leaves out
 
@@ -59,12 +58,15 @@ class SoftPrompt(nn.Module):
         return torch.cat([prompt, wanted, end], dim=1)
 
 
-@dataclass(frozen=True)
 class PrefixCache:
-    """What a prompt leaves behind in a causal model: a tree of tensors with batch first, size 1."""
+    """What a prompt leaves behind in a causal model: tensors with batch first, size 1.
 
-    past: Any
-    length: int
+    `past` may be a tuple, a dict or an object such as transformers' caches, which a model extends
+    as it runs. Each `expand` therefore gives out containers of its own.
+    """
+
+    def __init__(self, past: Any, length: int) -> None:
+        self.past, self.length = past, length
 
     @staticmethod
     def of(prompt: SoftPrompt, forward: Callable[[Tensor], Any]) -> PrefixCache:
@@ -72,8 +74,48 @@ class PrefixCache:
         return PrefixCache(forward(prompt.embeddings[None]), len(prompt.embeddings))
 
     def expand(self, batch: int) -> Any:
-        """The same tree for `batch` sequences, without a copy."""
-        return pytree.tree_map_only(Tensor, lambda t: t.expand(batch, *t.shape[1:]), self.past)
+        """The same containers anew for `batch` sequences, their tensors without a copy.
+
+        The rows of an expanded tensor share their memory, so torch refuses to write into it. One
+        row alone could be written into, and is a copy.
+        """
+        if batch < 1:
+            raise ValueError(f"a batch of {batch} sequences; give 1 or more")
+        return _rebuilt(self.past, lambda tensor: _for_batch(tensor, batch), {})
+
+
+def _for_batch(tensor: Tensor, batch: int) -> Tensor:
+    if not tensor.dim() or batch == 1:
+        return tensor.clone()
+    if tensor.shape[0] != 1:
+        raise ValueError(
+            f"a cached tensor is {tuple(tensor.shape)}; batch first, size 1, is needed"
+        )
+    return tensor.expand(batch, *tensor.shape[1:])
+
+
+def _rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
+    """`value` with every container and object made anew, and its tensors changed."""
+    if id(value) in done:
+        return done[id(value)]
+    made: Any
+    if isinstance(value, Tensor):
+        made = change(value)
+    elif isinstance(value, tuple):
+        parts = [_rebuilt(part, change, done) for part in value]
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif isinstance(value, dict | list):
+        made = done[id(value)] = copy.copy(value)
+        for key in value if isinstance(value, dict) else range(len(value)):
+            made[key] = _rebuilt(value[key], change, done)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Callable):
+        made = done[id(value)] = copy.copy(value)
+        for key, part in vars(value).items():
+            made.__dict__[key] = _rebuilt(part, change, done)
+    else:
+        made = value
+    done[id(value)] = made
+    return made
 
 
 def adapt(
