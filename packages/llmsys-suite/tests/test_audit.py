@@ -6,7 +6,9 @@ import hashlib
 import pytest
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, closest, furthest, none, within
-from llmsys_suite.config import RunConfig
+from llmsys_suite.audit.records import check_again
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.samples import PEER, SINGLE, summarize, utilisation
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
@@ -327,3 +329,33 @@ def test_a_check_with_nothing_recorded_is_red():
     assert not within("a", "b", "c", 1.0, float("nan"), 2.0).passed
     assert not none("a", "b", "c", ["x"]).passed
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
+
+
+def finished(path, change=lambda samples: None):
+    plan, train, samples, evidence = honest()
+    folder = RunFolder.create(RunConfig(**{**vars(CONFIG), "out": path}), {})
+    change(samples)
+    folder.append_samples(samples)
+    folder.add_stage("plan", plan)
+    folder.add_stage("train", train)
+    folder.write_json("evidence.json", evidence)
+    checks = training.checks(CONFIG, *honest())
+    folder.write_json("checks.json", [check.to_json() for check in checks])
+    folder.add_stage("audit", {"checks": 0, "failed": []})
+    folder.finish()
+    return folder
+
+
+def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
+    def wrong(samples):
+        steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
+
+    assert all(check.passed for check in check_again(finished(tmp_path / "a")))
+    red = [c.name for c in check_again(finished(tmp_path / "b", wrong)) if not c.passed]
+    assert {"first losses", "all losses"} <= set(red)
+
+
+def test_a_run_without_an_audit_says_so(tmp_path):
+    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    with pytest.raises(UsageError, match="was not audited"):
+        check_again(folder)

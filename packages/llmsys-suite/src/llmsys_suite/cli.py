@@ -83,6 +83,47 @@ def report(
 
 
 @app.command()
+def audit(
+    folder: Annotated[Path | None, typer.Argument(help="A run folder.")] = None,
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="Plant defects, and say which check finds which.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Plant those whose names hold this.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name the defects.")] = False,
+) -> None:
+    """Check a run's records once more, or check the checks with planted defects."""
+    if mutate or list_:
+        from llmsys_suite.audit.mutations import DEFECTS
+
+        names = [d.label for d in DEFECTS if not only or any(word in d.label for word in only)]
+        if not names:
+            raise UsageError(f"no defect's name holds {' or '.join(map(repr, only or []))}")
+        if list_:
+            print("\n".join(names))
+            return
+        from llmsys_suite.audit.mutate import mutate as plant
+        from llmsys_suite.audit.mutate import table
+
+        outcomes = plant(names)
+        killed = sum(outcome.killed for outcome in outcomes)
+        print(table(outcomes))
+        print(f"\n{killed} of {len(outcomes)} found: {killed / len(outcomes):.0%}")
+        raise typer.Exit(0 if killed == len(outcomes) else 1)
+    if folder is None:
+        raise UsageError("give a run folder, or --mutate")
+    from llmsys_suite.audit.records import check_again
+
+    checks = check_again(_run_folder(folder))
+    red = [check for check in checks if not check.passed]
+    for check in red:
+        print(f"FAILED {check}")
+    print(f"{len(checks) - len(red)}/{len(checks)} passed")
+    raise typer.Exit(1 if red else 0)
+
+
+@app.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="A run folder.")],
     after: Annotated[Path, typer.Argument(help="Another.")],

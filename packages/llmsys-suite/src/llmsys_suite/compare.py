@@ -226,8 +226,10 @@ def _middles(logs: Array, random: np.random.Generator) -> Array:
     drawn = np.sort(logs[picked.reshape(RESAMPLES, -1)[:, :n]], axis=1)
     cut = n // 4
     middles: Array = drawn[:, cut : n - cut].mean(1)
+    middle = middles.mean()
     # Few blocks scatter less than what they are drawn from.
-    return middles.mean() + (middles - middles.mean()) * math.sqrt(n / max(1, n - 2 * block))
+    middles = middle + (middles - middle) * math.sqrt(n / max(1, n - 2 * block))
+    return middles
 
 
 def _disturbed(sample: Sample) -> bool:
