@@ -2,21 +2,14 @@
 
 import ast
 import inspect
-import time
-from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite.audit import network, reference
-from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.phases import Recorder
-from llmsys_suite.progress import Progress
-from llmsys_suite.run import Run
 from llmsys_suite.text import read_text
 from worker_pool import run_ranks
 
@@ -122,32 +115,3 @@ def test_the_kernel_counts_what_a_ring_brings(world):
     expected = 4 * 300_000 * 2 * (world - 1) / world
     for received in run_ranks(bytes_of_an_all_reduce, world, 300_000):
         assert expected <= received <= 1.01 * expected
-
-
-def gather_with_a_slow_rank():
-    """A collective would end after a second here."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    store = dist.PrefixStore("again", store)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2)
-    )
-    device = torch.device("cpu")
-    run = Run(
-        config=RunConfig(world=world),
-        rank=rank,
-        world=world,
-        device=device,
-        corpus=load_corpus(Path(__file__)),
-        recorder=Recorder(rank, device),
-        progress=Progress(enabled=False),
-        store=dist.PrefixStore("meetings", store),
-    )
-    if rank == 0:
-        time.sleep(5)
-    return run.gather(rank)
-
-
-def test_a_stage_that_one_rank_works_at_may_outlast_the_timeout_of_collectives():
-    assert run_ranks(gather_with_a_slow_rank, 2) == [[0, 1], [0, 1]]

@@ -91,7 +91,9 @@ def sections(folder: RunFolder) -> Iterator[Section]:
         result = stages.get(stage)
         if result is None:
             continue
-        if "skipped" in result:
+        if "failed" in result:
+            yield Section(stage.capitalize(), [f"**This stage failed: {result['failed']}.**"])
+        elif "skipped" in result:
             yield Section(stage.capitalize(), [f"Skipped: {result['skipped']}."])
         else:
             yield make(result)

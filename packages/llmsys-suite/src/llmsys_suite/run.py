@@ -19,6 +19,10 @@ from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
 
 
+class OtherRankFailed(RuntimeError):
+    """A stage ended on another rank, which says why."""
+
+
 @dataclass
 class Run:
     """What a stage works with; `folder` is there on rank 0 only."""
@@ -35,6 +39,8 @@ class Run:
     # The model that `train` leaves to the stages that look into it.
     trained: torch.nn.Module | None = None
     store: Any = None
+    #: How many stages have failed so far; each failure makes a new group.
+    failures: int = 0
     _meetings: int = 0
 
     @property
@@ -57,12 +63,28 @@ class Run:
         self._meetings += 1
         if self.store is None or self.world == 1:
             return
-        self.store.set(f"meeting {self._meetings} {self.rank}", "here")
-        everyone = [f"meeting {self._meetings} {rank}" for rank in range(self.world)]
+        place = f"{self.failures} meeting {self._meetings}"
+        self.store.set(f"{place} {self.rank}", "here")
+        everyone = [f"{place} {rank}" for rank in range(self.world)]
         pause = 0.001
         while not self.store.check(everyone):
+            if self.store.check([f"{self.failures} failed"]):
+                raise OtherRankFailed(self.store.get(f"{self.failures} failed").decode())
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
+
+    def fail(self, error: Exception) -> str:
+        """Tell all ranks that this stage failed here; what the first that failed said."""
+        said = f"rank {self.rank}: {type(error).__name__}: {error}"
+        if self.store is not None and not isinstance(error, OtherRankFailed):
+            self.store.compare_set(f"{self.failures} failed", "", said)
+        # Closing the connections ends the collectives in which the others wait.
+        dist.destroy_process_group()
+        if self.store is not None:
+            self.store.wait([f"{self.failures} failed"])
+            said = self.store.get(f"{self.failures} failed").decode()
+        self.failures, self._meetings = self.failures + 1, 0
+        return said
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's `mine`, on every rank, however long the slowest takes."""

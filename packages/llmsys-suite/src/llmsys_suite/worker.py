@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import STAGES, RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.environment import environment
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STORE
 from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
-from llmsys_suite.run import Run
+from llmsys_suite.run import OtherRankFailed, Run
 from llmsys_suite.text import read_text
 
 TIMEOUT = timedelta(minutes=5)
@@ -49,11 +49,11 @@ def work(config: RunConfig) -> int:
         run = begin(config, rank, world, progress)
         for stage in config.stages:
             with progress.stage(stage):
-                run_stage(run, stage)
+                try_stage(run, stage)
         if run.folder is not None:
             run.folder.finish()
         audit = run.results.get("audit", {})
-        return 0 if audit.get("passed", True) else 1
+        return 0 if audit.get("passed", True) and not run.failures else 1
     except KeyboardInterrupt:
         return 1
     except Exception as error:
@@ -76,15 +76,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = _store(rank, world)
-    dist.init_process_group(
-        config.backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
-    return Run(
+    run = Run(
         config=config,
         rank=rank,
         world=world,
@@ -94,6 +86,20 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         progress=progress,
         folder=RunFolder.create(config, _facts(config)) if rank == 0 else None,
         store=dist.PrefixStore("llmsys", store),
+    )
+    make_group(run)
+    return run
+
+
+def make_group(run: Run) -> None:
+    """The ranks' process group: another after each failure, since that broke the last."""
+    dist.init_process_group(
+        run.config.backend,
+        store=dist.PrefixStore(f"group {run.failures}", run.store),
+        rank=run.rank,
+        world_size=run.world,
+        timeout=TIMEOUT,
+        device_id=run.device if run.device.type == "cuda" else None,
     )
 
 
@@ -110,6 +116,28 @@ def _store(rank: int, world: int) -> dist.Store:
         return dist.FileStore(os.environ[STORE], world)
     met: tuple[dist.Store, int, int] = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
     return met[0]
+
+
+def try_stage(run: Run, stage: str) -> None:
+    """One stage; if it fails on any rank, say so in the folder and let the others go on."""
+    broken = [needed for needed in STAGES[stage] if "failed" in run.results.get(needed, {})]
+    broken = [] if stage == "audit" else broken
+    try:
+        if broken:
+            run.results[stage] = {"failed": f"it needs {broken[0]}, which failed"}
+        else:
+            run_stage(run, stage)
+            return
+    except Exception as error:
+        if not isinstance(error, OtherRankFailed):
+            traceback.print_exc()
+        run.results[stage] = {"failed": run.fail(error)}
+        run.recorder.take()
+        make_group(run)
+    run.results[stage] |= {"stage_seconds": 0.0, "peak_process_mib": 0.0}
+    if run.folder is not None:
+        print(f"{stage} failed: {run.results[stage]['failed']}", file=sys.stderr)
+        run.folder.add_stage(stage, run.results[stage])
 
 
 def run_stage(run: Run, stage: str) -> None:

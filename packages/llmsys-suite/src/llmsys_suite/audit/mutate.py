@@ -62,6 +62,9 @@ class Outcome:
         """Whether any check was red."""
         return bool(self.killed_by)
 
+    def __str__(self) -> str:
+        return f"{self.defect} <- {self.killed_by[0] if self.killed else 'NOTHING'}"
+
 
 def mutate(names: list[str] | None = None, world: int = 2) -> list[Outcome]:
     """Plant the named defects, or all; RuntimeError where the honest run is not green."""
@@ -149,9 +152,17 @@ def _plant(run: Run, defect: Defect, honest: dict[str, Any], out: Path) -> Outco
         planted = defect.plant(run)
         for patch in planted if isinstance(planted, list) else [planted]:
             stack.enter_context(patch)
-        killed = _red(run, stage)
+        try:
+            killed = _red(run, stage)
+        except Exception as error:
+            # What ends a run is found as well, if not by a check.
+            killed = [f"an error, {run.fail(error)}"]
+            worker.make_group(run)
     run.trained = trained
-    return Outcome(defect.label, tuple(killed), time.perf_counter() - begin)
+    outcome = Outcome(defect.label, tuple(killed), time.perf_counter() - begin)
+    if run.rank == 0:
+        print(f"{outcome.seconds:5.1f} s  {outcome}", file=sys.stderr, flush=True)
+    return outcome
 
 
 def _red(run: Run, stage: str) -> list[str]:

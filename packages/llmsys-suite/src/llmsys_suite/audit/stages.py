@@ -538,3 +538,5 @@ STAGES: dict[str, Callable[[Run, Result], Iterator[Check]]] = {
     "inspect": inspect,
     "compress": compress,
 }
+#: Those in which every rank takes part.
+COLLECTIVE = ("links", "parallel")
