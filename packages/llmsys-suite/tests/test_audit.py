@@ -40,7 +40,9 @@ def honest_samples():
                 }  # fmt: skip
                 parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, "optimizer": 0.02}
                 seconds = sum(parts.values()) + 0.001
-                samples += [row | {"phase": k, "seconds": s} for k, s in parts.items()]
+                samples += [
+                    row | {"phase": k, "seconds": s, "core_s": 0.9 * s} for k, s in parts.items()
+                ]
                 share = 8 // ranks
                 samples.append(
                     row
@@ -51,7 +53,7 @@ def honest_samples():
                         "loss": 5.0 - step + 0.1 * (2 * rank - 1) * (ranks - 1),
                         "began": clock,
                         "ended": clock + seconds,
-                        "core_s": 0.09,
+                        "core_s": 0.9 * seconds,
                         "yardstick_s": 0.001,
                         "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
@@ -248,7 +250,7 @@ def test_a_phase_that_is_not_recorded_fails():
     def change(train, samples, evidence):
         samples[:] = [s for s in samples if s["phase"] != "optimizer"]
 
-    assert "phases of a step" in tampered(change)
+    assert tampered(change) == ["work in the phases of a step"]
 
 
 def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
@@ -257,6 +259,10 @@ def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
         late["seconds"] *= 3
         late["ended"] = late["began"] + late["seconds"]
 
+    def longer(train, samples, evidence):
+        next(s for s in samples if s["phase"] == "forward" and not s["warmup"])["seconds"] *= 3
+
+    assert tampered(longer) == ["time in the phases of a step"]
     assert not any("phases" in name for name in tampered(change))
 
 

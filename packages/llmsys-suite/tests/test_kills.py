@@ -1,5 +1,8 @@
 """The audit finds what is planted: ten defects of each family here, all of them if asked."""
 
+import re
+from pathlib import Path
+
 import pytest
 from llmsys_suite.audit.mutate import TEN, mutate, table
 from llmsys_suite.audit.mutations import DEFECTS
@@ -32,3 +35,12 @@ def test_nineteen_of_twenty_planted_defects_are_found():
     outcomes = mutate()
     killed = sum(outcome.killed for outcome in outcomes)
     assert killed >= 0.95 * len(outcomes), table(outcomes)
+
+
+def test_the_table_in_the_docs_is_of_these_defects_and_says_how_many_were_found():
+    page = (Path(__file__).parents[3] / "docs" / "benchmarking.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z]+: .*?) \| (.*?) \|$", page, re.MULTILINE))
+    assert list(rows) == [defect.label for defect in DEFECTS]
+    found = sum(check != "**nothing**" for check in rows.values())
+    assert f"{found} of {len(rows)} planted defects were found" in page
+    assert found >= 0.95 * len(rows)

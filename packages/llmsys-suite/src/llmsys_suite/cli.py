@@ -92,6 +92,9 @@ def audit(
         list[str] | None, typer.Option(help="Plant those whose names hold this.")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Name the defects.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the table between the markers of this file.")
+    ] = None,
 ) -> None:
     """Check a run's records once more, or check the checks with planted defects."""
     if mutate or list_:
@@ -107,10 +110,13 @@ def audit(
         from llmsys_suite.audit.mutate import table
 
         outcomes = plant(names)
-        killed = sum(outcome.killed for outcome in outcomes)
         print(table(outcomes))
-        print(f"\n{killed} of {len(outcomes)} found: {killed / len(outcomes):.0%}")
-        raise typer.Exit(0 if killed == len(outcomes) else 1)
+        if write is not None:
+            before, _, rest = write.read_text().partition("<!-- planted -->\n")
+            _, _, after = rest.partition("<!-- /planted -->")
+            marked = f"<!-- planted -->\n{table(outcomes)}\n<!-- /planted -->"
+            write.write_text(before + marked + after)
+        raise typer.Exit(0 if all(outcome.killed for outcome in outcomes) else 1)
     if folder is None:
         raise UsageError("give a run folder, or --mutate")
     from llmsys_suite.audit.records import check_again

@@ -84,8 +84,12 @@ def mutate(names: list[str] | None = None, world: int = 2) -> list[Outcome]:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Markdown: each defect and the check that found it."""
-    lines = ["| planted defect | found by |", "|---|---|"]
+    """Markdown: how many were found, and each defect with the check that found it."""
+    killed = sum(outcome.killed for outcome in outcomes)
+    lines = [
+        f"{killed} of {len(outcomes)} planted defects were found: {killed / len(outcomes):.0%}."
+    ]
+    lines += ["", "| planted defect | found by |", "|---|---|"]
     for outcome in outcomes:
         found = outcome.killed_by[0] if outcome.killed else "**nothing**"
         more = f" and {len(outcome.killed_by) - 1} more" if len(outcome.killed_by) > 1 else ""
