@@ -157,9 +157,11 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
     if run.rank:
         return
     for row in result["operators"]:
-        share = row["total_ms"] / row["timer_ms"]
-        yield Check(f"{row['phase']}: operators' total", "profiler", "a timer around it",
-                    1.0, share, 0.05 if run.device.type == "cpu" else 0.0, 1.02)  # fmt: skip
+        # The timer spans the profiler too; on a busy machine much lies between operators.
+        name, timer = f"{row['phase']}: operators' total", row["timer_ms"]
+        low = 0.01 * timer if run.device.type == "cpu" else 0.0
+        high = 1.05 * timer + 0.5
+        yield Check(name, "profiler", "a timer around it", timer, row["total_ms"], low, high)
     timed = [row for row in result["protocol"] if "left_out" not in row]
     total = sum(
         row[f"{phase}_mean_ms"] / 1e3 * profile_stage.STEPS

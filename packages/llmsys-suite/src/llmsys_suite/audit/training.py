@@ -52,8 +52,8 @@ def checks(
     steps = _steps(samples)
     yield from _plan(config, plan, evidence)
     yield from _data(config, train, steps, evidence["text"])
-    yield from _losses(config, train, samples, evidence)
     yield from _weights(config, train, evidence)
+    yield from _losses(config, train, samples, evidence)
     yield from _times(config, plan, train, samples, steps, evidence)
     yield from _wire(config, plan, train, evidence)
 
