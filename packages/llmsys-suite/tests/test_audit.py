@@ -20,6 +20,7 @@ PLAN = {
     "gradient_bytes": 400,
     "ddp_wire_bytes_per_rank": 400,
     "training_peak_bytes": 1000,
+    "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
     "measured_peak_bytes": 1040,
     "peak": 1e6,
 }
@@ -95,6 +96,7 @@ def honest():
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "matmul_flops_per_second": 1.1e6,
         "step_yardsticks": 95.0,
+        "kept_bytes": 1200,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
         "sockets_count": True,
@@ -128,6 +130,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("step_flops_full", 601, "FLOPs a step, full attention"),
         ("step_flops_causal", 501, "FLOPs a step, causal"),
         ("training_peak_bytes", 900, "peak memory of a step"),
+        ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes a rank"),
         ("peak", 2.2e6, "rate of a matrix product, FLOP/s"),

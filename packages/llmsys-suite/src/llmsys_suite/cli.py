@@ -97,6 +97,8 @@ def audit(
     ] = None,
 ) -> None:
     """Check a run's records once more, or check the checks with planted defects."""
+    if write is not None and (only or not write.is_file()):
+        raise UsageError(f"--write takes a file with markers and all defects, not {write}")
     if mutate or list_:
         from llmsys_suite.audit.mutations import DEFECTS
 

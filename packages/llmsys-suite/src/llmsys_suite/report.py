@@ -59,10 +59,11 @@ def headline(path: Path) -> str:
     folder = RunFolder(path)
     stages = folder.summary["stages"]
     lines = []
-    if "train" in stages:
+    lines += [f"FAILED stage {s}: {r['failed']}" for s, r in stages.items() if "failed" in r]
+    if "losses" in stages.get("train", {}):
         losses = stages["train"]["losses"]["single process"]
         lines.append(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-    if "audit" in stages:
+    if "checks" in stages.get("audit", {}):
         audit = stages["audit"]
         lines.append(f"audit: {audit['checks'] - len(audit['failed'])}/{audit['checks']} passed")
         lines += [f"  FAILED {name}" for name in audit["failed"]]
@@ -97,7 +98,7 @@ def sections(folder: RunFolder) -> Iterator[Section]:
             yield Section(stage.capitalize(), [f"Skipped: {result['skipped']}."])
         else:
             yield make(result)
-    if "audit" in stages:
+    if "checks" in stages.get("audit", {}):
         yield _audit(folder)
 
 
@@ -110,9 +111,10 @@ def _overview(folder: RunFolder, stages: dict[str, Any]) -> Section:
         f"{env['date']}: {where}; torch {env['torch']}, Python {env['python']}; "
         f"load average {env['load_average']} at the start.",
     ]
-    if not folder.complete and "audit" not in stages:
+    audited = "checks" in stages.get("audit", {})
+    if not folder.complete and not audited:
         notes.append("**This run is incomplete.**")
-    if "audit" in stages:
+    if audited:
         failed = stages["audit"]["failed"]
         count = stages["audit"]["checks"]
         notes.append(

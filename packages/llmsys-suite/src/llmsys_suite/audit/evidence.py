@@ -95,8 +95,13 @@ def _speeds(run: Run) -> dict[str, float]:
         seconds = _clocked(step, run.device)
         if turn:
             ratios.append(seconds / core)
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     run.meet()
-    return {"matmul_flops_per_second": max(rates), "step_yardsticks": statistics.median(ratios)}
+    return {
+        "matmul_flops_per_second": max(rates),
+        "step_yardsticks": statistics.median(ratios),
+        "kept_bytes": sum(t.nbytes for t in [*model.parameters(), *moments]),
+    }
 
 
 def _clocked(call: Any, device: torch.device) -> float:

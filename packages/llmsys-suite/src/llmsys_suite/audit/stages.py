@@ -302,8 +302,9 @@ def scale(run: Run, result: Result) -> Iterator[Check]:
             at, against = fitted["extrapolated"], "polynomials by numpy"
             yield equal(f"exponent of {what}", "scaling", against, exponent,
                         fitted["law"]["exponent"], 1e-6)  # fmt: skip
-            yield equal(f"extrapolated size of {what}", "scaling", against,
-                        scale_ * at["compute_flops"] ** exponent, at["parameters"], 1e-5)  # fmt: skip
+            size = scale_ * at["compute_flops"] ** exponent
+            name = f"extrapolated size of {what}"
+            yield equal(name, "scaling", against, size, at["parameters"], 1e-5)
 
 
 def _valleys() -> list[dict[str, float]]:

@@ -73,6 +73,10 @@ def _plan(config: RunConfig, plan: dict[str, Any], evidence: dict[str, Any]) -> 
         "peak memory of a step", "plan", "live bytes of a real step",
         plan["measured_peak_bytes"], plan["training_peak_bytes"], PEAK_BYTES[config.device],
     )  # fmt: skip
+    kept = sum(plan["training_bytes_by_part"][part] for part in ("weights", "optimizer"))
+    yield equal(
+        "weights and moments", "plan", "a real optimizer's tensors", evidence["kept_bytes"], kept
+    )
     yield equal(
         "gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan["gradient_bytes"]
     )
