@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from llmsys_suite import plain
 from llmsys_suite.audit import network, reference
 from llmsys_suite.data import load_corpus
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
@@ -45,20 +46,44 @@ def test_rows_taken_a_few_at_a_time_give_the_same_gradients(monkeypatch):
     assert reference.furthest(parts[1], whole[1])[0] < 1e-12
 
 
-def test_the_reference_imports_nothing_of_what_it_checks():
-    tree = ast.parse(inspect.getsource(reference))
-    imported = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert not any("llmsys" in name or "functional" in name for name in imported)
+@pytest.mark.parametrize(
+    ("module", "allowed"), [(plain, set()), (reference, {"llmsys_suite", "llmsys_suite.plain"})]
+)
+def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
+    imported = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+            assert node.module != "llmsys_suite" or [a.name for a in node.names] == ["plain"]
+    assert {name for name in imported if "llmsys" in name} <= allowed
+    assert not any("functional" in name for name in imported)
+
+
+def test_the_plain_file_is_the_specification_of_the_single_process():
+    torch.manual_seed(0)
+    model, text = Decoder(SHAPE), read_text().train
+    losses = []
+    start = weights_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(5):
+        batch = load_corpus().batch(rows=4, context=9, seed=0, step=step)
+        loss = model.loss(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    _, plainly = plain.train(start, text, 3, 5, 2e-3, (4, 9))
+    np.testing.assert_allclose(losses, [loss for loss, _ in plainly], rtol=2e-6)
+    assert all(seconds > 0 for _, seconds in plainly)
+
+
+def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
+    weights = weights_of(Decoder(SHAPE))
+    tokens, targets = torch.randint(0, 256, (2, 4, 9))
+    assert plain.check(weights, tokens, targets, 3) < 1e-5
+    assert len(inspect.getsource(plain).splitlines()) <= 120
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4295, 123_456_789])
