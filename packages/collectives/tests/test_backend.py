@@ -305,3 +305,46 @@ def from_two_threads():
 
 def test_the_first_calls_may_come_from_two_threads_at_once():
     assert run_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
+
+
+def new_timeout():
+    """torch's ways to set another timeout hold for ours."""
+    group = begin(seconds=60)
+    dist.all_reduce(torch.ones(3))
+    found = [collectives.describe(group).timeout_seconds]
+    for way in (group.set_timeout, lambda t: dist.distributed_c10d._set_pg_timeout(t, group)):
+        way(timedelta(seconds=30 + len(found)))
+        dist.all_reduce(torch.ones(3))
+        found.append(collectives.describe(group).timeout_seconds)
+    group.set_timeout(timedelta(seconds=1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(collectives.RankLost, match="rank 1"):
+            dist.all_reduce(torch.ones(3))
+        assert time.monotonic() - start < 20
+    else:
+        time.sleep(4)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_timeout_that_is_set_later_holds():
+    assert run_ranks(new_timeout, 2, backend="")[0] == [60.0, 31.0, 32.0]
+
+
+def profiled():
+    begin()
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(10), async_op=True).wait()
+        dist.broadcast(torch.ones(10), 0)
+        dist.barrier()
+        time.sleep(0.1)
+    events = [event.name for event in profile.events() if event.name.startswith("collectives:")]
+    return sorted(events)
+
+
+def test_the_profiler_shows_our_events():
+    want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
+    assert run_ranks(profiled, 2, backend="") == [want] * 2

@@ -10,8 +10,8 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import segment
 from collectives.communicator import communicator
+from collectives.shared_memory import segment
 from worker_pool import run_ranks, try_ranks
 
 # Long enough for a busy machine to be heard in the tenth of it that a roll call takes.
@@ -337,14 +337,14 @@ def test_a_group_is_needed():
         collectives.all_reduce(torch.ones(1))
 
 
-def inconsistent_splits(where, algorithm, checked):
+def inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
     """Rank 0 sends rows to rank 1 that it does not expect, in several ways; nobody is served."""
     place(where)
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {}
     for case, (surplus, group) in enumerate(
         (surplus, dist.new_group(list(range(world)), timeout=timedelta(seconds=TIMEOUT)))
-        for surplus in (1, -1, 700_000)
+        for surplus in surpluses
     ):
         sends, receives = [2] * world, [2] * world
         if rank == 0:
@@ -384,5 +384,5 @@ def test_inconsistent_splits_are_an_error_on_every_rank(where, algorithm, checke
 
 
 def test_between_hosts_inconsistent_splits_are_an_error_at_the_timeout():
-    for found in run_ranks(inconsistent_splits, 2, "apart", "ring", False, timeout=120):
-        assert [ranks for _, ranks, _ in found.values()] == [(0, 1)] * 3, found
+    for found in run_ranks(inconsistent_splits, 2, "apart", "ring", False, (1,), timeout=120):
+        assert [ranks for _, ranks, _ in found.values()] == [(0, 1)], found

@@ -198,7 +198,7 @@ def loses_rank_one(how: str, grace: float) -> None:
     store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
     # How long survivors wait for each other's word: on a busy machine that takes a while.
-    ddp.blame.GRACE = grace
+    ddp.consistency.blame.GRACE = grace
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)
@@ -240,6 +240,42 @@ def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> Non
     for rank in (0, 2):
         seconds = float(re.search(r"after ([\d.]+) s$", said[rank])[1])
         assert seconds < 2 + 2 + 1
+
+
+class RankLost(RuntimeError):
+    """Like that of a collective which knows who is lost."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"ranks {ranks} are lost")
+        self.ranks = ranks
+
+
+def is_told_who(asynchronous: bool) -> tuple:
+    class Handle:
+        def wait(self) -> None:
+            raise RankLost([7])
+
+    def all_reduce(tensor, **_) -> Handle:
+        if asynchronous:
+            return Handle()
+        raise RankLost([7])
+
+    model = DDP(Branches(), all_reduce=all_reduce)
+    begin = time.monotonic()
+    try:
+        step(model)
+    except RuntimeError as error:
+        return type(error).__name__, error.ranks, time.monotonic() - begin, error.__notes__
+    return ()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_rank_that_a_collective_blames_is_the_one_that_is_reported(asynchronous: bool) -> None:
+    for outcome in try_ranks(is_told_who, 2, asynchronous, timeout=TIMEOUT):
+        name, ranks, seconds, notes = outcome.value
+        assert (name, ranks) == ("RankLost", [7])
+        assert seconds < 1.5  # nobody waits for notes of others
+        assert "was waiting for the sum of the gradients of" in notes[0]
 
 
 def loses_the_store(port: int) -> None:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -104,6 +105,9 @@ def metered(design: str, folder: str) -> dict:
         model.finish_gradient_synchronization()
     path = Path(folder, "trace.json")
     meter.write_trace(path, rank=3)
+    meter.write_trace(Path(folder, "trace.svg"))
+    picture = Path(folder, "trace.svg").read_text()
+    Path(folder, "trace.svg").unlink()
     step = meter.last
     assert [link.bytes, link.calls] == [step.gradient_bytes + step.extra_bytes, step.calls]
     assert [p.name for p in Path(folder).iterdir()] == ["trace.json"]
@@ -114,6 +118,7 @@ def metered(design: str, folder: str) -> dict:
         "exposed": step.exposed_seconds,
         "hidden": step.hidden_seconds,
         "buckets": [(b.hidden_seconds, b.exposed_seconds) for b in step.buckets],
+        "picture": picture,
         "trace": json.loads(path.read_text()),
     }
 
@@ -167,6 +172,18 @@ def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) 
     for lane in {event["tid"] for event in events}:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
         assert all(a[1] <= b[0] + 1 for a, b in pairwise(spans))
+
+
+@pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
+def test_the_picture_shows_what_hides_and_what_does_not(design, overlaps, tmp_path) -> None:
+    picture = ElementTree.fromstring(run(design, tmp_path)["picture"])
+    bars = [bar for bar in picture.iter() if bar.tag.endswith("rect") and len(bar)]
+    hidden = [bar for bar in bars if bar.get("fill") == "#74c476"]
+    exposed = [bar for bar in bars if bar.get("fill") == "#fdae6b"]
+    assert (len(hidden), len(exposed)) == ((LAYERS - 1, 1) if overlaps else (0, 1))
+    (waiting,) = (bar for bar in bars if bar.get("fill") == "#de2d26")
+    # One scale for all bars: what is exposed is as long as the wait.
+    assert float(exposed[0].get("width")) == pytest.approx(float(waiting.get("width")), abs=0.02)
 
 
 def real_link() -> tuple:

@@ -47,7 +47,7 @@ def main() -> float:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun's
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     main()

@@ -49,12 +49,12 @@ def main() -> float:
     if rank == 0:
         seconds = (time.perf_counter() - begin) / STEPS
         print(f"tensor parallel, {world} ranks: {seconds:.3f} s a step, loss {loss:.4f}")
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # torchrun's
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     main()

@@ -10,9 +10,9 @@ from scaling import (
     fit_rate_law,
     gradient_noise_scale,
     sweep_learning_rate,
-    training,
 )
-from scaling.batch_size import SETTINGS
+from scaling.sweeps import training
+from scaling.sweeps.batch_size import SETTINGS
 
 
 def test_sgd_on_linear_regression_follows_the_exact_law():

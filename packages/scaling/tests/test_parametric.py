@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scaling import Law, fit_parametric, isoflop_runs, load_runs, newton, search
+from scaling import Law, fit_parametric, isoflop_runs, load_runs
 from scaling.bench import lbfgs
-from scaling.varpro import Problem
+from scaling.fit import newton, search
+from scaling.fit.varpro import Problem
 
 exponents = st.floats(0.06, 1.5)
 constants = st.floats(10, 5000)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinyml import quantize, size_of
-from tinyml.grid import as_rows, grid_of
-from tinyml.int8 import Int8Linear
+from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.int8 import Int8Linear
 from torch import nn
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import quantize
-from tinyml.int8 import Int8Linear
-from tinyml.products import WAYS, Int8Weights, exact_parts, forget_choices
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.products import WAYS, Int8Weights, exact_parts, forget_choices
 from torch import nn
 
 # Instruction sets as oneDNN and torch's own kernels are told to pretend, each in a process of its
@@ -64,7 +64,7 @@ def test_parts_are_exact_and_as_few_as_the_weights_allow():
 def test_a_wrong_product_is_found_out_and_left_out(broken, monkeypatch):
     right = WAYS[broken]
     clipped = {broken: lambda w, x: right(w, x).clamp(max=2**20)}
-    monkeypatch.setattr("tinyml.products.WAYS", WAYS | clipped)
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | clipped)
     a, b = codes(33, 512, 0), codes(64, 512, 1)
     weights = Int8Weights(b)
     assert broken in weights.choice(a).wrong
@@ -78,7 +78,7 @@ def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch):
         pairs = pairs.view(*pairs.shape[:2], -1, 2).sum(-1).clamp(-(2**15), 2**15 - 1)
         return pairs.sum(-1) - 128 * weights.codes.int().sum(1)
 
-    monkeypatch.setattr("tinyml.products.WAYS", WAYS | {"int8": clipping})
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | {"int8": clipping})
     assert "int8" in Int8Weights(codes(32, 64, 0)).choice(torch.ones(1, 64)).wrong
 
 
@@ -89,7 +89,7 @@ def test_the_fastest_is_chosen_by_time(monkeypatch):
         return sums
 
     only = {"int8": slow, "float64": WAYS["float64"]}
-    monkeypatch.setattr("tinyml.products.WAYS", only)
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", only)
     choice = Int8Weights(codes(64, 64, 0)).choice(torch.ones(4, 64))
     assert choice.way == "float64"
     assert choice.milliseconds["int8"] > 10 * choice.milliseconds["float64"]
@@ -106,7 +106,7 @@ def test_a_choice_is_measured_once_and_kept_for_its_class():
 
 PROGRAM = """
 import sys, torch
-from tinyml.int8 import Int8Linear
+from tinyml.quantization.int8 import Int8Linear
 torch.manual_seed(0)
 torch.set_num_threads(1)
 digest = []
@@ -157,8 +157,8 @@ def test_loaded_weights_are_the_ones_that_multiply():
 @pytest.mark.parametrize("wins", ["int8", "float"])
 def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch):
     times = {"int8": 1.0, "float": 2.0 if wins == "int8" else 0.9}
-    monkeypatch.setattr("tinyml.int8.fastest", lambda ways: times)
-    monkeypatch.setattr("tinyml.int8._both_times", {})
+    monkeypatch.setattr("tinyml.quantization.int8.fastest", lambda ways: times)
+    monkeypatch.setattr("tinyml.quantization.int8._both_times", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     inputs = torch.randn(4, 64)
     auto, dynamic = (quantize(model, activations=a) for a in ("auto", "dynamic"))
@@ -185,7 +185,7 @@ def test_no_tokens_and_odd_shapes():
 
 TIMED = """
 import statistics, time, torch
-from tinyml.int8 import Int8Linear
+from tinyml.quantization.int8 import Int8Linear
 torch.manual_seed(0)
 torch.set_num_threads(1)
 for tokens, inputs, outputs in ((1, 64, 64), (1, 2048, 2048), (32, 1024, 1024), (256, 1024, 1024)):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -80,7 +81,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
         self._set_default_backend(kind)
-        bound = getattr(options.process_group, "bound_device_id", None)
+        replaced = getattr(options, "process_group", None)
+        bound = getattr(replaced, "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
         self.communicator = Communicator(self._gloo, store=options.store, timeout=timeout)
@@ -245,6 +247,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator.close()
         for backend in self._others.values():
             backend.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a rank is waited for from now on."""
+        self._gloo._set_default_timeout(timeout)
+        for backend in self._others.values():
+            backend.set_timeout(timeout)
 
     def abort(self) -> None:
         """Give up what is under way: other ranks get an error that names this one."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,14 +23,23 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
-from collectives.arena import UNUSABLE
-from collectives.cost import CostModel
+from collectives.algorithms.gloo import GlooGroups
+from collectives.algorithms.point_to_point import PeerError, PointToPoint
+from collectives.choice.cost import CostModel
+from collectives.choice.topology import Topology
 from collectives.faults import GRACE_SECONDS, Entry, RankLost, Roll
-from collectives.fingerprint import Call, Lengths, Mismatch, compare, compare_lengths, has_nan
-from collectives.gloo import GlooGroups
-from collectives.point_to_point import PeerError, PointToPoint
-from collectives.topology import Topology
+from collectives.shared_memory.arena import UNUSABLE
+from collectives.shared_memory.fingerprint import (
+    Call,
+    Lengths,
+    Mismatch,
+    compare,
+    compare_lengths,
+    has_nan,
+)
 from collectives.work import Work
 
 _known: dict[Any, Communicator] = {}
@@ -124,11 +133,14 @@ class Communicator:
                         raise
                     raise reason from error
 
+        # What torch.profiler shows; it costs microseconds, so only where somebody looks.
+        event = record_function(f"collectives:{call.kind}") if _profiler_enabled() else None
         if not async_op:
             last, self._last = self._last, None
             if last is not None:
                 last.join()
-            operation()
+            with event or nullcontext():
+                operation()
             return None
         work = Work(
             operation,
@@ -142,6 +154,10 @@ class Communicator:
                     target=_progress, args=(self._queue,), daemon=True, name="collectives"
                 )
                 self._thread.start()
+            if event is not None:
+                # It begins here and ends when the operation does.
+                event.__enter__()
+                event._call_end_callbacks_on_future(work.get_future())
             # Together: what is last in the queue is what a synchronous call waits for.
             self._last = work
             self._queue.put(work)
@@ -161,12 +177,21 @@ class Communicator:
         if self._broken is not None:
             raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
         self._calls += 1
+        self._heed_timeout()
         self.comparing = compare
         self.talking = range(self.world)
         self.lengths = None
         # What is left of the timeout is for finding out who is lost.
         self.wire.finish_within(0.8 * self.timeout)
         self.wire.speak_of(b"")
+
+    def _heed_timeout(self) -> None:
+        """Take the timeout that the group has now: torch may have been told another one."""
+        seconds = self.gloo.timeout_seconds()
+        if seconds and seconds != self.timeout:
+            self.timeout = seconds
+            if self.topology.arena is not None:
+                self.topology.arena.timeout = seconds
 
     def _reason(self, error: BaseException, packed: bytes) -> BaseException:
         """Why the call has failed, as every rank is to say it; the group is given up, if it is."""

@@ -46,6 +46,7 @@ class Bucket:
     not_a_number: set[int] = field(default_factory=set)
     # Small gradients that are final but wait to be moved together, in one call for all.
     waiting: list[int] = field(default_factory=list)
+    _expected: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     place: int = 0
     is_last: bool = True
 
@@ -58,6 +59,11 @@ class Bucket:
     def flags(self) -> Tensor:
         """The flat part behind it."""
         return self.buffer[-RANK_FLAGS - len(self.views) :]
+
+    @cached_property
+    def bytes_of(self) -> tuple[int, ...]:
+        """The size of each gradient."""
+        return tuple(view.nbytes for view in self.views)
 
     @cached_property
     def _given(self) -> list[Tensor]:
@@ -117,10 +123,13 @@ class Bucket:
         self.arrived.clear()
         self.missing.clear()
         self.not_a_number.clear()
+        self.waiting.clear()
 
     def says_nothing(self, world: int, *, stepped: bool) -> bool:
         """Whether the summed flags say that all ranks had everything, as this one."""
-        return torch.equal(self.flags, self._nothing_to_tell[stepped] * world)
+        if world not in self._expected:
+            self._expected[world] = tuple(flags * world for flags in self._nothing_to_tell)
+        return torch.equal(self.flags, self._expected[world][stepped])
 
 
 def assign_buckets(

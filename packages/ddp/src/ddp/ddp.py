@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
-from ddp.agreement import (
+from ddp.average import Average, Weighing
+from ddp.bucket import Allocate
+from ddp.collective import AllReduce, Link, link
+from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.compression.sparse import average_sparse
+from ddp.compression.ways import Compression, Uncompressed
+from ddp.consistency.agreement import (
     broadcast_state,
     broadcast_tensors,
     check_same,
@@ -37,22 +43,26 @@ from ddp.agreement import (
     check_same_weights,
     describe,
 )
-from ddp.blame import Blame
-from ddp.bucket import Allocate
-from ddp.buffers import broadcast_buffers
-from ddp.collective import AllReduce, Link, link
-from ddp.comm_hook import CommHook, Hook, check_hook
-from ddp.compression import Compression, Uncompressed
+from ddp.consistency.blame import Blame
+from ddp.consistency.buffers import broadcast_buffers
+from ddp.consistency.inventory import Inventory
+from ddp.consistency.join import Shadow, common_rank
 from ddp.exchange import MOST_EXACT_RANKS, Exchange
-from ddp.inventory import Inventory
-from ddp.join import Shadow, common_rank
-from ddp.meter import Meter
+from ddp.metering.meter import Meter
 from ddp.options import Options, check_module, device_of, group_of, refuse
 from ddp.reducer import Reducer
-from ddp.sparse import average_sparse
 
 # What belongs to the ranks of one run, and is made anew for a copy.
-_OF_THIS_RUN = ("_link", "_blame", "_exchange", "_reducer", "_inventory", "_removal", "meter")
+_OF_THIS_RUN = (
+    "_link",
+    "_blame",
+    "_exchange",
+    "_reducer",
+    "_inventory",
+    "_removal",
+    "_weighing",
+    "meter",
+)
 
 
 class DDP(nn.Module, Joinable):
@@ -72,6 +82,8 @@ class DDP(nn.Module, Joinable):
     - `allocate`: `allocate(numel, dtype=..., group=...)` makes the memory of each bucket.
     - `gradient_dtype`: what travels, for example bfloat16; sums are made in the gradients' dtype.
     - `compression`: any other way to sum, such as `PowerSGD(rank)`.
+    - `average`: "ranks" for the mean over the ranks, "sum", or a function that says what a backward
+      pass counts for, such as its number of tokens: then gradients are means by that weight.
     - `find_unused_parameters`: count a gradient that some ranks lack as zero; otherwise an error.
     - `check_nan`: look at each bucket before it is sent.
     - `static_graph`: every step computes the same, so that a gradient may be made in several parts
@@ -88,7 +100,9 @@ class DDP(nn.Module, Joinable):
     _inventory: Inventory
     _exchange: Exchange
     _reducer: Reducer
+    _weighing: Weighing | None
     _finish_queued: bool
+    _looked: bool
     _synchronised: bool
 
     def __init__(
@@ -101,6 +115,7 @@ class DDP(nn.Module, Joinable):
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
         compression: Compression | None = None,
+        average: Average = "ranks",
         find_unused_parameters: bool = False,
         check_nan: bool = False,
         broadcast_buffers: bool | None = None,
@@ -130,6 +145,7 @@ class DDP(nn.Module, Joinable):
             allocate=allocate,
             gradient_dtype=gradient_dtype,
             compression=compression,
+            average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
             broadcast_buffers=next(given for given in synced if given is not None),
@@ -139,13 +155,17 @@ class DDP(nn.Module, Joinable):
         )
         self.module = module
         self.require_backward_grad_sync = True
+        self.device_mesh = device_mesh
         self._group = group_of(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
         self._start()
         self._connect(same_model=init_sync)
         if init_sync:
             with self._blame.naming("the broadcast of the weights"):
-                broadcast_state(module, self._link.group, ignored=self._ignored)
+                # As in torch: only the older of the two names leaves buffers alone from the start.
+                alone = broadcast_buffers is False and forward_sync_buffers is None
+                group = self._link.group
+                broadcast_state(module, group, ignored=self._ignored, buffers=not alone)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -156,7 +176,7 @@ class DDP(nn.Module, Joinable):
         self._look()
         with self.meter.forward():
             output = self.module(*args, **kwargs)
-        if self.require_backward_grad_sync:
+        if self.require_backward_grad_sync or self._weighing is not None:
             for node in _nodes(output):
                 node.register_prehook(_queue_from_output(weakref.ref(self)))
         return output
@@ -199,6 +219,8 @@ class DDP(nn.Module, Joinable):
         check_hook(hook)
         if not isinstance(self._options.way_to_send, Uncompressed) or self._options.all_reduce:
             raise ValueError("gradient_dtype, compression, all_reduce or a hook: pass one of them")
+        if self._weighing is not None:
+            raise ValueError("a communication hook averages by itself; leave average out")
         if self._comm_hook is not None:
             raise RuntimeError("register_comm_hook can only be called once for a DDP")
         self._comm_hook = self._exchange.compression = CommHook(state, hook)
@@ -224,12 +246,16 @@ class DDP(nn.Module, Joinable):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join`."""
+        if self._reducer is None:
+            self._connect(same_model=True)
+        self._look()
         if not divide_by_initial_world_size and self._link.world > MOST_EXACT_RANKS:
             raise ValueError(
                 f"counting the ranks that take part is exact up to {MOST_EXACT_RANKS} ranks, not "
                 f"{self._link.world}; pass divide_by_initial_world_size=True"
             )
-        self._exchange.divide_by_initial_world_size = divide_by_initial_world_size
+        by_initial = divide_by_initial_world_size or self._weighing is not None
+        self._exchange.divide_by_initial_world_size = by_initial
         return Shadow(self)
 
     @property
@@ -247,10 +273,36 @@ class DDP(nn.Module, Joinable):
         """The ranks to average over."""
         return self._link.group
 
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are kept equal; `broadcast_buffers` is its older name."""
+        return self._options.broadcast_buffers
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step computes the same."""
+        return self._options.static_graph
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether a gradient that some ranks lack counts as zero."""
+        return self._options.find_unused_parameters
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, names: Iterable[str]
+    ) -> None:
+        """Leave these parameters and buffers to the caller, as torch's method of that name does."""
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
     # ----- a step -----
 
     def _opens(self) -> bool:
         """Whether a gradient that arrives now is to be sent: then a step begins with it."""
+        if self._weighing is not None:
+            self._queue_finish()
         if not self.require_backward_grad_sync:
             # While a join is on, ranks agree at the start of a step that is sent, and only there.
             if not self._join_config.enable:
@@ -262,13 +314,21 @@ class DDP(nn.Module, Joinable):
 
     def _begin(self) -> None:
         self._blame.check()
-        if self._inventory.changed():
+        looked, self._looked = self._looked, False
+        if not looked and self._inventory.changed():
             reason = "parameters changed since the last forward pass of the wrapper"
             self._blame.fail(reason)
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
         if self._join_config.enable:
             Join.notify_join_context(self)
-        self._reducer.begin()
+        self._open()
+
+    def _open(self, *, taking_part: bool = True) -> None:
+        share = None
+        if self._weighing is not None:
+            device = self.join_device
+            share = self._weighing.begin(self._blame, device, taking_part=taking_part)
+        self._reducer.begin(share)
 
     def _queue_finish(self) -> None:
         """Have autograd call `_backward_ended` at the end of the pass that runs now."""
@@ -278,15 +338,23 @@ class DDP(nn.Module, Joinable):
 
     def _backward_ended(self) -> None:
         self._finish_queued = False
+        if self._weighing is not None:
+            self._weighing.pass_ended()
         if self._reducer is not None and self._reducer.open:
             self._finish()
             self._synchronised = True
 
     @torch.no_grad()
     def _finish(self, *, taking_part: bool = True) -> None:
-        share = self._reducer.share
+        share, sparse = self._reducer.share, self._inventory.sparse
         self._reducer.finish(taking_part=taking_part)
-        average_sparse(self._inventory.sparse, self._link, self._blame, share)
+        weighing = self._weighing
+        if weighing is not None:
+            for parameter in sparse.values():
+                weighing.make_room(parameter)
+        average_sparse(sparse, self._link, self._blame, share if taking_part else 0.0)
+        if weighing is not None:
+            weighing.end([*self._reducer.parameters, *sparse.values()])
         if not self._options.broadcast_buffers:
             return
         if buffers := self._inventory.buffers():
@@ -301,12 +369,18 @@ class DDP(nn.Module, Joinable):
         if self._reducer is None:
             return
         self._blame.check()
+        if self._reducer.superseded:
+            raise RuntimeError(
+                "parameters of this DDP's module were wrapped again: one wrapper averages them, "
+                "the newer one; use that, and do not wrap modules within wrapped modules"
+            )
         if self._reducer.open and torch._C._current_graph_task_id() == -1:
             reason = "the last backward pass ended in an error before its gradients were averaged"
             self._blame.fail(reason)
             raise RuntimeError(f"rank {self._link.rank}: {reason}; this step cannot be mended")
         if self._inventory.changed():
             self._adopt_changes()
+        self._looked = True
 
     def _adopt_changes(self) -> None:
         if self._join_config.enable:
@@ -327,8 +401,11 @@ class DDP(nn.Module, Joinable):
     def _start(self) -> None:
         """What a DDP is without its peers."""
         self.meter = Meter()
+        self._weighing = None
         self._reducer = None  # type: ignore[assignment]
         self._finish_queued = False
+        # Whether a forward pass looked at the parameters since the last step.
+        self._looked = False
         # Whether a backward pass was synchronised since finish_gradient_synchronization().
         self._synchronised = False
 
@@ -356,11 +433,18 @@ class DDP(nn.Module, Joinable):
         else:
             self._removal()
         ours, dense = weakref.ref(self), self._inventory.dense
+
+        def opens() -> bool:
+            return _still(ours)._opens()
+
+        if self._options.average != "ranks":
+            self._weighing = Weighing(self._options.average, self._link, opens)
         self._reducer = Reducer(
             list(dense),
             list(dense.values()),
             exchange=self._exchange,
-            opens=lambda: _still(ours)._opens(),
+            opens=opens,
+            make_room=self._weighing.make_room if self._weighing is not None else None,
             bucket_bytes=self._options.bucket_bytes,
             allocate=self._options.allocate,
             static_graph=self._options.static_graph,
@@ -373,7 +457,13 @@ class DDP(nn.Module, Joinable):
         self._hook(hooks)
 
     def _hook(self, hooks: Iterable[tuple[nn.Parameter, Callable[[Tensor], None]]]) -> None:
-        handles = [p.register_post_accumulate_grad_hook(hook) for p, hook in hooks]
+        handles = []
+        for parameter, hook in hooks:
+            if self._reducer is not None:
+                self._reducer.supersede(parameter)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if self._weighing is not None:
+                handles.append(parameter.register_hook(self._weighing.hook(parameter)))
         # A module that outlives its wrapper, and is maybe wrapped again, sends nothing for it.
         self._removal = weakref.finalize(self, _remove, handles)
 
@@ -431,7 +521,7 @@ def _queue_from_output(ours: weakref.ref[DDP]) -> Callable[[Any], None]:
 
     def queue(_: Any) -> None:
         ddp = ours()
-        if ddp is not None and ddp.require_backward_grad_sync:
+        if ddp is not None and (ddp.require_backward_grad_sync or ddp._weighing is not None):
             ddp._queue_finish()
 
     return queue

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.agreement import Missing, check_same_gradients
-from ddp.blame import Blame
 from ddp.bucket import RANK_FLAGS, Bucket
 from ddp.collective import Link
-from ddp.compression import Call, Compression
-from ddp.meter import BucketRecord, Meter
+from ddp.compression.ways import Call, Compression
+from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.consistency.blame import Blame
+from ddp.metering.meter import Meter
+from ddp.metering.records import BucketRecord
 
 # Above this a sum of flags may be rounded in bfloat16, so that names are compared instead.
 MOST_EXACT_RANKS = 256

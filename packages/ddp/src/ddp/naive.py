@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.agreement import Missing, check_same_gradients
 from ddp.collective import AllReduce, Link, link
-from ddp.meter import BucketRecord, Meter
+from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.metering.meter import Meter
+from ddp.metering.records import BucketRecord
 
 
 def all_reduce_gradients(

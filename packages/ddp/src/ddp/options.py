@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.average import Average, check_average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
-from ddp.compression import Cast, Compression, Uncompressed
+from ddp.compression.ways import Cast, Compression, Uncompressed
 
 # What torch's DDP also takes, with why it is not taken here. They may be given with these values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision": ((None,), "pass gradient_dtype, and use torch.autocast for the rest"),
-    "average": (("ranks",), "the mean over the ranks is what there is"),
     "dim": ((0,), "inputs are not scattered: each process has one device"),
     "check_reduction": ((False, True), ""),
     "skip_all_reduce_unused_params": ((False, True), ""),
@@ -38,6 +38,7 @@ class Options:
     allocate: Allocate | None
     gradient_dtype: torch.dtype | None
     compression: Compression | None
+    average: Average
     find_unused_parameters: bool
     check_nan: bool
     broadcast_buffers: bool
@@ -46,6 +47,7 @@ class Options:
     device: torch.device | None
 
     def __post_init__(self) -> None:
+        check_average(self.average)
         if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
             raise ValueError(
                 f"bucket_size_mb is {self.bucket_size_mb}; it must be above zero, or None to send "
@@ -81,7 +83,8 @@ class Options:
             "broadcast_buffers",
             "static_graph",
         )
-        return {name: getattr(self, name) for name in names}
+        average = self.average if isinstance(self.average, str) else "by weight"
+        return {name: getattr(self, name) for name in names} | {"average": average}
 
 
 def refuse(given: dict[str, Any]) -> None:

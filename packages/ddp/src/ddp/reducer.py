@@ -21,7 +21,7 @@ LAG = 2
 # Gradients up to this size are moved into their bucket together, when the last of them is there:
 # one call for all costs less than one each. Larger ones go at once, so that memory holds no second
 # set of gradients.
-SMALL_BYTES = 2**15
+SMALL_BYTES = 2**16
 
 
 class Reducer:
@@ -37,6 +37,7 @@ class Reducer:
         *,
         exchange: Exchange,
         opens: Callable[[], bool],
+        make_room: Callable[[nn.Parameter], None] | None = None,
         bucket_bytes: float,
         allocate: Allocate | None = None,
         static_graph: bool = False,
@@ -44,9 +45,12 @@ class Reducer:
     ) -> None:
         self.names, self.parameters, self.exchange = names, parameters, exchange
         self.open = False
+        # Whether a newer wrapper averages these parameters.
+        self.superseded = False
         # What each gradient is multiplied by before the sum.
         self.share = 1.0
-        self._opens, self._bucket_bytes, self._allocate = opens, bucket_bytes, allocate
+        self._opens, self._make_room = opens, make_room
+        self._bucket_bytes, self._allocate = bucket_bytes, allocate
         self._as_view = as_view
         self._steps = 0
         self._rebuilt = False
@@ -62,21 +66,39 @@ class Reducer:
 
     def arrive(self, index: int, _: Tensor) -> None:
         """A parameter's gradient was accumulated: the hook on each parameter."""
+        if self.superseded:
+            return
         if (not self.open and not self._opens()) or (self._static and self._more_to_come(index)):
             self.adopt(index)
         else:
             self.collect(index)
+
+    def supersede(self, parameter: nn.Parameter) -> None:
+        """Take `parameter` over from the wrappers that averaged it before."""
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            earlier = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(earlier, Reducer) and earlier is not self:
+                earlier.superseded = True
 
     def arrive_sparse(self, _: Tensor) -> None:
         """The hook on a parameter whose gradient no bucket holds: it may open a step, too."""
         if not self.open:
             self._opens()
 
-    def begin(self) -> None:
-        """Open a step: gradients that arrive from here on are final."""
+    def begin(self, share: float | None = None) -> None:
+        """Open a step: gradients that arrive from here on are final.
+
+        Each is multiplied by `share` before the sum: so that it is the mean, if none is given.
+        """
         self.open = True
         self.follow_order()
-        self.share = self.exchange.begin(self.parameters)
+        if not self._steps and any(hasattr(p, "_in_backward_optimizers") for p in self.parameters):
+            raise RuntimeError(
+                "an optimizer that steps within the backward pass uses gradients before they are "
+                "averaged; step it after backward()"
+            )
+        mean = self.exchange.begin(self.parameters)
+        self.share = mean if share is None else share
         self._to_come = list(self._parts)
 
     def follow_order(self) -> None:
@@ -104,7 +126,7 @@ class Reducer:
             bucket.views[slot].zero_()
             bucket.missing.add(slot)
         else:
-            if bucket.views[slot].nbytes > SMALL_BYTES:
+            if bucket.bytes_of[slot] > SMALL_BYTES:
                 self._move(bucket, slot)
             else:
                 bucket.waiting.append(slot)
@@ -119,12 +141,17 @@ class Reducer:
         With `taking_part=False` this rank has no gradients and only keeps the others company.
         """
         begin = time.perf_counter()
-        for bucket in self._buckets if not taking_part else ():
-            bucket.gradients.zero_()
-            bucket.arrived.update(range(len(bucket.indices)))
+        if not taking_part:
+            # Its own last gradients stay what they are.
+            self.release()
+            for bucket in self._buckets:
+                bucket.gradients.zero_()
+                bucket.arrived.update(range(len(bucket.indices)))
         for index in self._order:
             bucket, slot = self._place[index]
             if slot not in bucket.arrived:
+                if self._make_room is not None:
+                    self._make_room(bucket.parameters[slot])
                 self.collect(index)
         self._send_complete(taking_part)
         while pending := [bucket for bucket in self._pending if not bucket.done]:
@@ -136,7 +163,8 @@ class Reducer:
         self.open = False
         try:
             unused = self.exchange.unused(self._buckets, self.names, taking_part)
-            self._give_back(unused, taking_part)
+            if taking_part:
+                self._give_back(unused)
         finally:
             for bucket in self._buckets:
                 bucket.clear()
@@ -148,13 +176,11 @@ class Reducer:
                 if bucket.holds(slot):
                     parameter.grad = bucket.views[slot].clone()
 
-    def _give_back(self, unused: set[int], taking_part: bool) -> None:
+    def _give_back(self, unused: set[int]) -> None:
         """Make `.grad` the mean where it is not the bucket's memory already."""
         for bucket in self._buckets:
-            slots: Sequence[int] = range(len(bucket.indices))
-            if self._as_view:
-                slots = list(bucket.missing) if taking_part else slots
-            for slot in slots:
+            everywhere = range(len(bucket.indices))
+            for slot in bucket.missing if self._as_view else everywhere:
                 parameter, view = bucket.parameters[slot], bucket.views[slot]
                 if bucket.indices[slot] in unused:
                     continue

@@ -21,6 +21,7 @@ from scipy.special import stdtrit
 
 from scaling.law import Interval, Optimum, checked
 from scaling.runs import Array, Runs, ScalingWarning, list_some
+from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
 Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
@@ -47,14 +48,18 @@ class IsoflopFit:
     offset: float
     covariance: Array
     """(2, 2) of the line's height at the middle budget and its slope, in logs."""
+    drift: float
+    """The deviation of log N per decade beyond the budgets that lines through fewer of them show
+    and scatter does not explain."""
     level: float
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
         """N and D at a budget, with the interval of the regression line through the valleys.
 
-        The interval is Student's, from the scatter of the valleys about the line in log N; its ends
-        for D follow from those for N. Two budgets leave no scatter, and the interval is (0, inf).
+        The interval is Student's, from the scatter of the valleys about the line in log N, and from
+        its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
+        leave no scatter, and the interval is (0, inf).
         ValueError where an offset makes N negative.
         """
         n = self._size(compute)
@@ -63,7 +68,10 @@ class IsoflopFit:
         if freedom > 0:
             middle = float(np.mean(np.log([v.compute for v in self.valleys])))
             reach = np.array([1.0, math.log(compute) - middle])
-            deviation = math.sqrt(float(reach @ self.covariance @ reach))
+            decades = max(math.log10(compute / self.valleys[-1].compute), 0.0)
+            deviation = math.hypot(
+                math.sqrt(float(reach @ self.covariance @ reach)), self.drift * decades
+            )
             half = float(stdtrit(freedom, 0.5 + self.level / 2)) * deviation
             low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
         pairs = compute / self.flops_per_parameter_token(compute)
@@ -151,6 +159,7 @@ def fit_isoflop(
             f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval"
         )
     c = np.array([v.compute for v in kept])
+    moved = _drift(c, np.array(n), covariance)
     scale, exponent, offset, covariance = _power_law(c, np.array(n), covariance, method)
     if offset:
         doubts.append(
@@ -165,7 +174,7 @@ def fit_isoflop(
     for message in doubts:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     return IsoflopFit(
-        runs, method, tuple(kept), scale, exponent, offset, covariance, level, tuple(doubts)
+        runs, method, tuple(kept), scale, exponent, offset, covariance, moved, level, tuple(doubts)
     )
 
 
@@ -293,3 +302,31 @@ def _power_law(
     freedom = max(len(c) - 2 - (offset != 0), 1)
     scatter = float(errors @ weight @ errors) / freedom
     return float(scale), float(exponent), offset, scatter * inverse
+
+
+def _drift(c: Array, n: Array, covariance: Array) -> float:
+    """What lines through all but the largest budgets foretell of the largest, per decade.
+
+    Of nested least squares the variance of the difference is the difference of the variances.
+    """
+    x, y = np.log(c), np.log(n)
+    rows = np.stack([np.ones_like(x), x - x[-1]], axis=1)
+    at_the_top, variances = [], []
+    for count in range(3, len(c) + 1):
+        weight = np.linalg.inv(covariance[:count, :count])
+        inverse = np.linalg.inv(rows[:count].T @ weight @ rows[:count])
+        line = inverse @ rows[:count].T @ weight @ y[:count]
+        at_the_top.append(float(line[0]))
+        variances.append(float(inverse[0, 0]))
+    if len(at_the_top) < 2:
+        return 0.0
+    errors = y - rows @ line
+    scatter = float(errors @ weight @ errors) / (len(c) - 2)
+    return per_decade(
+        [
+            (math.log10(c[-1] / c[i + 2]), top - at_the_top[-1], math.sqrt(scatter * more) + 1e-12)
+            for i, (top, more) in enumerate(
+                zip(at_the_top[:-1], np.array(variances[:-1]) - variances[-1], strict=True)
+            )
+        ]
+    )

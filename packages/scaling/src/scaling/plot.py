@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling.batch_size import Sweep
+from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
-from scaling.parametric import ParametricFit
-from scaling.profile import profile
-from scaling.quantity import optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
+from scaling.sweeps.batch_size import Sweep
+from scaling.uncertainty.profile import profile
+from scaling.uncertainty.quantity import optimum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
