@@ -42,7 +42,7 @@ test-isolated: sync  ## Run each package's tests in an environment that holds th
 			pytest -o "pythonpath=. tests" -m "$(USUAL)" packages/$$leaf || exit 1; \
 	done
 
-test-gpu:  ## Run the GPU tests and benches with plain python, pytest and torch: no uv, no index
+test-gpu:  ## Run the GPU tests and benches with what python has there: no uv, no index
 	tests/gpu.sh $(ARGS)
 
 lint: sync  ## Check style
