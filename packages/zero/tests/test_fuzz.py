@@ -1,8 +1,8 @@
 """Random programs, sharded and in one process in float64: equal, or an error that names the cause.
 
 A program is drawn from its number: a model, an optimizer, a stage, a number of ranks, and what a
-training loop does with them. Every rank runs it sharded, on its part of each batch, and unsharded, on
-all parts. Half of the programs save on the way and resume at another stage on another number of ranks.
+training loop does with them. Every rank runs it sharded, on its part of each batch, and unsharded,
+on all parts. Many save on the way and resume at another stage on another number of ranks.
 """
 
 import copy
@@ -43,8 +43,10 @@ WHOLE = {"Adafactor", "Muon"}
 class Model(nn.Module):
     """A few blocks out of what models are made of; `draw` says which."""
 
-    def __init__(self, draw, matrices_only):
+    def __init__(self, draw, name):
         super().__init__()
+        # Muon takes matrices, Adafactor no empty tensors.
+        matrices_only, empty = name == "Muon", name != "Adafactor"
         self.width = draw.choice([4, 5, 6])
         self.kinds = [
             draw.choice(["linear", "norm", "attention", "free", "scale", "read", "batchnorm"])
@@ -62,10 +64,13 @@ class Model(nn.Module):
                     "norm": lambda: nn.LayerNorm(self.width),
                     "attention": lambda: nn.MultiheadAttention(
                         # Keys' biases have no gradient but rounding, which Adam makes steps of.
-                        self.width, 1, bias=False, batch_first=True
+                        self.width,
+                        1,
+                        bias=False,
+                        batch_first=True,
                     ),
                     "free": lambda: nn.Linear(self.width, self.width + 3, bias=False),
-                    "scale": lambda: Scale(),
+                    "scale": lambda: Scale(empty),
                     "read": lambda: nn.Linear(self.width, self.width, bias=bias),
                     "batchnorm": lambda: nn.BatchNorm1d(self.width, track_running_stats=False),
                 }[kind]()
@@ -107,10 +112,10 @@ class Model(nn.Module):
 class Scale(nn.Module):
     """A number, and a tensor without elements."""
 
-    def __init__(self):
+    def __init__(self, empty):
         super().__init__()
         self.by = nn.Parameter(torch.tensor(0.7))
-        self.nothing = nn.Parameter(torch.zeros(0))
+        self.nothing = nn.Parameter(torch.zeros(0)) if empty else torch.zeros(0)
 
     def forward(self, x):
         return x * self.by + self.nothing.sum()
@@ -140,7 +145,7 @@ class Program:
     def run(self):
         self.group = self.new_group()
         torch.manual_seed(self.seed)
-        self.twin = Model(random.Random(self.seed), self.name == "Muon").double()
+        self.twin = Model(random.Random(self.seed), self.name).double()
         self.theirs = self.optimizer(self.twin)
         self.wrap(copy.deepcopy(self.twin))
         self.scalers = self.make_scaler(), self.make_scaler(plain=True)
@@ -233,7 +238,7 @@ class Program:
             # Every FSDP needs the same layers on every rank.
             spares = [[row[0]] * WORLD for row in spares]
         together = draw.random() < 0.3
-        
+
         if self.here:
             holder = self.model if self.stage == 3 else self.ours
             rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])
@@ -281,7 +286,7 @@ class Program:
         if scaler is not None:
             scaler.unscale_(optimizer)
         for name, parameter in parameters.items():
-            if parameter.grad is None or not parameter.grad.numel():
+            if parameter.grad is None:
                 continue
             if edit == "data":
                 parameter.grad.data.mul_(0.5)
@@ -289,7 +294,9 @@ class Program:
                 parameter.grad *= 2.0
             elif edit == "none" and "blocks" in name:
                 parameter.grad = None
-        values = [p for p in parameters.values() if p.grad is not None and p.grad.numel()]
+        # Every rank asks for the norms of the same parameters, if its shard of one is empty too.
+        filled = {n for n, p in self.twin.named_parameters() if p.numel()}
+        values = [p for n, p in parameters.items() if p.grad is not None and n in filled]
         if self.clip == "torch" or (self.clip == "ours" and not ours):
             nn.utils.clip_grad_norm_(values, 0.3)
         elif self.clip == "ours":
@@ -355,7 +362,7 @@ class Program:
         self.log.append(("resume", self.ranks, self.stage))
         self.group = self.new_group()
         torch.manual_seed(1)
-        model = Model(random.Random(self.seed), self.name == "Muon").double()
+        model = Model(random.Random(self.seed), self.name).double()
         wanted = {n: p.requires_grad for n, p in self.twin.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(wanted[name])
