@@ -22,7 +22,7 @@ from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 
 WORLD = 3
-SAMPLE, ALL = 200, 10_000
+SAMPLE, ALL = 100, 10_000
 AT_ONCE = 50
 OPTIMIZERS = {
     "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],
@@ -337,6 +337,10 @@ class Program:
                 elif action == "hook" and not self.hooked and parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda p: None)
         self.hooked = self.hooked or action == "hook"
+        if action == "copy":
+            # A copy of a parameter has no gradient.
+            for _, optimizer in self.both():
+                optimizer.zero_grad()
         if action == "copy" and self.here and self.stage == 3:
             state = copy.deepcopy(self.ours.state_dict())
             self.model = copy.deepcopy(self.model)

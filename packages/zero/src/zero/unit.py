@@ -92,7 +92,7 @@ class Unit:
         self.swap_in_local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Return a copy with memory of its own; the modules are copied to hold its parameters."""
+        """Return a copy with memory of its own, without gradients, as torch copies parameters."""
         if self._gathering is not None or self._reducing is not None:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
         copied: Unit = type(self).__new__(type(self))
@@ -110,9 +110,6 @@ class Unit:
             local = nn.Parameter(values, old.local.requires_grad)
             whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
             memo[id(old.local)], memo[id(old.whole)] = local, whole
-            if old.local.grad is not None:
-                average = old.local.grad.detach().as_subclass(Tensor).clone()
-                local.grad = shard_gradient(average, copied.wire)
             copied.parameters.append(replace(old, local=local, whole=whole))
         return copied
 
