@@ -8,14 +8,11 @@ between uses the parameters of it (stage 3). Source: Rajbhandari et al. 2020, Ze
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-OptimizerClass = Callable[..., torch.optim.Optimizer]
 
 
 def flatten(tensors: list[Tensor], world: int) -> Tensor:
@@ -56,7 +53,7 @@ class PlainShardedOptimizer:
     """Stages 1 and 2: `optimizer_cls` on this rank's shard of the elements."""
 
     def __init__(
-        self, module: nn.Module, optimizer_cls: OptimizerClass, *, stage: int = 1, **options: Any
+        self, module: nn.Module, optimizer_cls: Any, *, stage: int = 1, **options: Any
     ) -> None:
         self.rank, self.world, self.stage = dist.get_rank(), dist.get_world_size(), stage
         self.parameters = list(module.parameters())
