@@ -52,7 +52,7 @@ lint: sync  ## Check style
 types: sync  ## Check types
 	$(UV) run mypy packages/*/src
 
-bench: sync  ## Run every package's bench and write what READMEs quote
+bench: sync  ## Run every package's bench and write what READMEs and docs/results quote
 	$(UV) run python docs/measure.py $(ARGS)
 
 report: sync  ## Write the report of a run anew: ARGS=runs/NAME

@@ -1,12 +1,13 @@
-"""Run every package's bench, keep the rows under docs/results, and write them into the READMEs.
+"""Run every package's bench, keep the rows under docs/results, and write them into the pages.
 
-    python docs/measure.py                  measure all packages, then write the READMEs
+    python docs/measure.py                  measure all packages, then write the pages
     python docs/measure.py ddp zero         measure these
     python docs/measure.py ddp:two-hosts    measure one run of a package's
-    python docs/measure.py --write-only     write the READMEs from the newest results
+    python docs/measure.py --write-only     write the pages from the newest results
 
-No number in a README's "Measured" section is typed by hand: a test renders the results again and
-compares.
+A package's `measured.toml` names the runs of its bench and the few rows that its README quotes; all
+rows stand in docs/results/PACKAGE.md. No number in either is typed by hand: a test renders the
+results again and compares.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable
 from datetime import date
 from itertools import groupby
 from pathlib import Path
@@ -25,56 +29,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->"
-TWO_HOSTS = ["tests/emulated_hosts.py", "--hosts", "2", "--rate", "2gbit", "--", sys.executable]
-SHARED = ["--all-reduce", "collectives:all_reduce", "--allocate", "collectives:shared_empty"]
+# `{two_hosts}` in a run: two network namespaces, joined by a link of this rate.
+TWO_HOSTS = "tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python"
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/measured.toml"))
 
-# What each package measures: a label, where there are several runs, and the command line.
-BENCHES: dict[str, dict[str, list[str]]] = {
-    "accounting": {"": ["-m", "accounting.bench"]},
-    "collectives": {
-        "one-host": [
-            *("-m", "collectives.bench", "--world", "2", "4", "6"),
-            *("--sizes", "1024", "65536", "1048576", "10485760", "104857600"),
-            *("--plot", "docs/results/collectives-bandwidth.png"),
-        ],
-        "one-gibibyte": ["-m", "collectives.bench", "--sizes", "1073741824"],
-        "two-hosts": [
-            *(*TWO_HOSTS, "-m", "collectives.bench"),
-            *("--sizes", "1024", "65536", "1048576", "16777216"),
-        ],
-    },
-    "ddp": {
-        "one-host": ["-m", "ddp.bench", "--rounds", "16", *SHARED],
-        "two-hosts": [*TWO_HOSTS, "-m", "ddp.bench", "--rounds", "8"],
-        # The largest model there is takes 16 GB, and most of the machine's time; so one design.
-        "xl": [
-            *("-m", "ddp.bench", "--model", "suite_workloads:xl"),
-            *("--designs", "25 MB", "--rounds", "2"),
-        ],
-    },
-    "flashattn2": {"": ["-m", "flashattn2.bench", "--quick"]},
-    "interp": {"": ["-m", "interp.bench", "--quick"]},
-    "llmsys-suite": {"": ["-m", "llmsys_suite.bench"]},
-    "paramserver": {"": ["-m", "paramserver.bench", "--quick"]},
-    "scaling": {"": ["-m", "scaling.bench"]},
-    "tinyml": {"": ["-m", "tinyml.bench", "--quick"]},
-    "zero": {
-        "one-host": ["-m", "zero.bench", "--link", "loopback"],
-        "two-hosts": [*TWO_HOSTS, "-m", "zero.bench", "--link", "2 Gbit/s"],
-    },
-}
-
-# What a README quotes where all rows and columns would be a wall; the file keeps the rest.
-QUOTED: dict[str, dict[str, tuple[str, ...]]] = {
-    "collectives": {
-        "algorithm": ("auto", "shared_empty"),
-        "columns": (
-            *("case", "algorithm", "runs", "world", "hosts", "size_bytes", "time_us", "p99_us"),
-            *("busbw_gbps", "wrong", "wire_bytes", "ratio_p50", "ratio_p10", "ratio_p90"),
-            "over_best_p50",
-        ),
-    },
-}
+Row = dict[str, Any]
 
 
 def main() -> None:
@@ -84,11 +43,17 @@ def main() -> None:
     parser.add_argument("--write-only", action="store_true")
     arguments = parser.parse_args()
     if not arguments.write_only:
-        for wanted in arguments.packages or BENCHES:
+        for wanted in arguments.packages or PACKAGES:
             name, _, label = wanted.partition(":")
-            for each in [label] if label else BENCHES[name]:
+            for each in [label] if label else settings(name)["runs"]:
                 measure(name, each)
-    write_readmes()
+    for name in PACKAGES:
+        write_pages(name)
+
+
+def settings(name: str) -> dict[str, Any]:
+    """What a package says of its measurements: `runs`, a command line each, and `readme`."""
+    return tomllib.loads((ROOT / "packages" / name / "measured.toml").read_text())
 
 
 def measure(name: str, label: str) -> None:
@@ -99,7 +64,8 @@ def measure(name: str, label: str) -> None:
     machine = "gpu" if facts["gpus"] else "cpu"
     folder = RESULTS / f"{date.today().isoformat()}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
-    command = BENCHES[name][label]
+    shown = settings(name)["runs"][label].replace("{two_hosts}", TWO_HOSTS)
+    command = [sys.executable if part == "python" else part for part in shlex.split(shown)]
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.json"
         command_line = [sys.executable, *command, "--json", str(rows)]
@@ -108,64 +74,94 @@ def measure(name: str, label: str) -> None:
         subprocess.run(command_line, cwd=ROOT, check=True, env=variables)
         kept = {
             "environment": facts,
-            "command": _shown(command),
+            "command": f"python {shown}",
             "rows": json.loads(rows.read_text()),
         }
-    path = folder / f"{name}{'-' if label else ''}{label}.json"
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    (folder / f"{name}-{label}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def write_readmes() -> None:
-    """Fill the marked section of every README that has results."""
-    for name in BENCHES:
-        readme = ROOT / "packages" / name / "README.md"
-        shown = rendered(name)
-        head, rest = readme.read_text().split(BEGIN)
-        readme.write_text(head + BEGIN + shown + END + rest.split(END)[1])
+def newest(name: str, label: str) -> dict[str, Any] | None:
+    """The latest results of one run, if there are any."""
+    found = sorted(RESULTS.glob(f"*/{name}-{label}.json"))
+    return json.loads(found[-1].read_text()) if found else None
 
 
-def rendered(name: str) -> str:
-    """The newest results of one package, as Markdown."""
-    parts = []
-    for label in BENCHES[name]:
-        found = sorted(RESULTS.glob(f"*/{name}{'-' if label else ''}{label}.json"))
-        if found:
-            kept = json.loads(found[-1].read_text())
-            parts.append(_section(kept, _quoted(name, kept["rows"])))
-    if name in QUOTED:
-        parts.append("All rows and columns: `docs/results`.\n")
-    return "\n".join(parts)
+def write_pages(name: str) -> None:
+    """Fill the marked section of a README, and write the page of all rows."""
+    readme = ROOT / "packages" / name / "README.md"
+    head, rest = readme.read_text().split(BEGIN)
+    readme.write_text(head + BEGIN + quoted(name) + END + rest.split(END)[1])
+    (RESULTS / f"{name}.md").write_text(page(name))
 
 
-def _quoted(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    wanted = dict(QUOTED.get(name, {}))
-    columns = wanted.pop("columns", None)
-    kept = (row for row in rows if all(row[key] in values for key, values in wanted.items()))
-    return [{k: v for k, v in row.items() if columns is None or k in columns} for row in kept]
+def quoted(name: str) -> str:
+    """What the README quotes, as Markdown: one table of the rows that decide."""
+    wanted = settings(name)["readme"]
+    rows, commands = [], []
+    for pattern in wanted["rows"]:
+        pattern = dict(pattern)
+        kept = newest(name, pattern.pop("run", wanted.get("run")))
+        if kept is None:
+            return ""
+        found = [row for row in kept["rows"] if _matches(row, pattern)]
+        if not found:
+            raise ValueError(f"{name}/measured.toml: no row matches {pattern}")
+        rows += [{column: row.get(column, "-") for column in wanted["columns"]} for row in found]
+        commands.append(_command(kept))
+    return "\n".join(
+        [
+            *dict.fromkeys(commands),
+            "",
+            *_table(rows),
+            f"[All rows](../../docs/results/{name}.md).",
+            "",
+        ]
+    )
 
 
-def _section(kept: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def page(name: str) -> str:
+    """All rows of a package's newest results, as Markdown."""
+    lines = [f"# {name}: what was measured", ""]
+    for label in settings(name)["runs"]:
+        kept = newest(name, label)
+        if kept is not None:
+            lines += [f"## {label}", "", _command(kept), ""]
+            for _, rows in groupby(kept["rows"], key=tuple):
+                lines += _table(rows)
+    pictures = sorted(path.name for path in RESULTS.glob(f"{name}-*.[ps][nv]g"))
+    lines += [f"![{picture}]({picture})\n" for picture in pictures]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _matches(row: Row, pattern: Row) -> bool:
+    return all(
+        row.get(key) in (value if isinstance(value, list) else [value])
+        for key, value in pattern.items()
+    )
+
+
+def _command(kept: dict[str, Any]) -> str:
     facts = kept["environment"]
-    where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores"
-    lines = [
-        f"`{kept['command']}`, {facts['date'][:10]}: {where}; torch {facts['torch']}, "
-        f"Python {facts['python']}.",
+    flags = " ".join(facts.get("cpu_flags", ()))
+    where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores {flags}"
+    return (
+        f"`{kept['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "
+        f"Python {facts['python']}."
+    )
+
+
+def _table(rows: Iterable[Row]) -> list[str]:
+    rows = list(rows)
+    return [
+        "| " + " | ".join(column.replace("_", " ") for column in rows[0]) + " |",
+        "|" + "---|" * len(rows[0]),
+        *("| " + " | ".join(map(_cell, row.values())) + " |" for row in rows),
         "",
     ]
-    for columns, group in groupby(rows, key=tuple):
-        lines.append("| " + " | ".join(column.replace("_", " ") for column in columns) + " |")
-        lines.append("|" + "---|" * len(columns))
-        lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in group]
-        lines.append("")
-    return "\n".join(lines)
 
 
 def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _shown(command: list[str]) -> str:
-    return " ".join(["python", *("python" if part == sys.executable else part for part in command)])
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The pages say what the code says: answers are computed again, links and tests exist."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workspace import PACKAGES, ROOT, folder
+from workspace import PACKAGES, ROOT, folder, script
 
 PAGES = [
     ROOT / "README.md",
@@ -17,16 +16,8 @@ PAGES = [
 ]
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_answers_are_what_their_calls_give():
-    answers = load(ROOT / "docs" / "answers.py")
-    assert (ROOT / "docs" / "answers.md").read_text() == answers.page()
+    assert (ROOT / "docs" / "answers.md").read_text() == script("answers").page()
 
 
 def test_every_test_that_answers_cite_exists():

@@ -13,9 +13,9 @@ from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject
 SECTIONS = [
     "Install",
     "Use",
-    "What it guarantees",
-    "How it works",
     "Measured",
+    "How it works",
+    "Guarantees",
     "Limits",
     "References",
 ]
@@ -111,17 +111,6 @@ def test_a_readme_has_the_common_sections(package):
     text = (folder(package) / "README.md").read_text()
     assert text.startswith(f"# {package}\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_guarantee_names_a_test_that_exists(package):
-    text = (folder(package) / "README.md").read_text()
-    table = text.split("## What it guarantees")[1].split("\n## ")[0]
-    cited = re.findall(r"(test_\w+)\.py::(test_\w+)", table)
-    assert cited
-    for file, name in cited:
-        path = folder(package) / "tests" / f"{file}.py"
-        assert f"def {name}(" in path.read_text(), f"{file}.py::{name}"
 
 
 # Each package is imported by a fork of one process, which imports torch once for all that need it.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -40,3 +42,13 @@ def pyproject(package: str) -> dict[str, Any]:
 
 def project(package: str) -> dict[str, Any]:
     return pyproject(package)["project"]
+
+
+def script(name: str) -> ModuleType:
+    """A script of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

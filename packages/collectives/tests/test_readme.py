@@ -1,4 +1,4 @@
-"""The README's first example runs as it stands, and its claims name tests that exist."""
+"""The README's first example runs as it stands."""
 
 import re
 from pathlib import Path
@@ -19,12 +19,3 @@ def use():
 
 def test_the_example_runs():
     run_ranks(use, 2)
-
-
-def test_every_claim_names_a_test_that_exists():
-    last = ""
-    cited = re.findall(r"`(tests/\w+\.py)?(?:::(\w+))?`", README.read_text())
-    for file, name in (pair for pair in cited if any(pair)):
-        last = file or last
-        text = (README.parent / last).read_text()
-        assert not name or f"def {name}(" in text, f"{last}::{name}"

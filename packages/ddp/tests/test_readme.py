@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its claims name tests that exist."""
+"""The README's example runs as it stands."""
 
 import os
 import re
@@ -24,10 +24,3 @@ def test_the_example_runs_and_leaves_equal_weights() -> None:
         port = probe.getsockname()[1]
     first, second = run_ranks(run_example, 2, code, port, backend="")
     assert first == second
-
-
-def test_every_claim_names_a_test_that_exists() -> None:
-    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", README.read_text())
-    assert len(named) > 15
-    for file, test in named:
-        assert f"def {test}(" in (Path(__file__).parent / f"{file}.py").read_text(), (file, test)

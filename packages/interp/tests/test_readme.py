@@ -13,10 +13,3 @@ def test_the_use_snippet_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     names: dict[str, object] = {}
     exec(snippet, names)
     assert (tmp_path / "heads.html").stat().st_size > 1000
-
-
-def test_every_test_that_the_readme_names_exists() -> None:
-    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", README)
-    assert len(named) >= 12
-    for file, test in named:
-        assert f"def {test}(" in (PACKAGE / "tests" / f"{file}.py").read_text(), (file, test)

@@ -1,8 +1,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -13,15 +11,3 @@ def test_the_use_snippet_runs(tmp_path, monkeypatch, capsys):
     exec(compile(code, "README", "exec"), {})
     assert (tmp_path / "fit.png").exists()
     assert capsys.readouterr().out
-
-
-NAMED = re.findall(r"`(test_\w+\.py)::(test_\w+)`", README.read_text())
-
-
-def test_the_readme_names_its_tests():
-    assert len(NAMED) >= 15
-
-
-@pytest.mark.parametrize(("file", "name"), NAMED)
-def test_every_test_that_the_readme_names_exists(file, name):
-    assert f"def {name}(" in (README.parent / "tests" / file).read_text()
