@@ -36,6 +36,8 @@ def compile_job(job):
     flags = {
         "D": job["dim"],
         "BLOCK_D": block_d(job),
+        "DV": job["dim"],
+        "BLOCK_DV": block_d(job),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "LEFT": job.get("left", False),
@@ -51,6 +53,8 @@ def compile_job(job):
     constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
     if not constants["PACKED"]:
         constants |= dict.fromkeys(("places", "cu_q", "cu_k"))
+    if "maxima" in kernel.arg_names:
+        constants["maxima"] = None
     if "norm" in kernel.arg_names and not constants["EXACT"]:
         constants["norm"] = None
     signature, attributes = {}, {}

@@ -72,7 +72,7 @@ def test_precision_follows_torch_s_own_switch():
     from flashattn2.problem import Score
 
     def chosen():
-        return choose(q(), q(), Score(1.0)).method.precision
+        return choose(q(), q(), q(), Score(1.0)).method.precision
 
     assert chosen() == "ieee"
     torch.set_float32_matmul_precision("high")

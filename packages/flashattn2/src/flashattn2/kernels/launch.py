@@ -17,6 +17,8 @@ from flashattn2.kernels.configs import SPLIT_BURDEN, Tile, choose
 from flashattn2.problem import Score
 
 MAX_SPLITS = 16
+# What a fixed split size may ask for: each split has an output of its own, in float32.
+MOST_FIXED_SPLITS = 1024
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,16 @@ class Plan:
 
     tile: Tile
     block_d: int
+    block_dv: int
     splits: int
     tma: bool
     precision: str
+    split_size: int = 0
+
+    @property
+    def split_flag(self) -> int:
+        """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
+        return -self.split_size if self.split_size else self.splits
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
@@ -36,30 +45,43 @@ class Plan:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, self.block_d])
+            TensorDescriptor(
+                x,
+                list(x.shape),
+                list(x.stride()),
+                [1, 1, rows, triton.next_power_of_2(x.shape[-1])],
+            )
             for x, rows in tensors
         ]
 
 
 def plan(
-    kernel: str, precision: str, score: Score, q: Tensor, *others: Tensor, packed: bool
-) -> Plan:
-    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
-    k = others[0]
+    kernel: str, precision: str, score: Score, q: Tensor, k: Tensor, v: Tensor, *others: Tensor,
+    packed: bool, split_size: int = 0,
+) -> Plan:  # fmt: skip
+    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic")."""
     device = device_of(q.device)
     if not device.has_tf32:
         precision = "ieee"
-    block_d = triton.next_power_of_2(q.shape[-1])
+    block_d, block_dv = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
     width = q.element_size()
-    may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, *others))
+    may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, k, v, *others))
     by_key = kernel in ("dkdv", "atomic")
     heads = (k if by_key else q).shape[1]
     # Splitting costs registers too: what is split is planned again, with the tile for that.
     burden = (score.left >= 0) + (score.softcap > 0)
     splits = 1
+    # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
+    fixed = split_size if kernel == "forward" and not packed else 0
     for more in (0, SPLIT_BURDEN):
         chosen = choose(
-            kernel, precision, width, block_d, may_use_tma, device.shared_bytes, burden + more
+            kernel,
+            precision,
+            width,
+            max(block_d, block_dv),
+            may_use_tma,
+            device.shared_bytes,
+            burden + more,
         )
         if chosen is None:
             splits = 1
@@ -71,10 +93,19 @@ def plan(
         if by_key:
             tiles, loop = loop, tiles
         programs = tiles * q.shape[0] * heads
-        splits = 1 if packed else split_count(programs, loop, device.processors)
+        if fixed:
+            fixed = triton.cdiv(split_size, tile.block_n) * tile.block_n
+            splits = triton.cdiv(k.shape[2], fixed)
+        elif not (packed or split_size):
+            splits = split_count(programs, loop, device.processors)
         if splits == 1:
             break
-    return Plan(tile, block_d, splits, tma, products)
+    if fixed and splits > MOST_FIXED_SPLITS:
+        raise ValueError(
+            f"split_size {split_size} cuts {k.shape[2]} keys into {splits} splits, above "
+            f"{MOST_FIXED_SPLITS}; give at least {triton.cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
+        )
+    return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
 
 def split_count(programs: int, loop: int, processors: int) -> int:
@@ -95,8 +126,13 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def like(x: Tensor) -> Tensor:
-    """Room for a result in the layout of ``x``, its last dimension without gaps."""
+def like(x: Tensor, dim: int | None = None) -> Tensor:
+    """Room for a result in the layout of ``x``, of head dim ``dim``, which has no gaps."""
+    if dim is not None and dim != x.shape[-1]:
+        batch, heads, rows, _ = x.shape
+        if x.stride(1) < x.stride(2):
+            return x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+        return x.new_empty((batch, heads, rows, dim))
     room = torch.empty_like(x)
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
