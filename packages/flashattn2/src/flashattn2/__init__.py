@@ -4,8 +4,8 @@ from flashattn2.attention import flash_attention, flash_attention_varlen
 from flashattn2.decode import flash_attention_with_kvcache
 from flashattn2.explanation import Explanation, explain
 from flashattn2.function import FlashAttentionTorch, FlashAttentionTriton
+from flashattn2.integrations.sdpa import sdpa
 from flashattn2.reference import attention_reference
-from flashattn2.sdpa import sdpa
 
 __all__ = [
     "Explanation",

@@ -6,9 +6,8 @@ from torch import Tensor
 
 from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
-from flashattn2.function import attention
+from flashattn2.function import attention, with_sinks
 from flashattn2.problem import Window, check_dense, check_sinks, check_varlen, make_score
-from flashattn2.sinks import with_sinks
 
 
 class Options(TypedDict, total=False):

@@ -11,9 +11,9 @@ from torch import Tensor
 from flashattn2 import aten, tiled
 from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
+from flashattn2.function import with_sinks
 from flashattn2.operators import scalars
 from flashattn2.problem import UNBOUNDED, Score, Window, check_sinks, check_tensors, make_score
-from flashattn2.sinks import with_sinks
 
 
 def flash_attention_with_kvcache(

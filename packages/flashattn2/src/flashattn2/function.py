@@ -32,6 +32,21 @@ def attention(
     return out, lse, largest
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of ``(batch, heads, seq, ...)`` with a sink for each head.
+
+    A sink s takes its share of each row's sum, e^L + e^s in place of e^L, and has no value:
+
+        O' = O · σ(L - s)        L' = log(e^L + e^s),
+
+    so it needs no kernel of its own: gradients of every order follow from those of O and L.
+    """
+    sink = sinks.to(lse.dtype)[None, :, None]
+    # A row that sees no key has L = -inf: the sink takes all, and its output stays 0.
+    share = torch.sigmoid(lse - sink)
+    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(

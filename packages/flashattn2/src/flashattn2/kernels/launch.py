@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashattn2.kernels.configs import SPLIT_BURDEN, Tile, choose
+from flashattn2.kernels.configs import Tile, choose
 from flashattn2.problem import Score
 
 MAX_SPLITS = 16
@@ -65,39 +65,37 @@ def plan(
         precision = "ieee"
     block_d, block_dv = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
     width = q.element_size()
-    may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, k, v, *others))
+    paths = ["pointers"]
+    if device.has_tma:
+        may_use_tma = not packed and all(fits_tma(x) for x in (q, k, v, *others))
+        paths = ["tma", "hopper", "pointers"] if may_use_tma else ["hopper", "pointers"]
     by_key = kernel in ("dkdv", "atomic")
     heads = (k if by_key else q).shape[1]
-    # Splitting costs registers too: what is split is planned again, with the tile for that.
-    burden = (score.left >= 0) + (score.softcap > 0)
-    splits = 1
     # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
     fixed = split_size if kernel == "forward" and not packed else 0
-    for more in (0, SPLIT_BURDEN):
-        chosen = choose(
+    options = score.left >= 0 or score.softcap > 0
+    # Splitting costs registers too: what is split is planned again, with the tile for that.
+    for rich in (options, True):
+        tile, tma, products = choose(
             kernel,
             precision,
             width,
             max(block_d, block_dv),
-            may_use_tma,
+            tuple(paths),
             device.shared_bytes,
-            burden + more,
+            rich,
         )
-        if chosen is None:
-            splits = 1
-            break
-        tile, tma, products = chosen
         if not device.has_maxnreg:
             tile = replace(tile, registers=None)
         tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
-        programs = tiles * q.shape[0] * heads
+        splits = 1
         if fixed:
             fixed = triton.cdiv(split_size, tile.block_n) * tile.block_n
             splits = triton.cdiv(k.shape[2], fixed)
         elif not (packed or split_size):
-            splits = split_count(programs, loop, device.processors)
+            splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
     if fixed and splits > MOST_FIXED_SPLITS:
