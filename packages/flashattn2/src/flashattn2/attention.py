@@ -1,13 +1,52 @@
 """The public functions: check, choose, run."""
 
-from typing import Literal, TypedDict, Unpack, overload
+from collections.abc import Hashable
+from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import choose
+from flashattn2.dispatch import Method, choose
 from flashattn2.function import attention, with_sinks
-from flashattn2.problem import Window, check_dense, check_sinks, check_varlen, make_score
+from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
+
+Plan = tuple[Score, Method]
+# Input of a signature that was checked once: how its scores are made and what runs.
+PLAIN = (Tensor, torch.nn.Parameter)
+PLANS: dict[Hashable, Plan] = {}
+MOST_PLANS = 1024
+
+
+def signature(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Hashable | None:
+    """All that the checks and the choice depend on; None where it is not worth a look or no key."""
+    # A subclass or a transform may answer anything, and a compiled graph is checked but once.
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return None
+    device = q.device.type
+    if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    # True is 1 to a dictionary, and a window of 1.5 no key of one of 1.
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        options, *map(type, options), torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def remember(key: Hashable | None, plan: Plan) -> Plan:
+    """The plan, which is found by its key from now on."""
+    if key is not None:
+        if len(PLANS) >= MOST_PLANS:
+            PLANS.clear()
+        PLANS[key] = plan
+    return plan
 
 
 class Options(TypedDict, total=False):
@@ -88,17 +127,29 @@ def flash_attention(
     There is no dropout and no additive mask.  Raises ValueError or TypeError for input that cannot
     be right, or that the named backend cannot take.
     """
-    check_dense(q, k, v)
-    heads_missing = q.dim() == 3
-    check_sinks(sinks, 1 if heads_missing else q.shape[1], q)
-    q, k, v = lowered(q, k, v)
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
-    if heads_missing:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    method, _ = choose(
-        q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
-        split_size=split_size, max_logits=return_max_logits,
+    options = (
+        is_causal, scale, window, softcap, backend, precision, deterministic, split_size,
+        return_max_logits,
     )  # fmt: skip
+    key = signature(q, k, v, options)
+    plan = PLANS.get(key) if key is not None else None
+    if plan is None:
+        check_dense(q, k, v)
+    heads_missing = q.dim() == 3
+    if sinks is not None:
+        check_sinks(sinks, 1 if heads_missing else q.shape[1], q)
+    if plan is None:
+        q, k, v = lowered(q, k, v)
+    if heads_missing:
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    if plan is None:
+        score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+        method, _ = choose(
+            q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
+            split_size=split_size, max_logits=return_max_logits,
+        )  # fmt: skip
+        plan = remember(key, (score, method))
+    score, method = plan
     out, lse, max_logits = attention(q, k, v, None, None, score, method)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)

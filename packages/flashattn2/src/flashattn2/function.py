@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashattn2 import aten, autocast, derivatives
 from flashattn2.dispatch import Method, choose
@@ -27,9 +28,19 @@ def attention(
     """Output and log-sum-exp, both differentiable, and each head's largest score if asked for."""
     if torch.compiler.is_compiling():
         out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+    elif not _may_be_differentiated(q, k, v):
+        # Python's own part of a differentiable function takes longer than a small attention.
+        out, lse, largest = _Attention.forward(q, k, v, cu_q, cu_k, score, method)
     else:
         out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
     return out, lse, largest
+
+
+def _may_be_differentiated(*tensors: Tensor) -> bool:
+    """Backward, forward or by a transform of `torch.func`."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class Tile:
 ALL_REGISTERS = 255
 
 # "tma" loads by TMA, on Hopper; "hopper" by pointers there: packed sequences, strides that TMA
-# cannot take, and a head dim that has no tile under "tma".  "pointers" serves everything else.  "half" is
+# cannot take, and a head dim that has no tile under "tma".  "pointers" serves all else.  "half" is
 # bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to give.
 #
 # A warpgroup of four warps multiplies 64 rows at least.  With eight warps, a first product of fewer
