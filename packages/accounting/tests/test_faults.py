@@ -1,17 +1,35 @@
+import dataclasses
+import inspect
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import accounting
 import pytest
 import torch
-from accounting import Plan, Transformer, communication, flops, kv_cache, mfu, training_memory
-from accounting.goodput import Run
+from accounting import (
+    HARDWARE,
+    Plan,
+    Transformer,
+    communication,
+    flops,
+    kv_cache,
+    mfu,
+    plans_that_fit,
+    training_memory,
+)
+from accounting.__main__ import main, read_model
+from accounting.activations import activations, head_activations
+from accounting.goodput import Run, young_daly_hours
 from accounting.hardware import find
-from accounting.mesh import compute_bound_batch
-from accounting.step_time import step_time
+from accounting.memory import model_states
+from accounting.mesh import best_mesh, compute_bound_batch
+from accounting.parameters import lora_parameters, soft_prompt_parameters
+from accounting.search import fewest_devices, smallest_machine
+from accounting.step_time import bucket_overhead_seconds, group_link, scaling_curve, step_time
 from reference import Model
 
 SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}
@@ -233,3 +251,195 @@ def test_the_command_says_what_is_wrong_and_what_does_not_fit() -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: devices is 6")
     assert "'depth' is no field of a model" in run("depth=3").stderr
+
+
+SHAPE = "layers=8,d_model=4096,heads=32,kv_heads=8,d_ff=14336,vocab_size=128256"
+FITTING = {
+    "--gpus": ("8", "devices", 8),
+    "--tp": ("2", "tensor", 2),
+    "--pp": ("2", "pipeline", 2),
+    "--cp": ("2", "context", 2),
+    "--zero": ("1", "zero", 1),
+    "--microbatches": ("2", "microbatches", 2),
+    "--recompute": ("full", "recompute", "full"),
+    "--offload": ("optimizer", "offload", "optimizer"),
+}
+
+
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, object]]:
+    """The plan that the command chooses."""
+
+    def call(*arguments: str) -> dict[str, object]:
+        assert main([*arguments, "--json"]) in (0, 1)
+        return json.loads(capsys.readouterr().out)["plan"]
+
+    return call
+
+
+Planned = Callable[..., dict[str, object]]
+
+
+@pytest.mark.parametrize("option", FITTING)
+def test_a_search_keeps_each_choice_that_it_is_given(
+    option: str, planned: Planned, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, field, value = FITTING[option]
+    given = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
+    assert planned(SHAPE, "--search", "--batch", "8", *given)[field] == value
+    # The table names what was chosen too.
+    main([SHAPE, *given, "--gpus", "8"])
+    assert "recompute" in capsys.readouterr().out
+
+
+def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: Planned) -> None:
+    experts = SHAPE + ",experts=8,experts_per_token=2,d_expert=1024"
+    assert planned(experts, "--search", "--gpus", "8", "--ep", "4", "--batch", "8")["expert"] == 4
+    refused = run(SHAPE.replace("layers=8", "layers=80"), "--search", "--gpus", "1", "--batch", "1")
+    assert refused.returncode == 2
+    assert "no plan over 1 H100" in refused.stderr
+
+
+def test_a_search_finds_context_parallel_plans() -> None:
+    found = plans_that_fit(
+        Transformer(layers=32, d_model=4096, heads=32, kv_heads=8, vocab_size=128256),
+        hardware="H100",
+        devices=64,
+        batch=1,
+        seq=2**18,
+        tensor=8,
+        recompute="none",
+    )
+    assert found
+    assert all(candidate.plan.context > 1 for candidate in found)
+
+
+@pytest.mark.parametrize("spelled", ["False", "false", "FALSE"])
+def test_the_command_reads_false_as_false(spelled: str) -> None:
+    assert read_model(f"{SHAPE},tied={spelled}").tied is False
+    assert read_model(f"{SHAPE},tied=true,head_bias={spelled}").head_bias is False
+    with pytest.raises(TypeError, match="tied is 'no'; it must be True or False"):
+        read_model(f"{SHAPE},tied=no")
+    with pytest.raises(ValueError, match=r"'layer' is no field .* did you mean 'layers'"):
+        read_model("layer=3")
+
+
+def test_interleaving_and_older_devices_work_from_the_command_line(planned: Planned) -> None:
+    plan = planned(SHAPE, "--gpus", "8", "--pp", "4", "--schedule", "interleaved")
+    assert (plan["schedule"], plan["virtual_stages"]) == ("interleaved", 2)
+    done = run(SHAPE, "--gpus", "8", "--hardware", "V100", "--zero", "3", "--json")
+    assert json.loads(done.stdout)["precision"] == "mixed_fp16"
+    wrong = run(SHAPE, "--gpus", "8", "--hardware", "V100", "--precision", "mixed_bf16")
+    assert wrong.stderr.startswith("error: dtype is 'bf16'; V100 lists")
+    for hardware in HARDWARE:
+        assert main([SHAPE, "--gpus", "64", "--tp", "4", "--hardware", hardware]) in (0, 1)
+
+
+# Every entry with numbers, with arguments that it takes.
+ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
+    "activations": (activations, {"model": MODEL, "batch": 2, "seq": 8}),
+    "best_mesh": (best_mesh, {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p"}),
+    "bucket": (
+        bucket_overhead_seconds,
+        {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5, "num_buckets": 3},
+    ),
+    "communication": (communication, {"model": MODEL, "plan": Plan(data=2), "batch": 2, "seq": 8}),
+    "compute_bound_batch": (
+        compute_bound_batch,
+        {"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p"},
+    ),
+    "flops": (flops, {"model": MODEL, "seq": 8, "batch": 2}),
+    "fewest_devices": (fewest_devices, {"model": MODEL, "memory_bytes": 1e9}),
+    "group_link": (group_link, {"hardware": find("H100"), "stride": 2, "ranks": 3}),
+    "head_activations": (head_activations, {"model": MODEL, "tokens": 3, "precision": "fp32"}),
+    "hfu": (
+        accounting.hfu,
+        {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "devices": 2, "peak_flops": 1e12},
+    ),
+    "kv_cache": (kv_cache, {"model": MODEL, "seq": 8, "batch": 2, "tensor": 2}),
+    "lora": (lora_parameters, {"inputs": 3, "outputs": 4, "rank": 2}),
+    "mfu": (
+        mfu,
+        {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "devices": 2, "peak_flops": 1e12},
+    ),
+    "model_states": (model_states, {"count": 100, "data": 2, "zero": 1}),
+    "peak_memory": (accounting.peak_memory, {"model": MODEL, "batch": 2, "seq": 8}),
+    "plans_that_fit": (
+        plans_that_fit,
+        {"model": MODEL, "hardware": "H100", "devices": 2, "batch": 2, "seq": 8},
+    ),
+    "scaling_curve": (
+        scaling_curve,
+        {"model": MODEL, "hardware": "H100", "batch": 2, "seq": 8, "efficiency": 0.5},
+    ),
+    "smallest_machine": (
+        smallest_machine,
+        {"model": MODEL, "hardware": "H100", "batch": 2, "seq": 8, "share_of_memory": 0.9},
+    ),
+    "soft_prompt": (soft_prompt_parameters, {"model": MODEL, "tokens": 3}),
+    "step_time": (
+        step_time,
+        {
+            "model": MODEL,
+            "plan": Plan(data=2),
+            "batch": 2,
+            "seq": 8,
+            "hardware": "H100",
+            "efficiency": 0.5,
+        },
+    ),
+    "training_memory": (training_memory, {"model": MODEL, "batch": 2, "seq": 8, "lora_rank": 2}),
+    "young_daly": (young_daly_hours, {"checkpoint_hours": 0.1, "hours_between_failures": 9.0}),
+    **{
+        f"fermi.{name}": (
+            function,
+            {
+                parameter.name: 2
+                for parameter in inspect.signature(function).parameters.values()
+                if parameter.default is parameter.empty
+            },
+        )
+        for name, function in inspect.getmembers(accounting.fermi, inspect.isfunction)
+        if name not in ("as_range", "dataclass", "positive_arguments")
+    },
+}
+NUMBERS = [
+    (entry, name)
+    for entry, (_, arguments) in ENTRIES.items()
+    for name, value in arguments.items()
+    if isinstance(value, int | float)
+]
+
+
+@pytest.mark.parametrize(("entry", "name"), NUMBERS)
+def test_every_number_of_every_entry_is_checked_where_it_enters(entry: str, name: str) -> None:
+    function, arguments = ENTRIES[entry]
+    function(**arguments)
+    for wrong in (-1, -8, float("nan"), float("inf"), "8", None):
+        if (wrong is None or isinstance(wrong, str)) and entry.startswith("fermi."):
+            continue
+        with pytest.raises((ValueError, TypeError), match=r"\w+ is |give either"):
+            function(**arguments | {name: wrong})
+    if isinstance(arguments[name], int) and not entry.startswith("fermi."):
+        with pytest.raises((ValueError, TypeError), match=r"is 2\.5; it must be a whole number"):
+            function(**arguments | {name: 2.5})
+
+
+FIELDS = [field.name for field in dataclasses.fields(Transformer)]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_of_a_model_is_checked(field: str) -> None:
+    if field == "name":
+        return
+    given = SIZES | {"experts": 4, "experts_per_token": 2, "window": 3}
+    for wrong in (-1, 2.5, "yes", [-3]):
+        with pytest.raises((ValueError, TypeError), match=field):
+            Transformer(**given | {field: wrong})
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Plan)])
+def test_every_field_of_a_plan_is_checked(field: str) -> None:
+    for wrong in (-1, 2.5, "yes", None):
+        with pytest.raises((ValueError, TypeError), match=field):
+            Plan(**{field: wrong})

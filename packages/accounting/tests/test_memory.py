@@ -10,7 +10,9 @@ import pytest
 import torch
 from accounting import PRECISIONS, Plan, Transformer, parameters, training_memory
 from accounting.activations import activations, head_activations
+from accounting.breakdown import Breakdown
 from accounting.memory import device_parameters, model_states
+from accounting.parameters import block_parameters
 from accounting.peak import peak_memory, tensor_bytes
 from accounting.search import fewest_devices, plans_that_fit, smallest_machine
 from hypothesis import given, settings
@@ -198,6 +200,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
         "fp32": 16,
         "amp_bf16": 16,
         "mixed_bf16": 16,
+        "mixed_fp16": 16,
         "megatron_bf16": 18,
         "deepseek_v3": 13,
         "adam_8bit": 10 + Fraction(8, 256),
@@ -345,3 +348,34 @@ def test_searches_give_the_smallest_that_fits() -> None:
 
     assert need(count) <= limit < need(count - 1)
     assert tensor_bytes(8, 16384, 16384) == 8 * 2**30
+
+
+@pytest.mark.parametrize("data", [8, 64, 8192])
+def test_zero_3_holds_the_blocks_that_it_gathers(data: int) -> None:
+    model = Transformer(
+        layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256
+    )
+
+    def need(**plan: object) -> Breakdown:
+        return training_memory(
+            model,
+            Plan(data=data, zero=3, recompute="full", **plan),
+            batch=data,
+            seq=1,
+            precision="mixed_bf16",
+        )
+
+    block = block_parameters(model) // model.layers
+    ends = 2 * 128256 * 16384 + 16384
+    kept = need()["gathered"]
+    # Two blocks in bf16, the ends, one block's gradients and what is reduced of them.
+    assert kept.total == 2 * (ends + (2 + 1 + 1) * block)
+    assert need(reshard_after_forward=False)["gathered"].total == 2 * (ends + (126 + 2) * block)
+    assert need().total > 2 * block
+    states = training_memory(model, Plan(data=data, zero=3), batch=0, seq=1)
+    assert "gathered" not in states
+
+
+def test_offloading_activations_needs_block_inputs() -> None:
+    with pytest.raises(ValueError, match="offload is 'activations' with recompute 'none'"):
+        Plan(offload="activations")

@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
+from accounting.collective import Collective
 from accounting.hardware import Link
 from accounting.step_time import (
     bucket_overhead_seconds,
+    fastest,
     group_link,
     optimal_bucket_bytes,
     scaling_curve,
@@ -98,3 +100,57 @@ def test_the_best_bucket_beats_twice_and_half_as_many(s: float, w: float, o: flo
     assert overhead(best) == pytest.approx(2 * (s * o / w) ** 0.5)
     assert overhead(best) < min(overhead(best * 2), overhead(best / 2))
     assert bucket_overhead_seconds(s, bandwidth=w, latency=o, num_buckets=3) == overhead(3)
+
+
+def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:
+    def seconds(precision: str, hardware: str = "H100") -> float:
+        run = {"batch": 1, "seq": 4096, "hardware": hardware, "precision": precision}
+        return step_time(MODEL, Plan(), **run)["compute"].total
+
+    peak = H100.peak
+    assert seconds("fp32") / seconds("mixed_bf16") == pytest.approx(peak("bf16") / peak("fp32"))
+    # Linear layers run in 8 bits, attention does not.
+    eight = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100", precision="deepseek_v3")[
+        "compute"
+    ]
+    sixteen = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100")["compute"]
+    assert eight["matrices"].total == pytest.approx(sixteen["matrices"].total / 2)
+    assert eight["attention"].total == sixteen["attention"].total
+    with pytest.raises(ValueError, match="dtype is 'fp8'; A100 lists"):
+        seconds("deepseek_v3", "A100")
+    for precision in ("mixed_fp16", "fp32"):
+        assert seconds(precision, "V100") > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
+    seconds = step_time(
+        MODEL, Plan(recompute=recompute), batch=2, seq=512, hardware="H100", efficiency=1
+    )
+    work = flops(MODEL, seq=512, batch=2, recompute=recompute, flash=True).total
+    assert seconds["compute"].total == pytest.approx(work / H100.peak("bf16"))
+    matrices = flops(
+        replace(MODEL), seq=512, batch=2, recompute="full" if recompute == "full" else "none"
+    )
+    core = matrices["attention"].total * (4 / 3 if recompute == "full" else 1)
+    assert seconds["compute"]["matrices"].total == pytest.approx(
+        (matrices.total - core) / H100.peak("bf16")
+    )
+
+
+@given(expert=st.sampled_from([8, 16, 64, 256]), size=st.integers(1, 10**9))
+def test_an_all_to_all_leaves_a_node_through_one_port_a_device(expert: int, size: int) -> None:
+    exchange = Collective(
+        name="tokens", operation="all_to_all", axis="expert", ranks=expert, count=1, each=size
+    )
+    link = group_link(H100, stride=1, ranks=expert, operation="all_to_all")
+    leaves = size * (expert - 8) / expert
+    seconds = fastest(exchange, replace(link, latency=0.0))
+    assert seconds >= leaves / H100.network.bandwidth * (1 - 1e-9)
+    inside = size * (expert - 1) / expert / H100.node_link.bandwidth
+    assert seconds == pytest.approx(max(leaves / H100.network.bandwidth, inside))
+
+
+def test_a_stage_sends_through_one_port() -> None:
+    link = group_link(H100, stride=1, ranks=16, operation="send")
+    assert link.bandwidth == H100.network.bandwidth

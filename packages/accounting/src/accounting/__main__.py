@@ -11,12 +11,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from accounting.hardware import HARDWARE, find
+from accounting import checks
+from accounting.hardware import HARDWARE, Hardware, find
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
 from accounting.report import as_html, as_text, report
-from accounting.search import smallest_machine
+from accounting.search import plans_that_fit, smallest_machine
 from accounting.transformer import Transformer
 
 
@@ -24,23 +26,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a report; 1 if the model does not fit, 2 if the question makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m accounting", description=__doc__)
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--gpus", type=int, default=0, help="devices in all")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--cp", type=int, default=1, help="context parallel")
-    parser.add_argument("--ep", type=int, default=1, help="expert parallel")
-    parser.add_argument("--zero", type=int, default=0, help="ZeRO stage; 3 is FSDP")
-    parser.add_argument("--microbatches", type=int, default=1)
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--gpus", type=int, help="devices in all")
+    parser.add_argument("--tp", type=int, help="tensor parallel")
+    parser.add_argument("--pp", type=int, help="pipeline stages")
+    parser.add_argument("--cp", type=int, help="context parallel")
+    parser.add_argument("--ep", type=int, help="expert parallel")
+    parser.add_argument("--zero", type=int, help="ZeRO stage; 3 is FSDP")
+    parser.add_argument("--microbatches", type=int)
+    parser.add_argument("--schedule", help="gpipe, 1f1b or interleaved")
+    parser.add_argument("--virtual-stages", type=int, help="chunks of an interleaved stage")
+    parser.add_argument("--recompute", help="none, selective or full")
+    parser.add_argument("--offload", help="none, optimizer or activations")
     parser.add_argument(
         "--batch", type=int, help="sequences in all; one a micro-batch if not given"
     )
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--precision", default="mixed_bf16", help=", ".join(PRECISIONS))
+    parser.add_argument("--precision", help=", ".join(PRECISIONS))
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
     parser.add_argument("--efficiency", type=float, default=0.5, help="of the matmuls alone")
-    parser.add_argument("--search", action="store_true", help="the fewest GPUs, and their plan")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="choose what is not given; the fewest GPUs without --gpus",
+    )
     parser.add_argument("--explain", action="store_true", help="print every derivation")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--html", type=Path, help="write one page with stacked bars")
@@ -52,29 +60,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+_FIELDS = {
+    "tensor": "tp",
+    "pipeline": "pp",
+    "context": "cp",
+    "expert": "ep",
+    "zero": "zero",
+    "microbatches": "microbatches",
+    "schedule": "schedule",
+    "virtual_stages": "virtual_stages",
+    "recompute": "recompute",
+    "offload": "offload",
+}
+"""The fields of a plan, and the options that give them."""
+
+
 def _run(options: argparse.Namespace) -> int:
     model, device = read_model(options.model), find(options.hardware)
+    precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
+    given = {field: getattr(options, name) for field, name in _FIELDS.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    if given.get("schedule") == "interleaved" and not options.search:
+        given.setdefault("virtual_stages", 2)
+    if options.batch is not None:
+        checks.whole("batch", options.batch)
     if options.search:
-        batch = options.batch or 1
-        plan = smallest_machine(
-            model,
-            hardware=device,
-            batch=batch,
-            seq=options.seq,
-            precision=options.precision,
-        )[0].plan
+        batch = options.batch or options.gpus or 1
+        plan = _searched(model, device, batch, options, precision, given)
     else:
+        # Where neither they nor a batch are given, a micro-batch for each stage.
+        stages = given.get("pipeline", 1)
+        if options.batch is None:
+            given.setdefault("microbatches", stages)
+        if options.gpus is not None:
+            checks.whole("gpus", options.gpus)
         plan = Plan(
-            devices=options.gpus,
-            tensor=options.tp,
-            pipeline=options.pp,
-            context=options.cp,
-            expert=options.ep,
-            zero=options.zero,
-            microbatches=options.microbatches,
-            schedule=options.schedule,
-            recompute=options.recompute,
-            sequence_parallel=options.tp > 1,
+            devices=options.gpus or 0, sequence_parallel=given.get("tensor", 1) > 1, **given
         )
         batch = options.batch or plan.data * plan.microbatches
     result = report(
@@ -83,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
         hardware=device,
         batch=batch,
         seq=options.seq,
-        precision=options.precision,
+        precision=precision,
         efficiency=options.efficiency,
     )
     if options.html:
@@ -103,6 +124,35 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if result.fits else 1
 
 
+def _searched(
+    model: Transformer,
+    device: Hardware,
+    batch: int,
+    options: argparse.Namespace,
+    precision: str,
+    given: dict[str, Any],
+) -> Plan:
+    """The fastest plan that keeps what was given."""
+    question: dict[str, Any] = {
+        "hardware": device,
+        "batch": batch,
+        "seq": options.seq,
+        "precision": precision,
+        "efficiency": options.efficiency,
+    }
+    if options.gpus is None:
+        return smallest_machine(model, **question, **given)[0].plan
+    found = plans_that_fit(model, devices=options.gpus, **question, **given)
+    if not found:
+        kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "no other choice"
+        raise ValueError(
+            f"no plan over {options.gpus} {device.name} with {kept} has room for "
+            f"batch={batch} and seq={options.seq}; give more devices, a smaller batch, or fewer "
+            "of the plan's fields"
+        )
+    return found[0].plan
+
+
 def read_model(text: str) -> Transformer:
     """A path to a config.json, or `name=value` sizes with commas between them."""
     if Path(text).exists() or "=" not in text:
@@ -110,15 +160,27 @@ def read_model(text: str) -> Transformer:
     sizes: dict[str, object] = {}
     for item in text.split(","):
         name, _, value = item.partition("=")
+        name = name.strip()
         if name not in Transformer.__dataclass_fields__:
-            known = ", ".join(Transformer.__dataclass_fields__)
-            raise ValueError(f"{name!r} is no field of a model; the fields are {known}")
-        flags = {"true": True, "false": False}
-        try:
-            sizes[name] = flags[value] if value in flags else int(value)
-        except ValueError:
-            sizes[name] = value
+            fields = Transformer.__dataclass_fields__
+            raise ValueError(
+                f"{name!r} is no field of a model; the fields are {', '.join(fields)}"
+                f"{checks.nearest(name, fields)}"
+            )
+        sizes[name] = _read(value.strip())
     return Transformer(**sizes)  # type: ignore[arg-type]
+
+
+def _read(value: str) -> object:
+    """True and False however they are written, whole numbers, `1+3+5` as layers, else a name."""
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if "+" in value:
+        return tuple(int(item) for item in value.split("+"))
+    try:
+        return int(value)
+    except ValueError:
+        return value
 
 
 if __name__ == "__main__":

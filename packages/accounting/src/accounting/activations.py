@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
@@ -40,6 +41,7 @@ def activations(
     but the attention's core, or only the input of each block.
     """
     plan = plan or Plan()
+    checks.whole("batch", batch)
     plan.check(model, batch=batch, seq=seq)
     here = plan.stage_model(model, stage)
     kind = recipe(precision)
@@ -73,6 +75,8 @@ def head_activations(
     The cross-entropy keeps the log-softmax in fp32; at the start of the backward its gradient and
     that of the logits are there as well, which is where many training steps peak.
     """
+    checks.whole("tokens", tokens)
+    checks.whole("tensor", tensor)
     kind = recipe(precision)
     size, logit = bytes_of(kind.activations), bytes_of(kind.logits)
     wide = bytes_of(kind.stream) if kind.stream else size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.collective import Collective, Communication
 from accounting.memory import device_parameters
@@ -29,8 +30,8 @@ def communication(
     `batch=0` leaves out what depends on it, so that only weights and gradients move.
     """
     plan.check(model, batch=batch, seq=seq)
-    if algorithm not in ("ring", "tree"):
-        raise ValueError(f"algorithm is {algorithm!r}; it must be 'ring' or 'tree'")
+    checks.choice("algorithm", algorithm, ("ring", "tree"))
+    checks.whole("seq", seq)
     found = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage, algorithm)]
     boundaries = total("stage boundaries", "B")
     if batch:

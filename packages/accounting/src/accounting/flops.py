@@ -12,6 +12,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Literal
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware, find
 from accounting.parameters import attention_matrices
@@ -45,10 +46,10 @@ def flops(
       runs: `selective` the attention, `full` a second forward of the blocks, `flash` the scores
       in the backward.
     """
-    _check(seq=seq, batch=batch)
-    _one_of("phase", phase, ("forward", "training", "prefill", "decode"))
-    _one_of("attention", attention, ("causal", "full"))
-    _one_of("recompute", recompute, ("none", "selective", "full"))
+    seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
+    checks.choice("phase", phase, ("forward", "training", "prefill", "decode"))
+    checks.choice("attention", attention, ("causal", "full"))
+    checks.choice("recompute", recompute, ("none", "selective", "full"))
     tokens = batch if phase == "decode" else batch * seq
     heads = batch if phase == "prefill" else tokens
     passes = 3 if phase == "training" else 1
@@ -82,6 +83,8 @@ def flops(
 
 def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Pairs of query and key in one sequence: in a layer that sees all, and in a windowed one."""
+    seq = checks.whole("seq", seq)
+    checks.choice("attention", attention, ("causal", "full"))
     if attention == "full":
         return seq * seq, seq * seq
     window = min(model.window or seq, seq)
@@ -106,6 +109,8 @@ def mfu(
     The convention matters more than the digits: PaLM counts full attention, and prints one figure
     with and one without attention (Chowdhery et al. 2022, appendix B).
     """
+    checks.number("tokens_per_second", tokens_per_second)
+    checks.whole("devices", devices)
     work = flops(model, seq=seq, attention=attention)
     useful = sum(part.total for part in work if include_attention or part.name != "attention")
     return utilisation(
@@ -130,6 +135,8 @@ def hfu(
     flash: bool = True,
 ) -> float:
     """Hardware FLOPs utilisation: like `mfu`, with the operations that are run a second time."""
+    checks.number("tokens_per_second", tokens_per_second)
+    checks.whole("devices", devices)
     work = flops(model, seq=seq, attention=attention, recompute=recompute, flash=flash)
     return utilisation(
         work.total / seq * tokens_per_second / devices,
@@ -150,8 +157,7 @@ def utilisation(
     if (hardware is None) == (peak_flops is None):
         raise ValueError("give either hardware or peak_flops")
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
-    assert peak is not None
-    return achieved_flops / peak
+    return checks.number("achieved_flops", achieved_flops) / checks.number("peak_flops", peak)
 
 
 def _projections(
@@ -284,16 +290,3 @@ def _recomputed(
         scores = tuple(part for part in core.parts if part.name.startswith("scores"))
         again.append(total("scores in the flash backward", UNIT, *scores))
     return again
-
-
-def _check(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} is {value!r}; it must be a whole number")
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -17,6 +17,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from accounting import checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -33,12 +35,11 @@ class Run:
     usd_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("work_hours", "checkpoint_hours", "devices"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        checks.whole("devices", self.devices)
+        for name in ("work_hours", "checkpoint_hours"):
+            checks.number(name, getattr(self, name))
         for name in ("failures_per_device_hour", "restart_hours", "usd_per_device_hour"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+            checks.number(name, getattr(self, name), open=False)
 
     @property
     def hours_between_failures(self) -> float:
@@ -100,6 +101,8 @@ class Goodput:
 
 def young_daly_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """Young's interval: sqrt(2 C M) hours of work between checkpoints."""
+    checks.number("checkpoint_hours", checkpoint_hours)
+    checks.number("hours_between_failures", hours_between_failures)
     return math.sqrt(2 * checkpoint_hours * hours_between_failures)
 
 
@@ -124,8 +127,8 @@ def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
     mean = run.hours_between_failures
     if interval_hours is None:
         interval_hours = best_interval_hours(run.checkpoint_hours, mean)
-    if interval_hours <= 0:
-        raise ValueError(f"interval_hours is {interval_hours}; it must be above 0")
+    if not math.isinf(interval_hours):
+        checks.number("interval_hours", interval_hours)
     interval_hours = min(interval_hours, run.work_hours)
     segment = interval_hours + run.checkpoint_hours
     if math.isinf(mean):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from accounting import checks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
@@ -77,10 +79,13 @@ def find(hardware: str | Hardware) -> Hardware:
     """The entry of `HARDWARE` by its name, whatever the case, or the thing itself."""
     if isinstance(hardware, Hardware):
         return hardware
+    if not isinstance(hardware, str):
+        raise TypeError(f"hardware is {hardware!r}; it must be a name or a Hardware")
     for name, entry in HARDWARE.items():
         if _plain(name) == _plain(hardware):
             return entry
-    raise ValueError(f"hardware is {hardware!r}; known are {', '.join(HARDWARE)}")
+    near = checks.nearest(hardware, HARDWARE)
+    raise ValueError(f"hardware is {hardware!r}; known are {', '.join(HARDWARE)}{near}")
 
 
 def _plain(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.precision import bytes_of
 from accounting.transformer import Transformer
@@ -25,6 +26,14 @@ def kv_cache(
     caches do. Split over `tensor` devices, key heads are dealt out until each device has one; a
     latent is kept by all.
     """
+    seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
+    scale_block = checks.whole("scale_block", scale_block, least=0)
+    tensor = checks.whole("tensor", tensor)
+    if model.kv_heads and not model.mla and model.kv_heads % tensor and tensor % model.kv_heads:
+        raise ValueError(
+            f"tensor is {tensor}, which neither divides kv_heads={model.kv_heads} "
+            "nor is a multiple of it"
+        )
     scale = Fraction(4, scale_block) if scale_block else Fraction(0)
     entry = bytes_of(dtype) + scale
     parts = []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from accounting import checks
 from accounting.activations import activations, head_activations
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.parameters import attention_matrices, lora_parameters, parameters
@@ -42,11 +43,14 @@ def training_memory(
     """Bytes on one device with everything alive at once, of the fullest pipeline stage or of
     `stage`.
 
-    `batch` is the whole batch, in sequences; 0 asks for the model's states alone. `lora_rank`
+    `batch` is the whole batch, in sequences; 0 asks for the model's states alone, as they lie
+    between two steps. With ZeRO-3 a step also holds what it gathers and reduces. `lora_rank`
     freezes the weights and trains low-rank updates of `lora_targets`, by the names that
     `parameters` prints.
     """
     plan = plan or Plan()
+    checks.whole("seq", seq)
+    checks.whole("lora_rank", lora_rank, least=0)
     plan.check(model, batch=batch, seq=seq)
     kind = recipe(precision)
     if stage is None:
@@ -73,8 +77,10 @@ def model_states(
     Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for stages 0 to 3, each
     share rounded up to a whole parameter (Rajbhandari et al. 2020, section 5).
     """
+    checks.whole("count", count, least=0)
+    checks.choice("zero", checks.whole("zero", zero, least=0), (0, 1, 2, 3))
     kind = recipe(precision)
-    share = split(count, data)
+    share = split(count, checks.whole("data", data))
 
     def held(sharded_from: int) -> int:
         return share if zero >= sharded_from else count
@@ -159,9 +165,41 @@ def _stage_memory(
         *states,
         times("activations", one, in_flight=0 if on_host else held),
         working,
+        _gathered(model, plan, kind, stage),
         head_activations(model, tokens=tokens, precision=kind, tensor=plan.tensor)
         if last
         else None,
+    )
+
+
+def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
+    """What ZeRO-3 holds whole for a while: weights in use and the next block's, and gradients.
+
+    FSDP2 keeps the root's weights (embedding, final norm, head) gathered, works on one block while
+    it prefetches the next, and has one block's gradients whole, beside the copy that it reduces.
+    """
+    if plan.zero < 3 or plan.replicas == 1:
+        return None
+    dense, routed = device_parameters(model, plan, stage)
+    here = plan.stage_model(model, stage)
+    one = one_layer(here)
+    ends = replace(one, vocab_size=0, positions=0, final_norm=False)
+    # A block's dense weights are gathered over all replicas, its experts over theirs.
+    block = sum(
+        device_parameters(
+            ends, replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
+        )
+    )
+    blocks = min(2, here.layers) if plan.reshard_after_forward else here.layers
+    root = max(0, dense + routed - block * here.layers)
+    size = bytes_of(kind.cast_weights or kind.weights)
+    return total(
+        "gathered",
+        "B",
+        product("weights of the ends", "B", parameters=root, bytes=size),
+        product("weights of blocks", "B", blocks=blocks, parameters=block, bytes=size),
+        product("gradients of a block", "B", parameters=block, bytes=size),
+        product("gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)),
     )
 
 
@@ -227,7 +265,13 @@ def _one_block(
 ) -> Breakdown:
     """While a block is recomputed, what it saves is there as well."""
     whole = replace(
-        plan, recompute="none", pipeline=1, virtual_stages=1, schedule="1f1b", devices=0
+        plan,
+        recompute="none",
+        offload="none",
+        pipeline=1,
+        virtual_stages=1,
+        schedule="1f1b",
+        devices=0,
     )
     block = activations(
         one_layer(model), whole, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from accounting import checks
 from accounting.hardware import Hardware, find
 
 
@@ -68,8 +69,9 @@ def compute_bound_batch(
     axis_bytes_per_second: float | None = None,
 ) -> MeshBatch:
     """The least batch at X = `fsdp` and Y = `tensor`; `ValueError` where no batch suffices."""
-    if min(fsdp, tensor, d_ff, fsdp_axes, tensor_axes) < 1:
-        raise ValueError("fsdp, tensor, d_ff and the axes must all be at least 1")
+    sizes = {"fsdp": fsdp, "tensor": tensor, "d_ff": d_ff}
+    for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
+        checks.whole(name, size)
     alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
     # The share of the arithmetic's time that tensor parallelism takes, whatever the batch.
     share = alpha * tensor / (tensor_axes * d_ff)
@@ -108,6 +110,9 @@ def best_mesh(
 
     There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F).
     """
+    sizes = {"devices": devices, "d_ff": d_ff}
+    for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
+        checks.whole(name, size)
     alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
     share = alpha * tensor / (tensor_axes * d_ff)
@@ -135,4 +140,6 @@ def _alpha(
         axis_bytes_per_second = axis_bytes_per_second or device.node_link.bandwidth
     if not flops_per_second or not axis_bytes_per_second:
         raise ValueError("give hardware, or flops_per_second and axis_bytes_per_second")
+    checks.number("flops_per_second", flops_per_second)
+    checks.number("axis_bytes_per_second", axis_bytes_per_second)
     return flops_per_second / axis_bytes_per_second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.transformer import Transformer
 
@@ -197,12 +198,14 @@ def head(model: Transformer) -> Breakdown:
 
 def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
     """A low-rank update of one matrix, `A` (inputs, rank) and `B` (rank, outputs): r(m + l)."""
-    return rank * (inputs + outputs)
+    checks.whole("inputs", inputs)
+    checks.whole("outputs", outputs)
+    return checks.whole("rank", rank) * (inputs + outputs)
 
 
 def soft_prompt_parameters(model: Transformer, *, tokens: int) -> int:
     """A soft prompt trains one vector of the embedding's width a token, and nothing else."""
-    return tokens * model.embedding_dim
+    return checks.whole("tokens", tokens) * model.embedding_dim
 
 
 def _mlp_biases(model: Transformer, width: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+from accounting import checks
 from accounting.activations import activations, head_activations
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory import model_states, one_layer, times
@@ -38,6 +39,8 @@ def peak_memory(
     torch's default on a GPU, where the optimizer takes the square root of all second moments in one
     go.
     """
+    checks.whole("batch", batch)
+    checks.whole("seq", seq)
     kind = recipe(precision)
     states = {part.name: part for part in model_states(_count(model), precision=kind)}
     everything = _count(model)
@@ -164,5 +167,7 @@ def _matrix_parameters(model: Transformer) -> int:
 
 def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:
     """Bytes of one tensor, such as a residual stream (B, S, d) or a score matrix (B, S, S)."""
+    for extent in shape:
+        checks.whole("an extent of shape", extent, least=0)
     size = math.prod(shape) * bytes_of(dtype)
     return math.ceil(size)

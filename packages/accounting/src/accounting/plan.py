@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from accounting import checks
 from accounting.transformer import Transformer
 
 
@@ -43,9 +44,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "context", "expert", "microbatches", "virtual_stages"):
-            _whole(name, getattr(self, name), 1)
-        _whole("devices", self.devices, 0)
-        _whole("data", self.data, 0)
+            checks.whole(name, getattr(self, name))
+        checks.whole("devices", self.devices, least=0)
+        checks.whole("data", self.data, least=0)
+        checks.flag("sequence_parallel", self.sequence_parallel)
+        checks.flag("reshard_after_forward", self.reshard_after_forward)
+        checks.whole("zero", self.zero, least=0)
         model_parallel = self.tensor * self.pipeline * self.context
         if not self.data:
             if self.devices % model_parallel:
@@ -66,10 +70,17 @@ class Plan:
                 f"expert is {self.expert}, which does not divide the data x context = "
                 f"{self.replicas} ranks that experts are spread over"
             )
-        _choice("zero", self.zero, (0, 1, 2, 3))
-        _choice("schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
-        _choice("recompute", self.recompute, ("none", "selective", "full"))
-        _choice("offload", self.offload, ("none", "optimizer", "activations"))
+        checks.choice("zero", self.zero, (0, 1, 2, 3))
+        checks.choice("schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
+        checks.choice("recompute", self.recompute, ("none", "selective", "full"))
+        checks.choice("offload", self.offload, ("none", "optimizer", "activations"))
+        if self.offload == "activations" and self.recompute != "full":
+            raise ValueError(
+                f"offload is 'activations' with recompute {self.recompute!r}; what is "
+                "offloaded are the inputs of blocks, which recompute='full' keeps"
+            )
+        if self.schedule == "interleaved" and self.pipeline == 1:
+            raise ValueError("schedule is 'interleaved' with pipeline=1; give several stages")
         if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
             raise ValueError(
                 f"virtual_stages is {self.virtual_stages} with schedule {self.schedule!r}; "
@@ -113,11 +124,15 @@ class Plan:
             )
         if self.expert > 1 and (not model.experts or model.experts % self.expert):
             raise ValueError(f"expert is {self.expert}; the model has {model.experts} experts")
+        checks.whole("batch", batch, least=0)
+        checks.whole("seq", seq, least=0)
         pieces = self.data * self.microbatches
         if batch and batch % pieces:
             raise ValueError(
                 f"batch is {batch} sequences, which data x microbatches = {pieces} does not divide"
             )
+        if batch and not seq:
+            raise ValueError("seq is 0; it must be at least 1")
         if seq and seq % self.context:
             raise ValueError(f"seq is {seq}, which context={self.context} does not divide")
 
@@ -169,15 +184,3 @@ class Plan:
 def split(count: int, ranks: int) -> int:
     """The largest share of `count` things over `ranks`."""
     return -(-count // ranks)
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; it must be a whole number")
-    if value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(str, allowed))}")

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from accounting import checks
+
 BYTES: dict[str, Fraction] = {
     "fp64": Fraction(8),
     "fp32": Fraction(4),
@@ -22,8 +24,7 @@ BYTES: dict[str, Fraction] = {
 
 def bytes_of(dtype: str) -> Fraction:
     """Bytes of one element; raises `ValueError` for a dtype that is not known."""
-    if dtype not in BYTES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(BYTES)}")
+    checks.choice("dtype", dtype, BYTES)
     return BYTES[dtype]
 
 
@@ -44,9 +45,16 @@ class Precision:
     logits: str = "fp32"
     cast_weights: str | None = None
     """A copy of the matrices that the graph keeps from the forward until the backward is done."""
+    matmuls: str | None = None
+    """What linear layers multiply in, where it is not the activations' dtype."""
     moment_block: int = 0
     """Parameters that share one fp32 scale in each moment; 0: no scales."""
     source: str
+
+    @property
+    def compute(self) -> str:
+        """The dtype of the linear layers' products; attention stays in the activations'."""
+        return self.matmuls or self.activations
 
     @property
     def bytes_per_parameter(self) -> Fraction:
@@ -97,6 +105,15 @@ _RECIPES = (
         source="Rajbhandari et al. 2020 (ZeRO), section 3.1: 2 + 2 + 12 bytes",
     ),
     Precision(
+        name="mixed_fp16",
+        weights="fp16",
+        gradients="fp16",
+        master="fp32",
+        moments=_ADAM,
+        activations="fp16",
+        source="Micikevicius et al. 2018, Mixed Precision Training: 2 + 2 + 12 bytes, loss scaled",
+    ),
+    Precision(
         name="megatron_bf16",
         weights="bf16",
         gradients="fp32",
@@ -112,6 +129,7 @@ _RECIPES = (
         master="fp32",
         moments=("bf16", "bf16"),
         activations="bf16",
+        matmuls="fp8",
         source="DeepSeek-V3 report (arXiv 2412.19437), section 3.3: FP8 matrices, FP32 master "
         "weights and gradients, BF16 moments",
     ),
@@ -152,6 +170,5 @@ def recipe(precision: str | Precision) -> Precision:
     """The recipe by its name, or the thing itself."""
     if isinstance(precision, Precision):
         return precision
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    checks.choice("precision", precision, PRECISIONS)
     return PRECISIONS[precision]

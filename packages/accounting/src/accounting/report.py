@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.collective import Communication
@@ -15,7 +15,7 @@ from accounting.kv_cache import kv_cache
 from accounting.memory import training_memory
 from accounting.parameters import parameters
 from accounting.plan import Plan
-from accounting.precision import recipe
+from accounting.precision import Precision, recipe
 from accounting.step_time import step_time
 from accounting.transformer import Transformer
 
@@ -38,6 +38,7 @@ class Report:
     cache: Breakdown
     traffic: Communication
     step: Breakdown
+    precision: Precision
 
     @property
     def fits(self) -> bool:
@@ -47,7 +48,7 @@ class Report:
     @property
     def mfu(self) -> float:
         """Useful operations a second, as a share of the peak of all devices."""
-        peak = self.plan.devices * self.hardware.peak("bf16")
+        peak = self.plan.devices * self.hardware.peak(self.precision.compute)
         return float(self.flops.total) / float(self.step.total) / peak
 
     def to_dict(self) -> dict[str, object]:
@@ -56,6 +57,8 @@ class Report:
             "model": self.model.name,
             "hardware": self.hardware.name,
             "devices": self.plan.devices,
+            "plan": asdict(self.plan),
+            "precision": self.precision.name,
             "batch": self.batch,
             "seq": self.seq,
             "fits": self.fits,
@@ -105,7 +108,16 @@ def report(
             gradients=kind.gradients,
             activations=kind.activations,
         ),
-        step=step_time(model, plan, batch=batch, seq=seq, hardware=hardware, efficiency=efficiency),
+        step=step_time(
+            model,
+            plan,
+            batch=batch,
+            seq=seq,
+            hardware=hardware,
+            efficiency=efficiency,
+            precision=kind,
+        ),
+        precision=kind,
     )
 
 
@@ -120,7 +132,9 @@ def as_text(result: Report) -> str:
         f"{result.model.name} on {plan.devices} x {device.name}: data {plan.data}, "
         f"tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
         f"expert {plan.expert}, ZeRO {plan.zero}",
-        f"batch {result.batch} x {result.seq} tokens",
+        f"batch {result.batch} x {result.seq} tokens in {plan.microbatches} micro-batches, "
+        f"{plan.schedule} with {plan.virtual_stages} chunks a stage, "
+        f"recompute {plan.recompute}, offload {plan.offload}, {result.precision.name}",
         "",
         f"parameters      {result.parameters.total:,}{active}",
         *_shares(result.parameters, readable),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from accounting import checks
 from accounting.hardware import Hardware, find
 from accounting.precision import bytes_of
 
@@ -49,6 +50,7 @@ class Roofline:
 
 def matmul(m: int, k: int, n: int, *, dtype: str = "fp16") -> tuple[int, int | Fraction]:
     """Operations and least traffic of (m, k) @ (k, n): 2mkn, and each matrix moved once."""
+    m, k, n = checks.whole("m", m), checks.whole("k", k), checks.whole("n", n)
     moved = bytes_of(dtype) * (m * k + k * n + m * n)
     return 2 * m * k * n, moved.numerator if moved.denominator == 1 else moved
 
@@ -75,6 +77,8 @@ def roofline(
         name = name or "x".join(map(str, shape))
     if not flops or not bytes:
         raise ValueError("give shape=(m, k, n), or flops and bytes, all above 0")
+    checks.number("flops", flops)
+    checks.number("bytes", bytes)
     peak, bandwidth = device.peak(dtype), device.memory_bandwidth
     ratio = flops / bytes
     ridge = peak / bandwidth

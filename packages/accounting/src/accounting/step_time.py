@@ -16,12 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.collective import Collective
 from accounting.communication import communication
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.plan import Plan
+from accounting.precision import Precision, recipe
 from accounting.transformer import Transformer
 
 OVERLAP: Mapping[str, float] = {
@@ -42,28 +44,42 @@ def step_time(
     seq: int,
     hardware: str | Hardware,
     efficiency: float = 0.5,
-    dtype: str = "bf16",
+    precision: str | Precision = "mixed_bf16",
     overlap: Mapping[str, float] = OVERLAP,
 ) -> Breakdown:
     """Seconds of one iteration over `batch` sequences: `compute`, `bubble`, and what of the traffic
     shows.
 
     `efficiency` is the share of the dense peak that the matrix multiplications reach by themselves.
+    `precision` says which peak: linear layers multiply in its `compute` dtype, attention in that of
+    its activations; what travels has its dtypes. `ValueError` if the device lists none such.
     """
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency is {efficiency}; it must lie above 0 and at most at 1")
-    device = find(hardware)
+    checks.number("efficiency", efficiency, most=1)
+    checks.whole("batch", batch)
+    device, kind = find(hardware), recipe(precision)
     plan.check(model, batch=batch, seq=seq)
-    rate = device.peak(dtype) * efficiency
-    work = max(_stage_flops(model, plan, batch, seq, s) for s in range(plan.pipeline))
-    compute = product("compute", "s", flops=work, seconds_per_flop=1 / rate)
+    linear = device.peak(kind.compute) * efficiency
+    core = device.peak(kind.activations) * efficiency
+
+    def arithmetic(stage: int) -> Breakdown:
+        matrices, attention = _stage_flops(model, plan, batch, seq, stage)
+        return total(
+            "compute",
+            "s",
+            product("matrices", "s", flops=matrices, seconds_per_flop=1 / linear),
+            product("attention", "s", flops=attention, seconds_per_flop=1 / core),
+        )
+
+    compute = max((arithmetic(s) for s in range(plan.pipeline)), key=lambda part: part.total)
     idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
     bubble = product("bubble", "s", "(p - 1) / (m v)", share=idle, compute=float(compute.total))
     # Sharded weights are gathered ahead of the forward as well.
     can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free = float(compute.total)
     shown = []
-    for collective, link in collectives_on(model, plan, batch=batch, seq=seq, hardware=device):
+    for collective, link in collectives_on(
+        model, plan, batch=batch, seq=seq, hardware=device, precision=kind
+    ):
         needs = fastest(collective, link)
         hidden = min(needs, free, can_hide[collective.axis] * float(compute.total))
         free -= hidden
@@ -79,12 +95,29 @@ def step_time(
 
 
 def collectives_on(
-    model: Transformer, plan: Plan, *, batch: int, seq: int, hardware: Hardware
+    model: Transformer,
+    plan: Plan,
+    *,
+    batch: int,
+    seq: int,
+    hardware: Hardware,
+    precision: str | Precision = "mixed_bf16",
 ) -> Iterable[tuple[Collective, Link]]:
     """Each collective of a device in the middle of the plan, with the link that its group runs
     over."""
     middle = plan.pipeline // 2
-    found = communication(model, plan, batch=batch, seq=seq, stage=middle).collectives
+    kind = recipe(precision)
+    found = communication(
+        model,
+        plan,
+        batch=batch,
+        seq=seq,
+        stage=middle,
+        # What travels is what is computed with: a copy in fewer bytes where the recipe makes one.
+        weights=kind.cast_weights or kind.weights,
+        gradients=kind.gradients,
+        activations=kind.activations,
+    ).collectives
     strides = {
         "tensor": 1,
         "context": plan.tensor,
@@ -96,15 +129,33 @@ def collectives_on(
         stride = strides[collective.axis]
         if collective.name.endswith("of experts"):
             stride *= plan.expert
-        yield collective, group_link(hardware, stride=stride, ranks=collective.ranks)
+        link = group_link(
+            hardware, stride=stride, ranks=collective.ranks, operation=collective.operation
+        )
+        yield collective, link
 
 
-def group_link(hardware: Hardware, *, stride: int, ranks: int) -> Link:
-    """The link of a group whose members are `stride` devices apart."""
+def group_link(
+    hardware: Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
+) -> Link:
+    """The link of a group whose members are `stride` devices apart.
+
+    A ring passes every byte through each member, so that k members of a node may carry a k-th of it
+    each through k ports. In an all-to-all, and in a send, each device has bytes of its own, and one
+    port to send them through: of an all-to-all only what leaves the node.
+    """
+    checks.whole("stride", stride)
+    checks.whole("ranks", ranks)
     inside = max(1, hardware.devices_per_node // stride)
     if ranks <= inside:
         return hardware.node_link
     network = hardware.network
+    if operation == "send":
+        return network
+    if operation == "all_to_all":
+        # Seconds are wire / bandwidth, and (ranks - 1) / ranks of the payload is on the wire.
+        bandwidth = network.bandwidth * (ranks - 1) / (ranks - inside)
+        return replace(network, bandwidth=min(bandwidth, hardware.node_link.bandwidth))
     ports = min(inside, ranks)
     bandwidth = min(hardware.node_link.bandwidth, network.bandwidth * ports)
     return replace(network, bandwidth=bandwidth)
@@ -142,6 +193,7 @@ def scaling_curve(
     mode: Literal["strong", "weak"] = "weak",
     plan: Plan | None = None,
     efficiency: float = 0.5,
+    precision: str | Precision = "mixed_bf16",
 ) -> list[ScalingPoint]:
     """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
 
@@ -153,14 +205,22 @@ def scaling_curve(
     unit = plan or Plan()
     size = unit.tensor * unit.pipeline * unit.context
     points: list[ScalingPoint] = []
+    checks.whole("batch", batch)
     for count in devices:
+        checks.whole("devices", count)
         if count % size:
             raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
         here = replace(unit, data=count // size, devices=count)
         whole = batch if mode == "strong" else batch * here.data
         seconds = float(
             step_time(
-                model, here, batch=whole, seq=seq, hardware=hardware, efficiency=efficiency
+                model,
+                here,
+                batch=whole,
+                seq=seq,
+                hardware=hardware,
+                efficiency=efficiency,
+                precision=precision,
             ).total
         )
         rate = whole * seq / seconds
@@ -185,21 +245,37 @@ def bucket_overhead_seconds(
 
     T(n) = s / (n w) + n o, if all but the last bucket hide behind the backward.
     """
-    if num_buckets < 1:
-        raise ValueError(f"num_buckets is {num_buckets}; it must be at least 1")
+    checks.whole("num_buckets", num_buckets)
+    checks.number("model_bytes", model_bytes)
+    checks.number("bandwidth", bandwidth)
+    checks.number("latency", latency, open=False)
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
 
 def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
     """Where that is least: n = sqrt(s / (w o)), so a bucket holds sqrt(s o w) bytes."""
+    checks.number("model_bytes", model_bytes)
+    checks.number("bandwidth", bandwidth)
+    checks.number("latency", latency)
     return math.sqrt(model_bytes * latency * bandwidth)
 
 
-def _stage_flops(model: Transformer, plan: Plan, batch: int, seq: int, stage: int) -> float:
-    """Operations of one device, with what it recomputes; the head is on the last stage alone."""
+def _stage_flops(
+    model: Transformer, plan: Plan, batch: int, seq: int, stage: int
+) -> tuple[float, float]:
+    """Operations of one device, with what it recomputes: of matrices, and of attention.
+
+    The head is on the last stage alone.
+    """
     here = plan.stage_model(model, stage)
     if stage != plan.pipeline - 1:
         here = replace(here, vocab_size=0)
     recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
+    share = plan.tensor * plan.context
     work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=True)
-    return work.total / (plan.tensor * plan.context)
+    attention = core = float(work["attention"].total) if "attention" in work else 0.0
+    if "recomputed" in work:
+        attention += sum(part.total for part in work["recomputed"] if part.name != "blocks")
+        # A second forward of the blocks is a third of their training, attention's part included.
+        attention += core / 3 if recompute == "full" else 0
+    return (work.total - attention) / share, attention / share

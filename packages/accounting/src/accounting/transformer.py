@@ -9,12 +9,14 @@ positions, three MLP matrices, no biases and a head of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accounting import checks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,14 +92,11 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it must be a whole number")
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            object.__setattr__(self, name, checks.whole(name, getattr(self, name), least=least))
+        for name in _FLAGS:
+            checks.flag(name, getattr(self, name))
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}")
+            checks.choice(name, getattr(self, name), allowed)
         if self.heads and not self.head_dim and self.d_model % self.heads:
             raise ValueError(
                 f"heads is {self.heads}, which does not divide d_model={self.d_model}; "
@@ -134,7 +133,10 @@ class Transformer:
             layers = range(self.layers) if getattr(self, needs) else ()
         if layers and not getattr(self, needs):
             raise ValueError(f"{name} is set, so {needs} must be set as well")
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise TypeError(f"{name} is {layers!r}; it must list layers, from 0 on")
         for layer in layers:
+            checks.whole(name, layer, least=0)
             if not 0 <= layer < self.layers:
                 raise ValueError(f"{name} names layer {layer}; there are {self.layers}, from 0 on")
         object.__setattr__(self, name, tuple(sorted(set(layers))))
@@ -202,6 +204,10 @@ _LEAST = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "rope_head_dim"), 0),
     **dict.fromkeys(("experts", "experts_per_token", "d_expert", "d_shared"), 0),
 }
+_FLAGS = (
+    *("gated_mlp", "parallel_block", "final_norm", "qk_norm", "tied", "qkv_bias", "out_bias"),
+    *("mlp_bias", "head_bias", "sinks", "shared_gate", "router_bias"),
+)
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm", "none"),
     "activation": ("silu", "gelu", "relu"),

@@ -2,6 +2,8 @@
 
 Notable:
 - one request at a time on a connection: a message, its data if any, a reply;
+- a worker that is kept waiting is told so every few seconds, so that only a server that hangs or is
+  gone is ever blamed by the worker itself;
 - the two buffers of a connection are made by the transport. In one process, or in shared memory,
   they are the same bytes at both ends and nothing is sent but the message;
 - an error at the server crosses as its type and text, and is raised at the worker.
@@ -12,13 +14,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from paramserver.server import Server
+from paramserver.ledger import Log
 
 
 class PeerLost(RuntimeError):
@@ -31,19 +31,38 @@ class Kind(IntEnum):
     HELLO = 1
     PULL = 2
     PUSH = 3
-    FINISH = 4
-    ABORT = 5
-    OK = 6
-    FAILED = 7
+    STAGE = 4
+    COMMIT = 5
+    READ = 6
+    FETCH = 7
+    FOLLOW = 8
+    SYNC = 9
+    FINISH = 10
+    END = 11
+    ABORT = 12
+    OK = 13
+    FAILED = 14
+    WAIT = 15
 
 
 @dataclass(frozen=True)
 class Message:
-    """`number` is a clock in a request and a version in a reply."""
+    """Numbers (a clock or a version, a place in the log) and a text (a layout, a log, an error)."""
 
     kind: Kind
     number: int = 0
     text: str = ""
+    since: int = 0
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Where a server stands when a worker comes."""
+
+    position: int
+    """Entries of the log that it has followed."""
+    base_version: int
+    """The version with which the log began."""
 
 
 class Channel(Protocol):
@@ -76,78 +95,101 @@ class Channel(Protocol):
 
 
 class Connection(Protocol):
-    """A worker's end: two buffers, and requests that fill or send them."""
+    """A worker's end: two buffers, and requests that fill or send them; `Server` has the same."""
 
     parameters: Tensor
     gradients: Tensor
 
-    def hello(self, layout: str) -> None:
+    def hello(self, layout: str) -> Greeting:
         """Check that both ends hold the same shard."""
 
     def pull(self, clock: int) -> int:
         """Fill `parameters`; return their version."""
 
-    def push(self, clock: int) -> int:
+    def push(self, clock: int) -> None:
         """Hand over `gradients`."""
 
-    def finish(self) -> int:
+    def stage(self) -> None:
+        """Hand over `gradients`, to be applied when the log says so."""
+
+    def commit(self, clock: int, since: int) -> Log:
+        """What is staged everywhere is to be applied."""
+
+    def read(self, clock: int, since: int) -> Log:
+        """Be promised a version, when the consistency allows it."""
+
+    def fetch(self, log: Log) -> int:
+        """Fill `parameters` with the version that was promised, and return it."""
+
+    def follow(self, log: Log) -> int:
+        """Bring the log, nothing else."""
+
+    def sync(self, since: int) -> tuple[bool, Log]:
+        """Ask for the log, and whether the last push waits for others."""
+
+    def finish(self, since: int) -> tuple[int, Log]:
         """Push no more; fill `parameters` with the final ones once all have finished."""
+
+    def end(self, log: Log) -> int:
+        """Fill `parameters` with the final ones, at a server that is not the first."""
 
     def abort(self, reason: str) -> None:
         """Tell the server that this worker fails."""
 
 
-class LocalConnection:
-    """A server in this process."""
-
-    def __init__(self, server: Server, worker: int) -> None:
-        self._server, self._worker = server, worker
-        self.parameters = torch.zeros(server.shard.buffer_bytes, dtype=torch.uint8)
-        self.gradients = torch.zeros_like(self.parameters)
-
-    def hello(self, layout: str) -> None:
-        """Raise ValueError unless the server's shard has this layout."""
-        check_layout(f"worker {self._worker}", layout, self._server.shard.digest())
-
-    def pull(self, clock: int) -> int:
-        """See Server.pull."""
-        return self._server.pull(self._worker, clock, self.parameters)
-
-    def push(self, clock: int) -> int:
-        """See Server.push."""
-        return self._server.push(self._worker, clock, self.gradients)
-
-    def finish(self) -> int:
-        """See Server.finish."""
-        return self._server.finish(self._worker, self.parameters)
-
-    def abort(self, reason: str) -> None:
-        """See Server.lose."""
-        self._server.lose(self._worker, reason)
-
-
 class RemoteConnection:
-    """A server behind a channel. `timeout` is how long a reply may take, in seconds."""
+    """A server behind a channel. `timeout` is for how long it may say nothing, in seconds."""
 
     def __init__(self, channel: Channel, timeout: float) -> None:
         self._channel, self._timeout = channel, timeout
         self.parameters, self.gradients = channel.parameters, channel.gradients
 
-    def hello(self, layout: str) -> None:
+    def hello(self, layout: str) -> Greeting:
         """Raise ValueError unless the server's shard has this layout."""
-        self._ask(Message(Kind.HELLO, text=layout))
+        reply = self._ask(Message(Kind.HELLO, text=layout))
+        return Greeting(reply.number, reply.since)
 
     def pull(self, clock: int) -> int:
         """Ask for the parameters and wait for them."""
-        return self._ask(Message(Kind.PULL, clock), receive=self.parameters)
+        return self._ask(Message(Kind.PULL, clock), receive=self.parameters).number
 
-    def push(self, clock: int) -> int:
-        """Send the gradients and wait until the server has them."""
-        return self._ask(Message(Kind.PUSH, clock), send=self.gradients)
+    def push(self, clock: int) -> None:
+        """Send the gradients and wait until the server has accepted them."""
+        self._ask(Message(Kind.PUSH, clock), send=self.gradients)
 
-    def finish(self) -> int:
+    def stage(self) -> None:
+        """Send the gradients and wait until the server holds them."""
+        self._ask(Message(Kind.STAGE), send=self.gradients)
+
+    def commit(self, clock: int, since: int) -> Log:
+        """Ask the first server to accept what is staged."""
+        return Log.from_text(self._ask(Message(Kind.COMMIT, clock, since=since)).text)
+
+    def read(self, clock: int, since: int) -> Log:
+        """Ask the first server for a version, and wait until it may be read."""
+        return Log.from_text(self._ask(Message(Kind.READ, clock, since=since)).text)
+
+    def fetch(self, log: Log) -> int:
+        """Bring the log and receive the parameters."""
+        return self._ask(Message(Kind.FETCH, text=log.to_text()), receive=self.parameters).number
+
+    def follow(self, log: Log) -> int:
+        """Bring the log."""
+        return self._ask(Message(Kind.FOLLOW, text=log.to_text())).number
+
+    def sync(self, since: int) -> tuple[bool, Log]:
+        """Ask for the log."""
+        reply = self._ask(Message(Kind.SYNC, since=since))
+        return bool(reply.number), Log.from_text(reply.text)
+
+    def finish(self, since: int) -> tuple[int, Log]:
         """Push no more; wait for the final parameters."""
-        return self._ask(Message(Kind.FINISH), receive=self.parameters)
+        reply = self._ask(Message(Kind.FINISH, since=since), receive=self.parameters)
+        return reply.number, Log.from_text(reply.text)
+
+    def end(self, log: Log) -> int:
+        """Receive the final parameters."""
+        return self._ask(Message(Kind.END, text=log.to_text()), receive=self.parameters).number
 
     def abort(self, reason: str) -> None:
         """Tell the server why, if it is still there."""
@@ -156,12 +198,14 @@ class RemoteConnection:
 
     def _ask(
         self, request: Message, *, send: Tensor | None = None, receive: Tensor | None = None
-    ) -> int:
+    ) -> Message:
         try:
             self._channel.send(request)
             if send is not None:
                 self._channel.send_data(send)
             reply = self._channel.receive(self._timeout)
+            while reply.kind is Kind.WAIT:
+                reply = self._channel.receive(self._timeout)
             if receive is not None and reply.kind is Kind.OK:
                 self._channel.receive_data(receive)
         except ConnectionError as error:
@@ -173,16 +217,7 @@ class RemoteConnection:
             if name in _ERRORS:
                 raise _ERRORS[name](text)
             raise RuntimeError(f"{self._channel.peer}: {reply.text}")
-        return reply.number
-
-
-def answer(server: Server, worker: int, channel: Channel) -> None:
-    """Answer one worker's requests until it finishes, fails or is gone. Never raises for those."""
-    try:
-        while _answer_one(server, worker, channel):
-            pass
-    except ConnectionError as error:
-        server.lose(worker, f"{channel.peer}: {error}")
+        return reply
 
 
 def check_layout(who: str, theirs: str, ours: str) -> None:
@@ -192,34 +227,6 @@ def check_layout(who: str, theirs: str, ours: str) -> None:
             f"{who} has parameters of layout {theirs}, the server of layout {ours}; build "
             "the same module (names, shapes, types, requires_grad) on every rank"
         )
-
-
-def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
-    request = channel.receive()
-    data = None
-    version = 0
-    try:
-        if request.kind is Kind.HELLO:
-            check_layout(f"worker {worker}", request.text, server.shard.digest())
-        elif request.kind is Kind.PULL:
-            version, data = server.pull(worker, request.number, channel.parameters), True
-        elif request.kind is Kind.PUSH:
-            channel.receive_data(channel.gradients)
-            version = server.push(worker, request.number, channel.gradients)
-        elif request.kind is Kind.FINISH:
-            version, data = server.finish(worker, channel.parameters), True
-        else:
-            server.lose(worker, request.text)
-            return False
-    except ConnectionError:
-        raise
-    except Exception as error:  # whatever the optimizer raises, its worker is who has to know
-        channel.send(Message(Kind.FAILED, text=f"{type(error).__name__}: {error}"))
-        return request.kind is not Kind.FINISH
-    channel.send(Message(Kind.OK, version))
-    if data:
-        channel.send_data(channel.parameters)
-    return request.kind is not Kind.FINISH
 
 
 _ERRORS: dict[str, type[Exception]] = {

@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from paramserver.connection import Channel, PeerLost, RemoteConnection
 from paramserver.consistency import Consistency
 from paramserver.partition import Shard, partition
-from paramserver.server import OptimizerFactory, Server
+from paramserver.replica import OptimizerFactory
+from paramserver.server import Server
+from paramserver.serving import serve
 from paramserver.transport import distributed, shared_memory
 from paramserver.worker import Worker, trainable
 
-_GRACE = 10.0  # seconds by which a server's own timeout, which says more, comes before a worker's
+_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ def _why(outcome: Outcome) -> str:
 def _serve(job: Job, shard: Shard, end: Endpoint) -> ServerReport:
     channels = end.open()
     server = job.server(shard)
-    for thread in distributed.serve(server, dict(enumerate(channels))):
+    for thread in serve(server, dict(enumerate(channels))):
         thread.join()
     return report(server)
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -26,18 +25,18 @@ from paramserver.connection import (
     Channel,
     Connection,
     Kind,
-    LocalConnection,
     Message,
     RemoteConnection,
-    answer,
 )
 from paramserver.consistency import Consistency
 from paramserver.partition import partition
-from paramserver.server import OptimizerFactory, Server
+from paramserver.replica import OptimizerFactory
+from paramserver.server import Server
+from paramserver.serving import serve
 from paramserver.worker import Worker, trainable
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
-_GRACE = 10.0  # seconds by which a server's own timeout, which says more, comes before ours
+_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
 
 class DistributedChannel:
@@ -53,21 +52,21 @@ class DistributedChannel:
         self._send_tag, self._receive_tag = tags
 
     def send(self, message: Message) -> None:
-        """Send a message: three numbers, then its text if it has one."""
+        """Send a message: four numbers, then its text if it has one."""
         text = message.text.encode()
-        self.send_data(torch.tensor([message.kind, message.number, len(text)]))
+        self.send_data(torch.tensor([message.kind, message.number, message.since, len(text)]))
         if text:
             self.send_data(torch.tensor(list(text), dtype=torch.uint8))
 
     def receive(self, timeout: float | None = None) -> Message:
         """The next message; TimeoutError after `timeout` seconds."""
-        head = torch.zeros(3, dtype=torch.int64)
+        head = torch.zeros(4, dtype=torch.int64)
         self._receive(head, timeout)
-        kind, number, length = map(int, head.tolist())
+        kind, number, since, length = map(int, head.tolist())
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
-        return Message(Kind(kind), number, bytes(text.tolist()).decode())
+        return Message(Kind(kind), number, bytes(text.tolist()).decode(), since)
 
     def send_data(self, data: Tensor) -> None:
         """Send a tensor and wait until it has left."""
@@ -149,7 +148,7 @@ def join(
                 timeout=timeout,
                 on_worker_loss=on_worker_loss,
             )
-            connections.append(LocalConnection(server, rank))
+            connections.append(server.connect(rank))
             ends: dict[int, Channel] = {
                 peer: DistributedChannel(
                     f"worker {peer} (rank {peer})", peer, (reply, request), nbytes, private
@@ -166,17 +165,6 @@ def join(
         # A thread that still waits for a rank that hangs needs the group until the process ends.
         if not any(thread.is_alive() for thread in threads):
             dist.destroy_process_group(private)
-
-
-def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
-    """Start a thread for each worker; it ends when that worker has finished or is gone."""
-    threads = [
-        Thread(target=answer, args=(server, worker, channel), daemon=True)
-        for worker, channel in channels.items()
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import PeerLost, check_layout
+from paramserver.connection import Greeting, PeerLost
 from paramserver.launch import Job, Outcome, Result, ServerReport, assemble, report
+from paramserver.ledger import Log
 from paramserver.partition import Shard
 from paramserver.worker import Worker
 
@@ -58,19 +59,40 @@ class _ServerActor:
         self._server = job.server(shard)
         self._buffers: dict[int, Tensor] = {}
 
-    def hello(self, worker: int, layout: str) -> None:
-        check_layout(f"worker {worker}", layout, self._server.shard.digest())
+    def hello(self, worker: int, layout: str) -> Greeting:
+        greeting = self._server.hello(worker, layout)
         self._buffers[worker] = torch.zeros(self._server.shard.buffer_bytes, dtype=torch.uint8)
+        return greeting
 
     def pull(self, worker: int, clock: int) -> tuple[int, Any]:
         version = self._server.pull(worker, clock, self._buffers[worker])
         return version, self._buffers[worker].numpy()
 
-    def push(self, worker: int, clock: int, gradients: Any) -> int:
-        return self._server.push(worker, clock, torch.from_numpy(gradients.copy()))
+    def push(self, worker: int, clock: int, gradients: Any) -> None:
+        self._server.push(worker, clock, torch.from_numpy(gradients.copy()))
 
-    def finish(self, worker: int) -> tuple[int, Any]:
-        return self._server.finish(worker, self._buffers[worker]), self._buffers[worker].numpy()
+    def stage(self, worker: int, gradients: Any) -> None:
+        self._server.stage(worker, torch.from_numpy(gradients.copy()))
+
+    def commit(self, worker: int, clock: int, since: int) -> Log:
+        return self._server.commit(worker, clock, since)
+
+    def read(self, worker: int, clock: int, since: int) -> Log:
+        return self._server.read(worker, clock, since)
+
+    def fetch(self, worker: int, log: Log) -> tuple[int, Any]:
+        version = self._server.fetch(worker, log, self._buffers[worker])
+        return version, self._buffers[worker].numpy()
+
+    def follow(self, worker: int, log: Log) -> int:
+        return self._server.follow(worker, log)
+
+    def sync(self, worker: int, since: int) -> tuple[bool, Log]:
+        return self._server.sync(worker, since)
+
+    def finish(self, worker: int, since: int) -> tuple[int, Any, Log]:
+        version, log = self._server.finish(worker, since, self._buffers[worker])
+        return version, self._buffers[worker].numpy(), log
 
     def lose(self, worker: int, reason: str) -> None:
         self._server.lose(worker, reason)
@@ -87,23 +109,52 @@ class _RayConnection:
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
 
-    def hello(self, layout: str) -> None:
-        self._ask(self._actor.hello, layout)
+    def hello(self, layout: str) -> Greeting:
+        greeting = self._ask(self._actor.hello, layout)
+        assert isinstance(greeting, Greeting)
+        return greeting
 
     def pull(self, clock: int) -> int:
-        return self._filled(self._ask(self._actor.pull, clock))
+        return self._filled(*self._ask(self._actor.pull, clock))
 
-    def push(self, clock: int) -> int:
-        return int(self._ask(self._actor.push, clock, self.gradients.numpy()))
+    def push(self, clock: int) -> None:
+        self._ask(self._actor.push, clock, self.gradients.numpy())
 
-    def finish(self) -> int:
-        return self._filled(self._ask(self._actor.finish))
+    def stage(self) -> None:
+        self._ask(self._actor.stage, self.gradients.numpy())
+
+    def commit(self, clock: int, since: int) -> Log:
+        return self._log(self._ask(self._actor.commit, clock, since))
+
+    def read(self, clock: int, since: int) -> Log:
+        return self._log(self._ask(self._actor.read, clock, since))
+
+    def fetch(self, log: Log) -> int:
+        return self._filled(*self._ask(self._actor.fetch, log))
+
+    def follow(self, log: Log) -> int:
+        return int(self._ask(self._actor.follow, log))
+
+    def sync(self, since: int) -> tuple[bool, Log]:
+        waits, log = self._ask(self._actor.sync, since)
+        return bool(waits), self._log(log)
+
+    def finish(self, since: int) -> tuple[int, Log]:
+        version, data, log = self._ask(self._actor.finish, since)
+        return self._filled(version, data), self._log(log)
+
+    def end(self, log: Log) -> int:
+        return self.fetch(log)
 
     def abort(self, reason: str) -> None:
         self._actor.lose.remote(self._worker, reason)
 
-    def _filled(self, answer: tuple[int, Any]) -> int:
-        version, data = answer
+    @staticmethod
+    def _log(answer: Any) -> Log:
+        assert isinstance(answer, Log)
+        return answer
+
+    def _filled(self, version: int, data: Any) -> int:
         self.parameters.copy_(torch.from_numpy(data.copy()))
         return version
 

@@ -44,7 +44,7 @@ class SharedMemoryChannel:
     def send(self, message: Message) -> None:
         """Send a message."""
         try:
-            self._pipe.send((int(message.kind), message.number, message.text))
+            self._pipe.send((int(message.kind), message.number, message.text, message.since))
         except OSError as error:
             raise ConnectionResetError(f"its process has ended ({error})") from error
 
@@ -53,10 +53,10 @@ class SharedMemoryChannel:
         try:
             if not self._pipe.poll(timeout):
                 raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s")
-            kind, number, text = self._pipe.recv()
+            kind, number, text, since = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             raise ConnectionResetError("its process has ended") from error
-        return Message(Kind(kind), number, text)
+        return Message(Kind(kind), number, text, since)
 
     def send_data(self, data: Tensor) -> None:
         """Nothing: the peer sees the same memory."""

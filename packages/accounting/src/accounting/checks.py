@@ -1,0 +1,77 @@
+"""The checks that every number and every name passes where it enters, with one wording for all."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def whole(name: str, value: object, *, least: int = 1) -> int:
+    """A whole number of at least `least`; integers of numpy and torch are taken, booleans not."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
+    if number < least:
+        raise ValueError(f"{name} is {number}; it must be at least {least}")
+    return number
+
+
+def number(
+    name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
+) -> float:
+    """A finite number above `least` (or at it, if not `open`) and at most `most`."""
+    if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} is {value!r}; it must be a number")
+    found = float(value)
+    bound = f"lie above {least:g}" if open else f"be at least {least:g}"
+    bound += f" and at most at {most:g}" if most < math.inf else ""
+    if not math.isfinite(found) or found > most or found < least or (open and found == least):
+        raise ValueError(f"{name} is {value}; it must {bound}")
+    return found
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
+def choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """One of `allowed`; the message has the nearest of them where one is near."""
+    known = tuple(allowed)
+    if value not in known:
+        listed = ", ".join(map(str, known))
+        raise ValueError(f"{name} is {value!r}; it must be one of {listed}{nearest(value, known)}")
+
+
+def nearest(value: object, known: Iterable[object]) -> str:
+    """`; did you mean ...?` where a known name is close to a string, else nothing."""
+    from difflib import get_close_matches
+
+    names = {str(name).lower(): str(name) for name in known}
+    found = get_close_matches(str(value).lower(), names, n=1, cutoff=0.6)
+    return f"; did you mean {names[found[0]]!r}?" if found else ""
+
+
+def positive_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Every number that the function is given must be finite and above zero."""
+    names = function.__code__.co_varnames
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if isinstance(value, int | float):
+                number(name, value)
+        return function(*args, **kwargs)
+
+    return checked
