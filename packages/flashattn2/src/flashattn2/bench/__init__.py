@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashattn2 import record
 from flashattn2.attention import flash_attention
-from flashattn2.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
-from flashattn2.record import Row
+from flashattn2.bench import record
+from flashattn2.bench.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
+from flashattn2.bench.record import Row
 from flashattn2.reference import attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -302,7 +302,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()
