@@ -101,7 +101,6 @@ def _values() -> dict[str, Any]:
     import tinyml
     import torch
     from llmsys_suite.stages.precision import accumulation
-    from tinyml.kmeans import kmeans
     from torch import nn
 
     sums = ", ".join(
@@ -109,7 +108,7 @@ def _values() -> dict[str, Any]:
     )
     torch.manual_seed(0)
     pruned = tinyml.prune(nn.Linear(5, 5, bias=False), 0.75).model
-    centroids, _ = kmeans(torch.randn(25), 16)
+    centroids, _ = tinyml.kmeans(torch.randn(25), 16)
     return {
         "accumulation": f"{sums}. Terms may be rounded, sums may not.",
         "pruned": sum(int((p == 0).sum()) for p in pruned.parameters()),

@@ -35,5 +35,5 @@ def test_the_suites_xl_fits_in_buckets_that_hold_one_set_of_gradients() -> None:
     d, f = 1600, 6400
     numel = 48 * (4 * d * d + 3 * d * f + 2 * d) + d + 2 * 256 * d
     assert sum(bucket.gradients.nbytes for bucket in buckets) == 2 * numel
-    extra = sum(bucket.tail.nbytes for bucket in buckets)
-    assert extra == 2 * (len(buckets) + len(parameters)) < 1e-5 * 2 * numel
+    extra = sum(bucket.flags.nbytes for bucket in buckets)
+    assert extra == 2 * (3 * len(buckets) + len(parameters)) < 1e-5 * 2 * numel

@@ -78,8 +78,10 @@ def test_a_package_has_the_common_shape(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_a_bench_and_a_test_of_its_readme(package):
-    tree = ast.parse((source(package) / "bench.py").read_text())
-    bench = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "bench")
+    # A bench is a file or a folder.
+    files = [*source(package).glob("bench.py"), *source(package).glob("bench/*.py")]
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
+    bench = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "bench")
     assert {"device", "quick"} <= {argument.arg for argument in bench.args.kwonlyargs}
     assert (folder(package) / "tests" / "test_readme.py").exists()
 

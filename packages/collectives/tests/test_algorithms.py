@@ -2,15 +2,16 @@
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import segment
+from collectives.choice.cost import candidates
 from collectives.communicator import communicator
-from collectives.cost import candidates
+from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
 WORLDS = (1, 2, 3, 4, 5, 6)
@@ -273,3 +274,68 @@ def test_no_byte_is_sent_twice(world):
     for sent in run_ranks(wire_bytes, world, world):
         for (kind, _), share in sent.items():
             assert share == (2 * part if kind == "all_reduce" else part)
+
+
+def by_gloo():
+    """gloo's own collectives, called by name and picked by `auto`; results and what is left out."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    segment.host_identity = lambda: f"host {rank}"
+    go = {"algorithm": "gloo"}
+    for numel in (0, 1, 1000, 70_001):
+        everyone = torch.randn(
+            world, numel, generator=torch.Generator().manual_seed(numel)
+        ).double()
+        for op, want in (("SUM", everyone.sum(0)), ("AVG", everyone.mean(0)), ("MAX", None)):
+            tensor = everyone[rank].float()
+            collectives.all_reduce(tensor, getattr(dist.ReduceOp, op), **go)
+            want = everyone.float().amax(0) if want is None else want.float()
+            torch.testing.assert_close(tensor, want, rtol=1e-6, atol=1e-6)
+        whole = torch.arange(float(world * numel)).view(world, numel)
+        out = torch.full((numel,), torch.nan)
+        collectives.reduce_scatter_tensor(out, whole.flatten(), **go)
+        assert torch.equal(out, world * whole[rank])
+        gathered = torch.full((world * numel,), torch.nan, dtype=torch.bfloat16)
+        collectives.all_gather_into_tensor(gathered, torch.full((numel,), rank).bfloat16(), **go)
+        assert torch.equal(gathered.view(world, numel)[:, :1].flatten(),
+                           torch.arange(world if numel else 0).bfloat16())  # fmt: skip
+        tensor = torch.full((numel,), rank)
+        collectives.broadcast(tensor, 1, **go)
+        assert (tensor == 1).all()
+    with pytest.raises(ValueError, match="cannot run by 'gloo'"):
+        collectives.all_reduce(torch.ones(3).bfloat16(), **go)
+    with pytest.raises(ValueError, match="cannot run by 'gloo'"):
+        collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
+
+
+def test_gloos_own_collectives_give_what_ours_give():
+    run_ranks(by_gloo, 3)
+
+
+def tuned_once():
+    """A second group on the same hosts takes the measurement of the first."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    segment.host_identity = lambda: f"host {rank}"
+    groups = [dist.new_group(list(range(world))) for _ in range(2)]
+    models, seconds = [], []
+    for group in groups:
+        start = time.monotonic()
+        collectives.all_reduce(torch.ones(100), group=group)
+        seconds.append(time.monotonic() - start)
+        models.append(communicator(group).models["all_reduce"])
+    measured = {sample.algorithm for sample in models[0].samples}
+    hosts = (1,) * world
+    picks = {
+        size: (models[0].choose("all_reduce", size, hosts),
+               min(models[0].candidates("all_reduce", hosts),
+                   key=lambda a: models[0].predict("all_reduce", a, size, hosts)))
+        for size in (1 << 10, 1 << 16, 1 << 23)
+    }  # fmt: skip
+    assert all(picked == best for picked, best in picks.values())
+    return models[0] == models[1], measured, seconds
+
+
+def test_hosts_are_measured_once_with_gloos_own_among_the_candidates():
+    for same, measured, seconds in run_ranks(tuned_once, 2):
+        assert same
+        assert measured == {"ring", "halving_doubling", "tree", "gloo"}
+        assert seconds[1] < seconds[0] / 2

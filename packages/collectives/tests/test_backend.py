@@ -1,11 +1,16 @@
 """torch's own trainers run on the registered backend and give what they give on gloo."""
 
 import os
+import threading
+import time
+from datetime import timedelta
 
+import collectives
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from collectives.work import Work
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -96,3 +101,250 @@ def test_a_trainer_gives_what_it_gives_on_gloo(trainer, tmp_path):
     for on_gloo, on_ours in run_ranks(both, 2, trainer, str(tmp_path), backend=""):
         for a, b in zip(on_gloo, on_ours, strict=True):
             torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-6, atol=1e-7)
+
+
+def begin(backend="collectives", seconds=60):
+    import collectives.backend  # noqa: F401
+
+    world = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=timedelta(seconds=seconds),
+    )
+    return dist.group.WORLD
+
+
+def other_devices():
+    """Two in one group: what torch uses for another device is made beside ours, and gets its own.
+
+    Without a GPU that device is "meta", and the backend a process group that writes down calls.
+    """
+    seen = []
+
+    class Recorder(dist.ProcessGroup):
+        def getBackendName(self):
+            return "recorder"
+
+        def __getattribute__(self, name):
+            if name in names.split():
+                return lambda *args: seen.append(name) or Work.done()
+            return super().__getattribute__(name)
+
+    names = "allreduce broadcast all_gather_single reduce_scatter_single all_to_all_single "
+    names += "_allgather_base _reduce_scatter_base alltoall_base allgather"
+    dist.Backend.register_backend(
+        "recorder", lambda store, rank, world, timeout: Recorder(rank, world), devices=["meta"]
+    )
+    group = begin("cpu:collectives,meta:recorder")
+    group._register_backend = lambda *_: None
+    assert dist.get_backend() == "cpu:collectives,meta:recorder"
+    world = dist.get_world_size()
+    there, here = torch.empty(world, device="meta"), torch.ones(world)
+    for tensor in (there, here):
+        dist.all_reduce(tensor)
+        collectives.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.all_gather_into_tensor(tensor.new_empty(world), tensor[:1])
+        dist.reduce_scatter_tensor(tensor.new_empty(1), tensor)
+        dist.all_to_all_single(torch.empty_like(tensor), tensor)
+        dist.all_gather([tensor.new_empty(1) for _ in range(world)], tensor[:1])
+        dist.barrier()
+    assert here.tolist() == [world**2.0] * world
+    # The names of two of them changed with torch 2.12.
+    kinds = [name.strip("_").replace("allgather_base", "all_gather_single") for name in seen]
+    kinds = [k.replace("reduce_scatter_base", "reduce_scatter_single") for k in kinds]
+    kinds = [k.replace("alltoall_base", "all_to_all_single") for k in kinds]
+    assert kinds == [
+        "allreduce",
+        "allreduce",
+        "broadcast",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "all_to_all_single",
+        "allgather",
+    ]
+
+
+def test_tensors_of_another_device_go_to_its_own_backend_in_the_same_group():
+    run_ranks(other_devices, 2, backend="")
+
+
+def no_backend_there():
+    begin()
+    with pytest.raises(ValueError, match="no backend for tensors on meta"):
+        dist.all_reduce(torch.empty(2, device="meta"))
+
+
+def test_a_device_without_a_backend_is_refused():
+    run_ranks(no_backend_there, 1, backend="")
+
+
+def without_options():
+    """The group's own methods, with torch's several signatures."""
+    group, rank, world = begin(), dist.get_rank(), dist.get_world_size()
+    everyone = world * (world + 1) / 2
+    for call in (
+        lambda t: group.allreduce([t]),
+        lambda t: group.allreduce(t),
+        lambda t: group.allreduce([t], dist.ReduceOp.SUM),
+        lambda t: group.allreduce(t, op=dist.ReduceOp.SUM),
+        lambda t: group.allreduce([t], dist.AllreduceOptions()),
+        lambda t: group.allreduce_coalesced([t]),
+    ):
+        tensor = torch.full((5,), rank + 1.0)
+        work = call(tensor)
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert tensor.tolist() == [everyone] * 5
+    for call in (
+        lambda t: group.broadcast([t]),
+        lambda t: group.broadcast(t, 0),
+        lambda t: group.broadcast(t, root=0),
+    ):
+        tensor = torch.full((5,), rank + 1.0)
+        call(tensor).wait()
+        assert tensor.tolist() == [1.0] * 5
+    group.barrier().wait()
+    group.allreduce([torch.full((5,), 3)], dist.ReduceOp.MAX).wait()
+
+
+def test_the_groups_methods_take_no_options_and_torchs_other_signatures():
+    run_ranks(without_options, 2, backend="")
+
+
+def polled():
+    begin()
+    work = dist.all_reduce(torch.ones(300_000), async_op=True)
+    end = time.monotonic() + 30
+    while not work.is_completed():
+        assert time.monotonic() < end
+    assert work.is_success()
+
+
+def test_a_handle_that_is_polled_says_when_it_is_done():
+    run_ranks(polled, 2, backend="")
+
+
+def nested():
+    """Callbacks that start collectives, and wait for them in each of the ways there are."""
+    begin(seconds=20)
+    ones = [torch.ones(1000) for _ in range(4)]
+
+    def by_wait(future):
+        dist.all_reduce(ones[1], async_op=True).wait()
+        return by_future(future)
+
+    def by_future(future):
+        work = dist.all_reduce(ones[2], async_op=True)
+        return work.get_future().then(synchronously).wait()
+
+    def synchronously(future):
+        dist.all_reduce(ones[3])
+        return [future.value()[0] + ones[3]]
+
+    first = dist.all_reduce(ones[0], async_op=True).get_future().then(by_wait)
+    return first.wait()[0][0].item(), [tensor[0].item() for tensor in ones]
+
+
+def test_callbacks_may_start_collectives_and_wait_for_them():
+    assert run_ranks(nested, 2, backend="", timeout=60) == [(4.0, [2.0] * 4)] * 2
+
+
+def hooked(backend, name):
+    import torch.distributed.algorithms.ddp_comm_hooks as hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    begin(backend)
+    network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+    if name == "powerSGD":
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+        network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        network.register_comm_hook(None, getattr(hooks.default_hooks, name))
+    steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
+    result = [p.detach().tolist() for p in network.parameters()]
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.parametrize(
+    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD"]
+)
+def test_ddps_communication_hooks_give_what_they_give_on_gloo(name):
+    on_gloo, on_ours = (
+        run_ranks(hooked, 2, backend, name, backend="", timeout=90)
+        for backend in ("gloo", "collectives")
+    )
+    for a, b in zip(on_gloo[0], on_ours[0], strict=True):
+        torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-5, atol=1e-6)
+    assert on_ours[0] == on_ours[1]
+
+
+def from_two_threads():
+    """The first calls of a group, at once: one group is set up, and both are served."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    gate, tensors = threading.Barrier(2), [torch.full((100,), rank + 1.0) for _ in range(2)]
+
+    def go(tensor):
+        gate.wait()
+        collectives.all_reduce(tensor, group=group)
+
+    threads = [threading.Thread(target=go, args=(tensor,)) for tensor in tensors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_the_first_calls_may_come_from_two_threads_at_once():
+    assert run_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
+
+
+def new_timeout():
+    """torch's ways to set another timeout hold for ours."""
+    group = begin(seconds=60)
+    dist.all_reduce(torch.ones(3))
+    found = [collectives.describe(group).timeout_seconds]
+    for way in (group.set_timeout, lambda t: dist.distributed_c10d._set_pg_timeout(t, group)):
+        way(timedelta(seconds=30 + len(found)))
+        dist.all_reduce(torch.ones(3))
+        found.append(collectives.describe(group).timeout_seconds)
+    group.set_timeout(timedelta(seconds=1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(collectives.RankLost, match="rank 1"):
+            dist.all_reduce(torch.ones(3))
+        assert time.monotonic() - start < 20
+    else:
+        time.sleep(4)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_timeout_that_is_set_later_holds():
+    assert run_ranks(new_timeout, 2, backend="")[0] == [60.0, 31.0, 32.0]
+
+
+def profiled():
+    begin()
+    with torch.profiler.profile() as profile:
+        dist.all_reduce(torch.ones(10))
+        dist.all_reduce(torch.ones(10), async_op=True).wait()
+        dist.broadcast(torch.ones(10), 0)
+        dist.barrier()
+        time.sleep(0.1)
+    events = [event.name for event in profile.events() if event.name.startswith("collectives:")]
+    return sorted(events)
+
+
+def test_the_profiler_shows_our_events():
+    want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
+    assert run_ranks(profiled, 2, backend="") == [want] * 2

@@ -1,7 +1,7 @@
 """The bench returns checked rows with nccl-tests' columns."""
 
 from collectives import bench
-from collectives.plot import plot
+from collectives.bench.plot import plot
 from worker_pool import run_ranks
 
 COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "busbw_gbps", "wrong",

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from collectives.cost import CostModel, Sample, candidates, terms
-from collectives.tuning import TunedModel
+from collectives.choice.cost import CostModel, Sample, candidates, terms
+from collectives.choice.tuning import TunedModel
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10, 4e-5)

@@ -2,14 +2,16 @@
 
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import segment
 from collectives.communicator import communicator
+from collectives.shared_memory import segment
 from worker_pool import run_ranks, try_ranks
 
 # Long enough for a busy machine to be heard in the tenth of it that a roll call takes.
@@ -50,11 +52,13 @@ def fail(where, algorithm, how):
         ("dies", "apart", "ring"),
         ("dies", "apart", "halving_doubling"),
         ("dies", "apart", "tree"),
+        ("dies", "apart", "gloo"),
         # Rank 1 is not the one that speaks for its host, so the other host hears of it.
         ("dies", "pairs", "hierarchical"),
         ("dies", "pairs", "ring"),
         ("hangs", "together", "auto"),
         ("hangs", "apart", "ring"),
+        ("hangs", "apart", "gloo"),
         ("hangs", "apart", "tree"),
         ("hangs", "pairs", "hierarchical"),
     ],
@@ -224,6 +228,7 @@ def disagree_unchecked(where, algorithm):
         ("apart", "ring"),
         ("apart", "halving_doubling"),
         ("apart", "tree"),
+        ("apart", "gloo"),
         ("pairs", "hierarchical"),
     ],
 )
@@ -330,3 +335,54 @@ def test_bad_arguments_are_told_before_anything_is_sent():
 def test_a_group_is_needed():
     with pytest.raises(RuntimeError, match="init_process_group first"):
         collectives.all_reduce(torch.ones(1))
+
+
+def inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
+    """Rank 0 sends rows to rank 1 that it does not expect, in several ways; nobody is served."""
+    place(where)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for case, (surplus, group) in enumerate(
+        (surplus, dist.new_group(list(range(world)), timeout=timedelta(seconds=TIMEOUT)))
+        for surplus in surpluses
+    ):
+        sends, receives = [2] * world, [2] * world
+        if rank == 0:
+            sends[1] += surplus
+        source, result = torch.ones(sum(sends), 3), torch.full((2 * world, 3), -1.0)
+        go = partial(collectives.all_to_all_single, result, source, receives, sends, group=group)
+        try:
+            with collectives.checked(group) if checked else nullcontext():
+                go(algorithm=algorithm)
+        except collectives.Mismatch as error:
+            found[case] = str(error), error.ranks, bool((result == -1).all())
+        except RuntimeError as error:
+            found[case] = str(error), getattr(error, "ranks", ()), True
+    time.sleep(1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("where", "algorithm", "checked"),
+    [
+        ("together", "auto", False),
+        ("together", "ring", False),
+        ("together", "halving_doubling", False),
+        ("apart", "ring", True),
+        ("apart", "halving_doubling", True),
+    ],
+)
+def test_inconsistent_splits_are_an_error_on_every_rank(where, algorithm, checked):
+    for found in run_ranks(inconsistent_splits, 3, where, algorithm, checked):
+        assert len(found) == 3
+        for case, surplus in enumerate((1, -1, 700_000)):
+            told, ranks, untouched = found[case]
+            sent = 3 * (2 + surplus)
+            assert f"rank 0 sends {sent} elements to rank 1, which expects 6" in told
+            assert ranks == (0, 1)
+            assert untouched
+
+
+def test_between_hosts_inconsistent_splits_are_an_error_at_the_timeout():
+    for found in run_ranks(inconsistent_splits, 2, "apart", "ring", False, (1,), timeout=120):
+        assert [ranks for _, ranks, _ in found.values()] == [(0, 1)], found

@@ -4,9 +4,9 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import segment
+from collectives.choice.cost import candidates
 from collectives.communicator import communicator
-from collectives.cost import candidates
+from collectives.shared_memory import segment
 from worker_pool import run_ranks
 
 

@@ -15,12 +15,11 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import segment
-from collectives.arena import ARENA_BYTES, CHUNK_BYTES
+from collectives.choice.cost import candidates
+from collectives.choice.topology import group_by_host
 from collectives.communicator import communicator
-from collectives.cost import candidates
-from collectives.shared_memory import ONE_SHOT_BYTES
-from collectives.topology import group_by_host
+from collectives.shared_memory import segment
+from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
 from worker_pool import run_ranks, try_ranks
 
 

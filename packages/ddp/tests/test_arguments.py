@@ -19,7 +19,8 @@ def bad_arguments() -> list[str]:
             DDP(nn.Linear(2, 2), **arguments)
         except ValueError as error:
             said.append(str(error))
-    model = DDP(nn.Embedding(5, 2, sparse=True))
+    model = DDP(nn.Embedding(5, 2))
+    model.module.sparse = True
     try:
         model(torch.tensor([1])).sum().backward()
     except TypeError as error:
@@ -33,8 +34,8 @@ def test_bad_arguments_say_what_to_pass() -> None:
     assert "bucket_size_mb is 0; it must be above zero, or None" in zero
     assert "bucket_size_mb is nan" in nan
     assert "two ways to send" in both
-    assert "allocate returned (8,)" in short
-    assert "need (9,) torch.float32" in short
+    assert "allocate returned (10,)" in short
+    assert "need (11,) torch.float32" in short
     assert "sparse=False" in sparse
 
 

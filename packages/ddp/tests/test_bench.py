@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
-from ddp.bench import SIZES_MB, _cores_per_rank, _usual_workloads, bench
-from ddp.bench_designs import Design, busy_transformer, designs, transformer
-from ddp.bench_rows import Link, Measured
+from ddp.bench.designs import Design, busy_transformer, designs, transformer
+from ddp.bench.measure import SIZES_MB, _cores_per_rank, _usual_workloads, bench
+from ddp.bench.rows import Link, Measured
 from torch import nn
 from worker_pool import run_ranks
 
@@ -116,7 +116,7 @@ def hosts() -> tuple:
 
 
 def test_over_a_network_the_bench_adds_a_batch_that_can_hide_the_wire() -> None:
-    small, busy = "ddp.bench_designs:transformer", "ddp.bench_designs:busy_transformer"
+    small, busy = "ddp.bench.designs:transformer", "ddp.bench.designs:busy_transformer"
     assert run_ranks(hosts, 2) == [([small], [small, busy], os.cpu_count())] * 2
 
 

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from ddp.bucket import assign_buckets, make_bucket
+from ddp.bucket import RANK_FLAGS, assign_buckets, make_bucket
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -39,11 +39,11 @@ def test_views_lie_in_the_buffer_and_do_not_overlap(model):
     parameters = [nn.Parameter(torch.empty(shape)) for shape, _ in model]
     bucket = make_bucket(range(len(parameters)), parameters, None, None)
     numel = sum(math.prod(shape) for shape, _ in model)
-    assert bucket.buffer.numel() == numel + 1 + len(parameters)
+    assert bucket.buffer.numel() == numel + RANK_FLAGS + len(parameters)
     for value, view in enumerate(bucket.views):
         view.fill_(value)
-    bucket.flags[0] = 1.0
-    bucket.write_flags(taking_part=True)
+    bucket.missing.add(0)
+    bucket.write_flags(taking_part=True, stepped=True)
     expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
     assert bucket.gradients.tolist() == expected
-    assert bucket.buffer[numel:].tolist() == [1.0, 1.0] + [0.0] * (len(parameters) - 1)
+    assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)

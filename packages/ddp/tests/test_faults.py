@@ -100,11 +100,9 @@ def uses_different_parts(design: str) -> list[str]:
     functions = {"naive": all_reduce_gradients, "flat": all_reduce_gradients_flat}
     for take_right in (right, False):
         model.zero_grad()
-        model(torch.ones(2, 5), right=take_right).backward()
         try:
-            if isinstance(model, DDP):
-                model.finish_gradient_synchronization()
-            else:
+            model(torch.ones(2, 5), right=take_right).backward()
+            if not isinstance(model, DDP):
                 functions[design](module)
             said.append("fine")
         except RuntimeError as error:
@@ -130,9 +128,8 @@ def makes_nan() -> list[str]:
         hook = None
         if poisoned and rank == 1:
             hook = model.module.trunk.bias.register_hook(lambda grad: grad * float("nan"))
-        model(x).backward()
         try:
-            model.finish_gradient_synchronization()
+            model(x).backward()
             said.append("fine")
         except RuntimeError as error:
             said.append(str(error))
@@ -163,35 +160,6 @@ def test_infinities_are_not_taken_for_nan() -> None:
 
 
 # ----- misuse -----
-
-
-def second_backward(which: str) -> None:
-    model = DDP(Branches(), SMALL)
-    step(model)
-    model.zero_grad()
-    if dist.get_rank() == 1 and which == "forward":
-        model(torch.ones(2, 5)).backward()
-        model(torch.ones(2, 5))
-    elif dist.get_rank() == 1:
-        one, two = model(torch.ones(2, 5)), model(torch.ones(2, 5))
-        one.backward()
-        if which == "no_sync":
-            with model.no_sync():
-                two.backward()
-        two.backward()
-    else:
-        model(torch.ones(2, 5)).backward()
-    model.finish_gradient_synchronization()
-    step(model)
-
-
-@pytest.mark.parametrize("which", ["forward", "backward", "no_sync"])
-def test_a_second_backward_without_synchronising_is_an_error_everywhere(which: str) -> None:
-    other, own = messages(second_backward, 2, which)
-    what = "a forward pass began" if which == "forward" else "a second backward pass reached 'left"
-    assert f"rank 1: {what}" in own
-    assert f"rank 1: {what}" in other
-    assert "before finish_gradient_synchronization()" in other
 
 
 def leaves_no_sync() -> list[str]:
@@ -230,7 +198,7 @@ def loses_rank_one(how: str, grace: float) -> None:
     store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
     # How long survivors wait for each other's word: on a busy machine that takes a while.
-    ddp.watch.GRACE = grace
+    ddp.consistency.blame.GRACE = grace
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)
@@ -272,6 +240,42 @@ def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> Non
     for rank in (0, 2):
         seconds = float(re.search(r"after ([\d.]+) s$", said[rank])[1])
         assert seconds < 2 + 2 + 1
+
+
+class RankLost(RuntimeError):
+    """Like that of a collective which knows who is lost."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"ranks {ranks} are lost")
+        self.ranks = ranks
+
+
+def is_told_who(asynchronous: bool) -> tuple:
+    class Handle:
+        def wait(self) -> None:
+            raise RankLost([7])
+
+    def all_reduce(tensor, **_) -> Handle:
+        if asynchronous:
+            return Handle()
+        raise RankLost([7])
+
+    model = DDP(Branches(), all_reduce=all_reduce)
+    begin = time.monotonic()
+    try:
+        step(model)
+    except RuntimeError as error:
+        return type(error).__name__, error.ranks, time.monotonic() - begin, error.__notes__
+    return ()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_rank_that_a_collective_blames_is_the_one_that_is_reported(asynchronous: bool) -> None:
+    for outcome in try_ranks(is_told_who, 2, asynchronous, timeout=TIMEOUT):
+        name, ranks, seconds, notes = outcome.value
+        assert (name, ranks) == ("RankLost", [7])
+        assert seconds < 1.5  # nobody waits for notes of others
+        assert "was waiting for the sum of the gradients of" in notes[0]
 
 
 def loses_the_store(port: int) -> None:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -104,6 +105,9 @@ def metered(design: str, folder: str) -> dict:
         model.finish_gradient_synchronization()
     path = Path(folder, "trace.json")
     meter.write_trace(path, rank=3)
+    meter.write_trace(Path(folder, "trace.svg"))
+    picture = Path(folder, "trace.svg").read_text()
+    Path(folder, "trace.svg").unlink()
     step = meter.last
     assert [link.bytes, link.calls] == [step.gradient_bytes + step.extra_bytes, step.calls]
     assert [p.name for p in Path(folder).iterdir()] == ["trace.json"]
@@ -114,6 +118,7 @@ def metered(design: str, folder: str) -> dict:
         "exposed": step.exposed_seconds,
         "hidden": step.hidden_seconds,
         "buckets": [(b.hidden_seconds, b.exposed_seconds) for b in step.buckets],
+        "picture": picture,
         "trace": json.loads(path.read_text()),
     }
 
@@ -130,8 +135,8 @@ def test_bytes_and_calls_are_those_the_collective_was_handed(design, tmp_path) -
     got = run(design, tmp_path)
     assert got["bytes"] == LAYERS * 8 * 8 * 4
     assert got["calls"] == CALLS[design]
-    # A flag a parameter and one a bucket; the designs without overlap agree in a call before.
-    expected = 0 if design in ("naive", "flat") else 4 * (LAYERS + CALLS[design])
+    # A flag a parameter and three a bucket; the designs without overlap agree in a call before.
+    expected = 0 if design in ("naive", "flat") else 4 * (LAYERS + 3 * CALLS[design])
     assert got["extra"] == expected
 
 
@@ -169,14 +174,31 @@ def test_the_trace_shows_the_overlap_or_its_absence(design, overlaps, tmp_path) 
         assert all(a[1] <= b[0] + 1 for a, b in pairwise(spans))
 
 
+@pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
+def test_the_picture_shows_what_hides_and_what_does_not(design, overlaps, tmp_path) -> None:
+    picture = ElementTree.fromstring(run(design, tmp_path)["picture"])
+    bars = [bar for bar in picture.iter() if bar.tag.endswith("rect") and len(bar)]
+    hidden = [bar for bar in bars if bar.get("fill") == "#74c476"]
+    exposed = [bar for bar in bars if bar.get("fill") == "#fdae6b"]
+    assert (len(hidden), len(exposed)) == ((LAYERS - 1, 1) if overlaps else (0, 1))
+    (waiting,) = (bar for bar in bars if bar.get("fill") == "#de2d26")
+    # One scale for all bars: what is exposed is as long as the wait.
+    assert float(exposed[0].get("width")) == pytest.approx(float(waiting.get("width")), abs=0.02)
+
+
 def real_link() -> tuple:
     model = DDP(nn.Linear(100, 100), None)
+    turned_to, finish = [], model._reducer.finish
+
+    def finishes_late(**options) -> None:
+        while not all(pending._ended for pending in model._reducer._pending):
+            time.sleep(0.001)
+        turned_to.append(time.perf_counter())
+        finish(**options)
+
+    model._reducer.finish = finishes_late
     model(torch.ones(1, 100)).sum().backward()
-    while not all(flight._ended for flight in model._reducer._flights):
-        time.sleep(0.001)
-    turned_to = time.perf_counter()
-    model.finish_gradient_synchronization()
-    return turned_to, model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
+    return turned_to[0], model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
 
 
 def test_the_end_of_a_call_is_when_it_ended_not_when_somebody_looked() -> None:
@@ -188,3 +210,16 @@ def test_the_end_of_a_call_is_when_it_ended_not_when_somebody_looked() -> None:
 def test_there_is_no_last_step_before_the_first() -> None:
     with pytest.raises(RuntimeError, match="no step was recorded"):
         _ = Meter().last
+
+
+def evaluates() -> int:
+    model = DDP(nn.Linear(2, 2))
+    for _ in range(300):
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    return len(model.meter._forwards)
+
+
+def test_forward_passes_that_no_backward_follows_are_forgotten() -> None:
+    assert run_ranks(evaluates, 1) == [100]

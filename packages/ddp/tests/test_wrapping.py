@@ -154,6 +154,46 @@ def test_a_dropped_wrapper_sends_nothing_more() -> None:
     assert run_ranks(wraps_again, 2) == [[2, 1], [2, 1]]
 
 
+def wraps_twice() -> tuple:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    older = DDP(module[1])
+    model = DDP(module)
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    try:
+        older(x)
+    except RuntimeError as error:
+        said = str(error)
+    # Each mean is taken once: of ones, it is one.
+    model(x).sum().backward()
+    return said, module[0].bias.grad.tolist(), module[1].bias.grad.tolist()
+
+
+def test_of_two_wrappers_the_newer_one_averages() -> None:
+    first, second = run_ranks(wraps_twice, 2)
+    assert first == second
+    assert "were wrapped again" in first[0]
+    assert first[2] == [1.0, 1.0, 1.0]
+
+
+def steps_in_backward() -> str:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = nn.Linear(2, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DDP(module)
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_optimizer_that_steps_within_the_backward_pass_is_refused() -> None:
+    assert all("before they are averaged" in said for said in run_ranks(steps_in_backward, 2))
+
+
 def compiled() -> bool:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))

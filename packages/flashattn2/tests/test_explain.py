@@ -53,6 +53,20 @@ def test_the_tiles_are_those_of_the_launch(interpreter):
     assert [tile.split(":")[0] for tile in half.tiles] == ["forward", "atomic"]
 
 
+def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
+    x, packed = q(dim=64), torch.randn(9, 2, 16)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = explain(x, x, x, backend="triton")
+    assert lowered == explain(*(x.bfloat16(),) * 3, backend="triton")
+    boundaries = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    kernels_of = explain(packed, packed, packed, backend="triton", **boundaries).tiles
+    assert len(kernels_of) == 3
+    assert all("1 splits, pointers" in tile for tile in kernels_of)
+    # Each sequence by itself may be causal, where dense input of other lengths would be tiled.
+    assert explain(packed, packed, packed, is_causal=True, **boundaries).backend == "aten"
+
+
 def test_precision_follows_torch_s_own_switch():
     from flashattn2.dispatch import choose
     from flashattn2.problem import Score
@@ -83,7 +97,7 @@ def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
                 assert tile.endswith(f", {precision} products")
             else:
                 assert tile.endswith(
-                    f", ieee products since {precision} has no tile for this head dim"
+                    f", ieee products since {precision} has no tile for this head dim on this GPU"
                 )
     text = str(explain(*(q(dim=256),) * 3, precision="tf32x3", backend="triton"))
     assert text.count("ieee products since tf32x3 has no tile") == 3

@@ -49,6 +49,50 @@ def test_wrong_tensors_and_options(function, change, message):
         function(**arguments)
 
 
+NO_TENSORS = (None, [[1.0]], Q.numpy(), 3.0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
+def test_what_is_no_tensor(function, name, given):
+    with pytest.raises(TypeError, match=rf"{name} is a .*{type(given).__name__}; .*as_tensor"):
+        function(**{"q": Q, "k": KV, "v": KV, name: given})
+
+
+@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
+def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(given):
+    q, cu = torch.zeros(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
+    for place in range(5):
+        arguments = [q, q, q, cu, cu]
+        arguments[place] = given
+        with pytest.raises(TypeError, match=r"give a torch\.Tensor"):
+            flash_attention_varlen(*arguments)
+    for place in range(3):
+        arguments = [Q[0], Q[0], Q[0]]
+        arguments[place] = given
+        with pytest.raises(TypeError, match=r"give a torch\.Tensor"):
+            FlashAttentionTorch.apply(*arguments)
+    with pytest.raises(TypeError, match="cu_seqlens_k is a NoneType"):
+        explain(q, q, q, cu_seqlens_q=cu)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": "0.3"}, r"scale '0.3' is no number; give a float, or None for 1/sqrt"),
+        ({"scale": torch.tensor(0.3)}, r"scale tensor\(0.3000\) is no number"),
+        ({"softcap": [2.0]}, r"softcap \[2.0\] is no number; give a float, or None for no cap"),
+        ({"is_causal": None}, "is_causal None is not a bool; give True or False"),
+        ({"is_causal": "yes"}, "is_causal 'yes' is not a bool"),
+    ],
+)
+@pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
+def test_options_of_another_type(function, options, message):
+    with pytest.raises(TypeError, match=message):
+        function(Q, KV, KV, **options)
+
+
 @pytest.mark.parametrize(
     ("dim", "options", "message"),
     [

@@ -69,6 +69,22 @@ def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
         torch.testing.assert_close(compiled(q, cu), run(q, cu))
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("which", ["q", "k"])
+@pytest.mark.parametrize("wrong", [(0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)])
+def test_compiled_too_malformed_boundaries_are_an_error(interpreter, backend, which, wrong):
+    """Short ones would leave rows of the result that nobody writes."""
+
+    def run(q, cu_q, cu_k):
+        return flash_attention_varlen(q, q, q, cu_q, cu_k, backend=backend)
+
+    q, wrong = torch.randn(9, 2, 16), torch.tensor(wrong, dtype=torch.int32)
+    boundaries = (wrong, CU) if which == "q" else (CU, wrong)
+    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        with pytest.raises(ValueError, match=f"cu_seqlens_{which} must start at 0, never fall"):
+            function(q, *boundaries)
+
+
 def test_export_keeps_the_operator():
     class Attention(torch.nn.Module):
         def forward(self, q, k, v):
@@ -95,6 +111,32 @@ def test_autocast_lowers_what_sdpa_would(function):
         lowered = run()
     assert lowered.dtype == torch.bfloat16
     torch.testing.assert_close(lowered.float(), exact, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dtype, packed):
+    """Sums and scores stay in float32: the same bits as for inputs that were lowered by hand."""
+
+    def derivatives(q, k, v):
+        inputs = (x[0].transpose(0, 1) for x in (q, k, v)) if packed else (q, k, v)
+        run = flash_attention_varlen if packed else flash_attention
+        boundaries = (CU, CU) if packed else ()
+        out, lse = run(*inputs, *boundaries, is_causal=True, return_lse=True, backend=backend)
+        loss = (out.float() ** 2).sum() + lse.sin().sum()
+        first = torch.autograd.grad(loss, (q, k, v), create_graph=True)
+        second = torch.autograd.grad(sum((g.float() ** 2).sum() for g in first), (q, k, v))
+        return (out, lse, *first, *second)
+
+    q, k, v = (x[:1].detach() for x in tensors())
+    by_hand = derivatives(*(x.to(dtype).requires_grad_() for x in (q, k, v)))
+    # Values that the lower precision holds exactly, and no sum of a gradient over casts.
+    held = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype):
+        lowered = derivatives(*held)
+    for ours, expected in zip(lowered, by_hand, strict=True):
+        assert torch.equal(ours.to(expected.dtype), expected)
 
 
 def test_shapes_come_without_data():

@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 from scaling import (
+    ScalingWarning,
     exact_loss,
     exact_rate,
     fit_rate_law,
     gradient_noise_scale,
     sweep_learning_rate,
-    training,
 )
-from scaling.batch_size import SETTINGS
+from scaling.sweeps import training
+from scaling.sweeps.batch_size import SETTINGS
 
 
 def test_sgd_on_linear_regression_follows_the_exact_law():
@@ -24,6 +25,7 @@ def test_sgd_on_linear_regression_follows_the_exact_law():
     assert [sweep.law.regime(b) for b in (1, 64, 1024)] == ["linear", "saturating", "saturated"]
 
 
+@pytest.mark.filterwarnings("ignore:the least loss at batch sizes")
 @pytest.mark.parametrize("noise", [0.0, 2.0])
 def test_the_simulated_curve_is_the_exact_recursion(noise):
     rates = np.array([0.02, 0.05, 0.1, 0.15])
@@ -80,21 +82,21 @@ def test_gradients_and_updates_are_those_of_torch(optimizer):
     """One (seed, rate) of the batch, trained again by autograd and torch.optim."""
     random = torch.Generator().manual_seed(0)
     model = training._MLP(2, 3, 5, random)
-    rates = torch.tensor([0.01, 0.02, 0.05])
+    rates = torch.tensor([0.01, 0.02, 0.05], dtype=torch.float64)
     rule = (training._SGD if optimizer == "sgd" else training._Adam)(model.parameters, rates)
     inner, outer = (p[1, 2].clone().requires_grad_() for p in model.parameters)
     teacher = [p[1, 0] for p in model.teacher]
     peer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]([inner, outer], lr=0.05)
     for _ in range(4):
-        x = torch.randn(2, 7, 5, generator=random)
+        x = training.draw(2, 7, 5, random=random)
         rule.update(model.gradients(x, torch.zeros(2, 7, 1)))
         target = torch.relu(x[1] @ teacher[0].T) @ teacher[1]
         loss = (torch.relu(x[1] @ inner.T) @ outer - target).square().mean() / 2
         peer.zero_grad()
         loss.backward()
         peer.step()
-    torch.testing.assert_close(model.parameters[0][1, 2], inner.detach(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.parameters[1][1, 2], outer.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.parameters[0][1, 2], inner.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.parameters[1][1, 2], outer.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_rates_that_diverge_are_infinite_and_never_best():
@@ -103,6 +105,32 @@ def test_rates_that_diverge_are_infinite_and_never_best():
     )
     assert np.isinf(sweep.loss[0, -1])
     assert sweep.best_rates[0] <= 0.02
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_a_loss_far_below_any_number_has_its_best_rate(steps):
+    """0.06^400 is no float64, and its square no float32 after ten steps."""
+    sweep = sweep_learning_rate(batch_sizes=(4, 16, 64, 256, 1024), seeds=32, steps=steps)
+    np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
+    assert sweep.law.batch_size == pytest.approx(65, rel=0.1)
+
+
+def test_a_minimum_at_the_edge_of_the_rates_is_refused():
+    with pytest.warns(ScalingWarning, match=r"batch sizes 64, 256, 1024.*above 0\.3"):
+        sweep = sweep_learning_rate(
+            rates=np.geomspace(0.004, 0.3, 20), batch_sizes=(1, 4, 16, 64, 256, 1024), seeds=8
+        )
+    assert np.isnan(sweep.best_rates[3:]).all()
+    assert np.isfinite(sweep.best_rates[:3]).all()
+    with pytest.raises(ValueError, match="five batch sizes"):
+        _ = sweep.law
+
+
+@pytest.mark.parametrize("noise", [0.0, 4.0])
+def test_the_exact_loss_takes_any_number_of_steps(noise):
+    rates = np.array([0.05, 0.2])
+    loss = exact_loss(rates, 1024, 16, steps=5000, noise=noise)
+    assert np.isfinite(loss).all()
 
 
 def test_rate_laws_are_recovered():

@@ -9,13 +9,13 @@ from scaling import (
     isoflop_runs,
     load_runs,
     loss_at,
-    newton,
     optimum,
     profile,
 )
-from scaling.quantity import quantity
+from scaling.fit import newton
+from scaling.fit.varpro import Problem
 from scaling.synthetic import CHINCHILLA
-from scaling.varpro import Problem
+from scaling.uncertainty.quantity import quantity
 
 ASKED = [quantity("alpha"), quantity("exponent"), optimum("parameters", 1e24), loss_at(1e11, 1e13)]
 

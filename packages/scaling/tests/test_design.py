@@ -46,8 +46,9 @@ def test_the_designed_runs_narrow_the_interval_as_foretold_and_more_than_usual_o
 def test_no_random_plan_of_the_same_cost_is_foretold_to_be_better(fit):
     plan = design(fit, budget=1e21, target=1e24, runs=4)
     rng = np.random.default_rng(0)
-    from scaling import newton, optimum
-    from scaling.varpro import Problem
+    from scaling import optimum
+    from scaling.fit import newton
+    from scaling.fit.varpro import Problem
 
     problem = Problem.of(fit.runs)
     theta = problem.centred(fit.law)

@@ -151,7 +151,7 @@ def test_a_minimum_at_an_edge_and_a_coarse_grid_are_named():
     assert "compute = 6e+18 (rows 1, 2, 3," in str(caught[0].message)
     assert "at an edge of 'parameters'" in str(caught[0].message)
     with pytest.warns(ScalingWarning, match="'parameters' 3.42x apart"):
-        fit_isoflop(isoflop_runs(per_budget=4))
+        fit_isoflop(isoflop_runs(per_budget=4), degree=2)
 
 
 def test_runs_that_are_not_at_budgets_are_not_taken_for_them():
@@ -186,3 +186,57 @@ def test_an_offset_that_makes_a_size_negative_is_refused():
     assert fit.offset < 0
     with pytest.raises(ValueError, match="makes N = -"):
         fit.optimal(1e15)
+
+
+@pytest.mark.parametrize("budgets", [4, 6, 9])
+def test_at_four_runs_a_budget_the_parabola_is_plain_and_says_so(budgets):
+    """A shared skew would take one of each budget's four runs for itself: it held the truth in half
+    of all sets."""
+    law, held = Law(1.8, 300, 900, 0.3, 0.35), 0
+    truth = law.optimal(1e24).parameters
+    for seed in range(100):
+        compute = np.geomspace(6e18, 3e21, budgets)
+        runs = isoflop_runs(law, budgets=compute, per_budget=4, span=25, noise=3e-3, seed=seed)
+        fit, plain = quiet(runs), quiet(runs, degree=2)
+        assert fit.optimal(1e24).parameters == plain.optimal(1e24).parameters
+        assert any("4 runs a budget" in doubt for doubt in fit.warnings)
+        held += truth in fit.optimal(1e24).intervals["parameters"]
+    assert held >= 88
+
+
+def test_a_shape_at_its_bound_is_reported_and_not_used():
+    """Small models are far worse than any law says: the search ends at its steepest."""
+    u = np.linspace(-1, 1, 6)
+    loss = 3 + 0.2 * np.exp(-8 * (u + 1)) + 0.01 * np.exp(u)
+    budgets = np.array([1e18, 1e19, 1e20, 1e21])
+    n = np.outer(budgets**0.5, np.exp(u)).ravel()
+    runs = load_runs({"N": n, "C": np.repeat(budgets, 6), "loss": np.tile(loss, 4)})
+    with pytest.warns(ScalingWarning, match=r"shape .* is at its bound"):
+        fit = fit_isoflop(runs)
+    assert fit.valleys[0].shape is None
+
+
+@pytest.mark.parametrize("degree", [None, 2])
+@pytest.mark.parametrize("trend", [0.0, 0.1])
+def test_tokens_are_those_of_the_runs_where_compute_is_not_6_n_d(degree, trend):
+    """Attention and embeddings cost more than 6 N D: 1.3 times, say, less for larger models."""
+    exact = isoflop_runs()
+    more = 1.3 * (exact.parameters / 1e9) ** -trend
+    tokens = exact.compute / (6 * exact.parameters * more)
+    loss = CHINCHILLA.predict(exact.parameters, exact.tokens)
+    columns = {"N": exact.parameters, "C": exact.compute, "loss": loss}
+    with pytest.warns(ScalingWarning, match="not 6 N D"):
+        runs = load_runs({**columns, "D": tokens})
+    best = quiet(runs, degree=degree).optimal(3e21)
+    assumed = quiet(load_runs(columns), degree=degree).optimal(3e21)
+    assert best.parameters == assumed.parameters
+    ratio = 1.3 * (best.parameters / 1e9) ** -trend
+    assert best.tokens == pytest.approx(assumed.tokens / ratio, rel=0.02)
+    for name, of in (("tokens", best), ("parameters", best)):
+        assert getattr(of, name) in of.intervals[name]
+    # A decade on, the ratio is that of the largest budget.
+    beyond = quiet(runs, degree=degree).optimal(3e22)
+    last = quiet(runs, degree=degree).valleys[-1]
+    assert 3e22 / (beyond.parameters * beyond.tokens) == pytest.approx(
+        last.compute / (last.parameters * last.tokens)
+    )

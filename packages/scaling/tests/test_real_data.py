@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling import ScalingWarning, bootstrap, fit_isoflop, fit_parametric, load_runs, newton
-from scaling.varpro import Problem
+from scaling import ScalingWarning, bootstrap, fit_isoflop, fit_parametric, load_runs
+from scaling.fit import newton
+from scaling.fit.varpro import Problem
 
 FOLDER = Path(os.environ.get("SCALING_DATA", ""))
 pytestmark = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tinyml import prune_channels, size_of, sort_channels
-from tinyml.channels import channel_groups
+from tinyml.pruning.channels import channel_groups
 from torch import nn
 
 

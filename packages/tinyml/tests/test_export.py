@@ -77,7 +77,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         file.write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("tinyml.export.save_file", full)
+    monkeypatch.setattr("tinyml.export.safetensors_file.save_file", full)
     with pytest.raises(OSError, match="no space"):
         save(quantize(model(), 4), path)
     assert path.read_bytes() == before

@@ -5,7 +5,19 @@ The refusals of one idea alone stand beside it, in its own test file.
 
 import pytest
 import torch
-from tinyml import add_lora, kmeans_quantize, prune, quantize
+from tinyml import (
+    IntegerModel,
+    Masks,
+    add_lora,
+    gptq,
+    kmeans_quantize,
+    prepare_qat,
+    prune,
+    prune_channels,
+    quantize,
+    sensitivity,
+    sort_channels,
+)
 from torch import nn
 
 COMPRESS = {
@@ -22,18 +34,110 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name(name):
         COMPRESS[name](nn.Sequential(nn.ReLU()))
 
 
-@pytest.mark.parametrize("name", ["kmeans_quantize", "quantize"])
-def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_was(name):
-    model = nn.Sequential(nn.Linear(4, 4))
+def convnet():
+    layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 16)]
+    return nn.Sequential(*layers).eval()
+
+
+IMAGES = torch.zeros(3, 2, 4, 4)
+FINITE_ONLY = {
+    "prune": lambda m: prune(m, 0.5),
+    "prune globally": lambda m: prune(m, 0.5, scope="global"),
+    "prune by pattern": lambda m: prune(m, 0.5, pattern="2:4", layers=(nn.Linear,)),
+    "prune channels": lambda m: prune_channels(m, 0.5, IMAGES),
+    "sort channels": lambda m: sort_channels(m, IMAGES),
+    "sensitivity": lambda m: sensitivity(m, [(IMAGES, IMAGES)], lambda a, b: a.sum()),
+    "kmeans_quantize": lambda m: kmeans_quantize(m, 4),
+    "quantize": lambda m: quantize(m, 8),
+    "quantize by the least error": lambda m: quantize(m, 4, observer="mse"),
+    "dynamic": lambda m: quantize(m, activations="dynamic"),
+    "auto": lambda m: quantize(m, activations="auto"),
+    "gptq": lambda m: gptq(m, [IMAGES], 4),
+    "prepare_qat": lambda m: prepare_qat(m, 4),
+    "IntegerModel": lambda m: IntegerModel(m, [IMAGES]),
+    "add_lora": lambda m: add_lora(m, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        float("nan"),
+        pytest.param(float("inf"), marks=pytest.mark.exhaustive),
+        pytest.param(float("-inf"), marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("name", FINITE_ONLY)
+def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_was(name, bad):
+    model = convnet()
     with torch.no_grad():
-        model[0].weight[1, 2] = float("nan")
-    before = model[0].weight.clone()
+        model[3].weight[1, 2] = bad
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"(?i)nan|finite"):
-        COMPRESS[name](model)
-    torch.testing.assert_close(model[0].weight, before, equal_nan=True, rtol=0, atol=0)
+        FINITE_ONLY[name](model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for key, tensor in after.items():
+        torch.testing.assert_close(tensor, before[key], equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("bits", [0, 17, -3])
+BY_LAYER = {
+    "kmeans_quantize": lambda m, name: kmeans_quantize(m, {name: 4}),
+    "quantize": lambda m, name: quantize(m, {name: 4}),
+    "prune": lambda m, name: prune(m, {name: 0.5}),
+    "prune by norms": lambda m, name: prune(m, 0.5, input_norms={name: torch.ones(4)}),
+    "prune_channels": lambda m, name: prune_channels(m, {name: 0.5}, torch.zeros(1, 4)),
+    "add_lora": lambda m, name: add_lora(m, 2, targets=["0", name]),
+    "masks": lambda m, name: Masks({f"{name}.weight": torch.ones(4, 4)}).apply(m),
+}
+
+
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_a_layer_that_is_not_there_is_refused(name):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    before = str(model)
+    with pytest.raises((ValueError, AttributeError), match="typo"):
+        BY_LAYER[name](model, "typo")
+    assert str(model) == before
+
+
+def test_the_second_name_of_a_shared_weight_is_refused_with_the_first():
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(ValueError, match="'head' shares the weight of 'embed'"):
+        kmeans_quantize(model, {"head": 4})
+
+
+def test_masks_of_another_model_change_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = model[0].weight.clone()
+    masks = Masks({"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(5, 4)})
+    with pytest.raises(ValueError, match="another model"):
+        masks.apply(model)
+    assert torch.equal(model[0].weight, before)
+
+
+FORMATS = {
+    "palette": (lambda m: kmeans_quantize(m, 2), lambda m: kmeans_quantize(m, 1)),
+    "zero": (lambda m: quantize(m, 8), lambda m: quantize(m, 8, symmetric=False)),
+    "bits": (lambda m: prepare_qat(m, 4), lambda m: prepare_qat(m, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_state_dict_of_another_format_is_refused(name):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.data.copy_(torch.linspace(-127, 127, 16).view(4, 4))
+    one, other = (make(model) for make in FORMATS[name])
+    with pytest.raises(RuntimeError):
+        other.load_state_dict(one.state_dict())
+    again = FORMATS[name][0](model)
+    again.load_state_dict(one.state_dict())
+    assert torch.equal(again[0].weight, one[0].weight)
+
+
+@pytest.mark.parametrize("bits", [0, 17, -3, 2.5, True])
 def test_bits_out_of_range_are_refused_with_the_value(bits):
     model = nn.Sequential(nn.Linear(4, 4))
     for compress in (kmeans_quantize, quantize):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from tinyml import gptq, quantize, size_of
-from tinyml.gptq import gptq_codes, inverse_factor
-from tinyml.linear import Grid, as_rows, grid_of
+from tinyml.quantization.gptq import gptq_codes, inverse_factor
+from tinyml.quantization.linear import Grid, as_rows, grid_of
 from torch import nn
 
 

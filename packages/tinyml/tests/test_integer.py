@@ -1,77 +1,165 @@
 """Integer inference is bit-equal to arithmetic in Python's own integers."""
 
+import itertools
+import shutil
+import subprocess
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import IntegerModel
-from tinyml.integer import IntegerProduct, fixed_point
+from tinyml import IntegerModel, kmeans_quantize
+from tinyml.integer import convolution
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+    fixed_point,
+)
+from tinyml.integer.to_c import to_c
+from tinyml.quantization.products import forget_choices
 from torch import nn
 
 
 def oracle(model, codes):
-    """The same network in numpy int64, one output at a time, from the stored integers alone."""
-    values = codes.numpy().astype(np.int64)
-    for layer in model.layers:
-        if isinstance(layer, IntegerProduct):
-            values = _product(layer, values)
-        elif isinstance(layer, nn.Flatten):
-            values = values.reshape(len(values), -1)
-        else:
-            values = _pool(layer, values)
-    return values
+    """The same network in Python's integers, one output at a time, from the stored ones alone."""
+    values = [codes.numpy().astype(np.int64)]
+    for layer, sources in zip(model.layers, model.sources, strict=True):
+        inputs = [values[source] for source in sources]
+        values.append(ORACLES[type(layer)](layer, *inputs))
+    return values[-1]
+
+
+def rounded(value, multiplier, shift, zero):
+    exact = (int(value) * int(multiplier) + ((1 << int(shift)) >> 1)) >> int(shift)
+    return min(127, max(-128, exact + zero))
 
 
 def _product(layer, values):
     weight, bias = layer.weight.numpy().astype(np.int64), layer.bias.numpy().astype(np.int64)
     if layer.geometry is None:
         sums = values @ weight.T + bias
-        return _requantize(layer, sums, 1)
-    g = layer.geometry
-    pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
-    values = np.pad(values, pads, constant_values=layer.before.zero)
-    height = (values.shape[2] - g.kernel[0]) // g.stride[0] + 1
-    width = (values.shape[3] - g.kernel[1]) // g.stride[1] + 1
-    sums = np.zeros((len(values), len(weight), height, width), dtype=np.int64)
-    inputs = values.shape[1] // g.groups
-    for out in range(len(weight)):
-        first = out // (len(weight) // g.groups) * inputs
-        kernel = weight[out].reshape(inputs, *g.kernel)
-        for y in range(height):
-            for x in range(width):
-                top, left = y * g.stride[0], x * g.stride[1]
-                window = values[
-                    :, first : first + inputs, top : top + g.kernel[0], left : left + g.kernel[1]
-                ]
-                sums[:, out, y, x] = (window * kernel).sum((1, 2, 3)) + bias[out]
-    return _requantize(layer, sums, 1)
-
-
-def _requantize(layer, sums, axis):
+        axis = sums.ndim - 1
+    else:
+        g = layer.geometry
+        pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
+        values = np.pad(values, pads, constant_values=layer.before.zero)
+        reach = [d * (k - 1) + 1 for k, d in zip(g.kernel, g.dilation, strict=True)]
+        height = (values.shape[2] - reach[0]) // g.stride[0] + 1
+        width = (values.shape[3] - reach[1]) // g.stride[1] + 1
+        sums = np.zeros((len(values), len(weight), height, width), dtype=np.int64)
+        inputs, axis = values.shape[1] // g.groups, 1
+        for out, y, x in itertools.product(range(len(weight)), range(height), range(width)):
+            first = out // (len(weight) // g.groups) * inputs
+            top, left = y * g.stride[0], x * g.stride[1]
+            rows = slice(top, top + reach[0], g.dilation[0])
+            columns = slice(left, left + reach[1], g.dilation[1])
+            window = values[:, first : first + inputs, rows, columns]
+            sums[:, out, y, x] = (window * weight[out]).sum((1, 2, 3)) + bias[out]
     out = np.empty_like(sums)
     for channel in range(sums.shape[axis]):
-        m, s = int(layer.multiplier[channel]), int(layer.shift[channel])
+        m, s = layer.multiplier[channel], layer.shift[channel]
         index = (slice(None),) * axis + (channel,)
-        exact = [(int(v) * m + (1 << (s - 1))) >> s for v in sums[index].flat]
-        shifted = np.array(exact, dtype=object) + layer.after.zero
-        out[index] = np.clip(shifted, -128, 127).reshape(sums[index].shape)
+        flat = [rounded(v, m, s, layer.after.zero) for v in sums[index].flat]
+        out[index] = np.array(flat).reshape(sums[index].shape)
     return out
 
 
+def _elementwise(layer, shape, terms):
+    flat = [rounded(v, 1, layer.shift, layer.after.zero) for v in terms.flat]
+    return np.array(flat).reshape(shape)
+
+
+def _moved(layer, values):
+    parts = zip(values, layer.before, layer.multiplier.tolist(), strict=True)
+    return [(value - scale.zero) * m for value, scale, m in parts]
+
+
+def _sum(layer, *values):
+    return _elementwise(layer, values[0].shape, sum(_moved(layer, values)))
+
+
+def _cat(layer, *values):
+    return np.concatenate([_elementwise(layer, t.shape, t) for t in _moved(layer, values)], 1)
+
+
+def _gate(layer, a, b):
+    product = (a - layer.before[0].zero) * (b - layer.before[1].zero) * int(layer.multiplier)
+    return _elementwise(layer, product.shape, product)
+
+
+def _table(layer, values):
+    return np.array([int(layer.table[v + 128]) for v in values.flat]).reshape(values.shape)
+
+
 def _pool(layer, values):
-    if layer.kernel is None:
-        values = values.reshape(*values.shape[:2], 1, 1, -1)
-    else:
-        fill = -128 if layer.largest else layer.zero
-        rows, columns = layer.padding
-        values = np.pad(values, [(0, 0), (0, 0), (rows,) * 2, (columns,) * 2], constant_values=fill)
-        windows = np.lib.stride_tricks.sliding_window_view(values, layer.kernel, (2, 3))
-        windows = windows[:, :, :: layer.stride[0], :: layer.stride[1]]
-        values = windows.reshape(*windows.shape[:4], -1)
+    g = layer.geometry
+    fill = -128 if layer.largest else layer.scale.zero
+    pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
+    values = np.pad(values, pads, constant_values=fill)
+    windows = np.lib.stride_tricks.sliding_window_view(values, g.kernel, (2, 3))
+    windows = windows[:, :, :: g.stride[0], :: g.stride[1]]
+    values = windows.reshape(*windows.shape[:4], -1)
     if layer.largest:
         return values.max(-1)
     return (2 * values.sum(-1) + values.shape[-1]) // (2 * values.shape[-1])
+
+
+ORACLES = {
+    IntegerProduct: _product,
+    IntegerSum: _sum,
+    IntegerCat: _cat,
+    IntegerGate: _gate,
+    IntegerTable: _table,
+    IntegerPool: _pool,
+    IntegerReshape: lambda layer, values: values.reshape(len(values), *layer.shape),
+}
+
+
+class Block(nn.Module):
+    """A residual block with squeeze and excitation, by modules, functions and operators."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=2, dilation=2, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.depthwise = nn.Conv2d(channels, channels, 3, padding="same", groups=channels)
+        self.squeeze = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x):
+        y = self.depthwise(nn.functional.relu6(self.norm(self.conv(x))))
+        gate = torch.sigmoid(self.squeeze(y.mean((2, 3), keepdim=True)))
+        return torch.relu(x - nn.functional.hardswish(y * gate))
+
+
+class Wrapper(nn.Module):
+    """A class around a network, with sums, concatenation and several kinds of pooling."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.first, self.second = Block(8), Block(8)
+        self.side = nn.Conv2d(8, 4, 1)
+        self.last = nn.BatchNorm2d(12)
+        self.head = nn.Linear(12 * 4, 5)
+        for layer in self.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 2)
+        self.eval()
+
+    def forward(self, x):
+        x = self.first(self.stem(x))
+        x = nn.functional.max_pool2d(x + self.second(x), 2)
+        x = self.last(torch.cat([x, self.side(x)], dim=1))
+        x = nn.functional.gelu(nn.functional.adaptive_avg_pool2d(x, 2))
+        return self.head(x.view(x.size(0), -1)) * 0.5 + 1
 
 
 def convnet():
@@ -107,19 +195,78 @@ def pooled():
     ).eval()
 
 
-@pytest.mark.parametrize("exact_int_mm", [True, False])
-@pytest.mark.parametrize("build", [convnet, pooled])
-def test_every_bit_equals_the_oracle(build, exact_int_mm, monkeypatch):
-    if not exact_int_mm:
-        monkeypatch.setattr("tinyml.int8.int_mm_is_exact", lambda: False)
+BUILDS = {"chain": convnet, "pooled": pooled, "graph": Wrapper}
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["fastest", *(pytest.param(w, marks=pytest.mark.exhaustive) for w in convolution.WAYS)],
+)
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_bit_equals_the_oracle(build, way, monkeypatch):
+    if way != "fastest":
+        # float64 is there for the sizes and geometries that a way does not take.
+        only = {name: convolution.WAYS[name] for name in (way, "float64")}
+        monkeypatch.setattr("tinyml.integer.convolution.WAYS", only)
+    forget_choices()
+    convolution.forget_choices()
     generator = torch.Generator().manual_seed(2)
-    batches = [torch.randn(16, 2, 9, 9, generator=generator) for _ in range(2)]
-    model = IntegerModel(build(), batches)
+    batches = [torch.randn(6, 2, 8, 8, generator=generator) for _ in range(2)]
+    if build == "chain":
+        batches = [torch.randn(6, 2, 9, 9, generator=generator) for _ in range(2)]
+    model = IntegerModel(BUILDS[build](), batches)
     for inputs in (batches[0], 30 * batches[1]):  # within the calibrated range, and far outside
         codes = model.quantize(inputs)
         ours = model.integers(codes)
         assert ours.dtype == torch.int8
         assert np.array_equal(ours.numpy(), oracle(model, codes))
+    convolution.forget_choices()
+
+
+def compiled(program, folder):
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler here")
+    program.save(folder / "network.c")
+    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O2"]
+    command = [compiler, *strict, "-o", folder / "network", folder / "network.c"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "network"
+
+
+@pytest.mark.parametrize(
+    "build",
+    ["graph", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("chain", "pooled"))],
+)
+def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
+    size = 9 if build == "chain" else 8
+    images = torch.randn(1000, 2, size, size, generator=torch.Generator().manual_seed(4))
+    model = IntegerModel(BUILDS[build](), [images[:64]])
+    program = to_c(model)
+    codes = model.quantize(3 * images)
+    run = subprocess.run(
+        [compiled(program, tmp_path)],
+        input=codes.numpy().tobytes(),
+        capture_output=True,
+        check=True,
+    )
+    outputs = np.frombuffer(run.stdout, dtype=np.int8).reshape(1000, -1)
+    assert np.array_equal(outputs, model.integers(codes).numpy())
+
+
+def test_what_a_c_program_takes_is_counted():
+    model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
+    program = to_c(model)
+    # 7 filters of 2 x 3 x 3 and 3 rows of 7; bias and multiplier 4 bytes, shift 1.
+    assert program.flash_bytes == 7 * 18 + 3 * 7 + (7 + 3) * 9
+    # The first convolution's input and output live together; 2 * 81 is padded to 16 bytes.
+    assert program.ram_bytes == 176 + 7 * 49
+    assert "float" not in program.source
+    assert "double" not in program.source
+    with pytest.raises(ValueError, match="no name of a C function"):
+        to_c(model, name="a-b")
+    with pytest.raises(TypeError, match="not Linear"):
+        to_c(nn.Linear(2, 2))
 
 
 def test_it_is_close_to_the_float_model():
@@ -163,12 +310,13 @@ def test_a_factor_is_31_bits_and_a_shift(factor):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.GELU(), "GELU.* has no integer form"),
-        (nn.Conv2d(2, 2, 3, dilation=2), "no dilation"),
-        (nn.Conv2d(2, 2, 3, padding="same"), "as numbers"),
-        (nn.AdaptiveAvgPool2d(2), "1 x 1"),
+        (nn.Softmax(1), r"softmax.* has no integer form"),
+        (nn.Conv2d(2, 2, 4, padding="same"), "same"),
+        (nn.AdaptiveAvgPool2d(3), "does not divide"),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
-        (nn.BatchNorm2d(2), "after the input has no integer form"),
+        (nn.AvgPool2d(2, padding=1, count_include_pad=False), "count_include_pad"),
+        (nn.BatchNorm2d(2, track_running_stats=False), "keeps no statistics"),
+        (nn.LayerNorm(8), r"layer_norm.* has no integer form"),
     ],
 )
 def test_what_has_no_integer_form_says_so(layer, message):
@@ -179,3 +327,57 @@ def test_what_has_no_integer_form_says_so(layer, message):
 def test_no_calibration_says_so():
     with pytest.raises(ValueError, match="at least one batch"):
         IntegerModel(nn.Sequential(nn.Linear(2, 2)), [])
+
+
+def test_compressed_weights_become_integers_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    palettes, inputs = kmeans_quantize(model, 3), torch.randn(50, 8)
+    integer = IntegerModel(palettes, [inputs])
+    with torch.no_grad():
+        exact = palettes(inputs)
+    assert (integer(inputs) - exact).norm() < 0.05 * exact.norm()
+
+
+def test_an_activation_that_is_read_before_and_after_is_not_folded():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y + torch.relu(y)
+
+    torch.manual_seed(0)
+    model, inputs = Both().eval(), torch.randn(50, 8)
+    with torch.no_grad():
+        exact = model(inputs)
+    assert (IntegerModel(model, [inputs])(inputs) - exact).norm() < 0.02 * exact.norm()
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
+    with pytest.raises(ValueError, match=r"\(batch, \*\(2, 9, 9\)\) is needed"):
+        model(torch.zeros(1, 2, 8, 8))
+    with pytest.raises(ValueError, match="nan"):
+        model(torch.full((1, 2, 9, 9), float("nan")))
+
+
+def test_a_state_dict_holds_every_grid():
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(16, 2, 9, 9, generator=generator)
+    for build in (convnet, pooled):
+        saved = IntegerModel(build(), [inputs])
+        other = IntegerModel(build(), [5 * inputs + 2])  # calibrated on something else
+        assert not torch.equal(other(inputs), saved(inputs))
+        other.load_state_dict(saved.state_dict())
+        assert torch.equal(other(inputs), saved(inputs))
+        assert torch.equal(other.half()(inputs), saved(inputs))  # a step is not a weight
+
+
+def test_batch_normalisation_that_is_not_finite_is_refused():
+    model = convnet()
+    model[1].bias.data[0] = float("nan")
+    with pytest.raises(ValueError, match="nan or inf"):
+        IntegerModel(model, [torch.randn(2, 2, 9, 9)])

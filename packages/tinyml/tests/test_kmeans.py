@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import kmeans_quantize, size_of
-from tinyml.kmeans import kmeans
-from tinyml.pack import pack, packed_bytes, unpack
+from tinyml.quantization.kmeans import kmeans
+from tinyml.quantization.pack import pack, packed_bytes, unpack
 from torch import nn
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml.kmeans import best_intervals, kmeans
+from tinyml.quantization.kmeans import best_intervals, kmeans
 
 
 def squared_error(values, centroids, codes):

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinyml import quantize, size_of
-from tinyml.int8 import Int8Linear, int8_matmul, int_mm_is_exact
-from tinyml.linear import as_rows, grid_of
+from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.int8 import Int8Linear
 from torch import nn
 
 
@@ -77,31 +77,6 @@ def test_a_quantized_model_stores_what_it_says(bits, symmetric):
     assert quantized(torch.arange(7)).shape == (7, 30)
 
 
-@settings(deadline=None)
-@given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
-def test_int8_products_are_exact(m, k, n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    a = torch.randint(-128, 128, (m, k), generator=generator, dtype=torch.int8)
-    b = torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8)
-    assert torch.equal(int8_matmul(a, b.t()), a.int() @ b.int().t())
-
-
-def test_the_fallback_is_exact_too(monkeypatch):
-    monkeypatch.setattr("tinyml.int8.int_mm_is_exact", lambda: False)
-    a, b = torch.full((2, 5000), -128, dtype=torch.int8), torch.full((5000, 3), -128).to(torch.int8)
-    assert (int8_matmul(a, b) == 5000 * 128 * 128).all()
-
-
-def test_a_wrong_product_is_found_out(monkeypatch):
-    right = torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b: right(a, b).clamp(max=32767 * 2))
-    int_mm_is_exact.cache_clear()
-    try:
-        assert not int_mm_is_exact()
-    finally:
-        int_mm_is_exact.cache_clear()
-
-
 def test_a_dynamic_linear_is_within_its_rounding():
     torch.manual_seed(0)
     linear = nn.Linear(256, 64)
@@ -149,7 +124,7 @@ def test_dynamic_replaces_the_linears_and_nothing_else():
         ({"group_size": 5}, "groups of 5 do not divide rows of 16"),
         ({"observer": "max"}, "'minmax', 'percentile' or 'mse'"),
         ({"bits": 4, "activations": "dynamic"}, "takes bits=8"),
-        ({"activations": "static"}, "'float' or 'dynamic'"),
+        ({"activations": "static"}, "'float', 'dynamic' or 'auto'"),
     ],
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):

@@ -57,7 +57,7 @@ def test_the_bytes_of_a_rank():
 def test_unmerge_gives_every_bit_back(dtype):
     model = trained(add_lora(mlp(dtype), 8))
     before = [layer.base.weight.clone() for layer in (model[0], model[2])]
-    merge(merge(model))
+    merge(model)
     assert model[0].merged
     changed = [layer.base.weight for layer in (model[0], model[2])]
     assert all((c != b).any() for c, b in zip(changed, before, strict=True))
@@ -114,3 +114,113 @@ def test_bad_requests_say_what_to_ask_for():
         merge(mlp())
     with pytest.raises(TypeError, match="not Conv2d"):
         LoRA(nn.Conv2d(1, 1, 1))
+
+
+def adapted(alpha=None, seed=0):
+    torch.manual_seed(seed)
+    return trained(add_lora(mlp(), 4, alpha=alpha))
+
+
+@pytest.mark.parametrize("saved_merged", [False, True])
+@pytest.mark.parametrize("loaded_merged", [False, True])
+def test_a_state_dict_applies_the_update_once(saved_merged, loaded_merged):
+    saved, other = adapted(alpha=16).double(), adapted(seed=1).double()
+    inputs = torch.randn(7, 48).double()
+    expected = saved(inputs)
+    if saved_merged:
+        merge(saved)
+    if loaded_merged:
+        merge(other)
+    other.load_state_dict(saved.state_dict())
+    assert other[0].merged is loaded_merged
+    torch.testing.assert_close(other(inputs), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(unmerge(other)(inputs), expected, rtol=0, atol=0)
+
+
+def test_adapters_alone_may_be_loaded_into_a_merged_model():
+    saved, other, inputs = adapted(), merge(adapted(seed=1)), torch.randn(7, 48)
+    for own, base in ((other[0], saved[0]), (other[2], saved[2])):
+        unmerge(other)
+        own.base.load_state_dict(base.base.state_dict())
+    merge(other)
+    other.load_state_dict(lora_state_dict(saved), strict=False)
+    torch.testing.assert_close(other(inputs), saved(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_merging_changes_no_weight_that_is_shared():
+    embed, head = nn.Embedding(12, 9), nn.Linear(9, 12, bias=False)
+    head.weight = embed.weight
+    model, tokens = nn.Sequential(embed, head), torch.arange(12)
+    trained(add_lora(model, 3, kinds=(nn.Linear, nn.Embedding)))
+    before, apart = embed.weight.clone(), model(tokens)
+    torch.testing.assert_close(merge(model)(tokens), apart)
+    assert embed.weight is not head.weight
+    unmerge(model)
+    assert embed.weight is head.weight
+    assert torch.equal(embed.weight, before)
+
+
+def snapshot(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return str(model), state, [p.requires_grad for p in model.parameters()]
+
+
+def same(a, b):
+    return a[0] == b[0] and a[2] == b[2] and all(torch.equal(t, b[1][n]) for n, t in a[1].items())
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 32), nn.Linear(32, 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rank": 8},  # fits one layer, not the other
+        {"rank": 2, "targets": ["wide", "query"]},
+        {"rank": 2, "dropout": 7.0},
+        {"rank": 2, "alpha": float("nan")},
+        {"rank": 2, "kinds": (nn.Linear, Odd)},
+    ],
+)
+def test_adapters_go_in_all_or_not_at_all(arguments):
+    model = nn.Sequential(Odd())
+    before = snapshot(model)
+    with pytest.raises((ValueError, TypeError)):
+        add_lora(model, **arguments)
+    assert same(snapshot(model), before)
+
+
+def test_merging_twice_or_a_part_is_refused():
+    model = merge(adapted())
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"0: the update is merged already.*nothing was merged"):
+        merge(model)
+    assert same(snapshot(model), before)
+    half = adapted()
+    half[2].base = quantize(nn.Sequential(half[2].base), 4)[0]
+    with pytest.raises(RuntimeError, match="2: the base weight is compressed"):
+        merge(half)
+    assert not half[0].merged
+
+
+def test_a_layer_that_is_held_twice_has_one_adapter():
+    layer = nn.Linear(8, 8)
+    model = add_lora(nn.Sequential(layer, nn.Sequential(layer)), 2)
+    assert model[0] is model[1][0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
+    model = mlp()
+    model[2].weight.data[0, 0] = bad
+    with pytest.raises(ValueError, match="nan or inf"):
+        add_lora(model, 2)
+    assert isinstance(model[0], nn.Linear)
+    model = adapted()
+    model[2].lora_B.data[0, 0] = bad
+    with pytest.raises(ValueError, match=r"2: lora_B holds nan or inf.*nothing was merged"):
+        merge(model)
+    assert not model[0].merged

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import prune
-from tinyml.prune import input_norms, pattern_mask, smallest_mask
+from tinyml.pruning.magnitude import input_norms, pattern_mask, smallest_mask
 from torch import nn
 
 

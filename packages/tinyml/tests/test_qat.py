@@ -3,8 +3,8 @@
 import pytest
 import torch
 from tinyml import convert, prepare_qat, quantize, size_of
-from tinyml.pack import packed_bytes
-from tinyml.qat import round_through
+from tinyml.quantization.pack import packed_bytes
+from tinyml.quantization.qat import round_through
 from torch import nn
 
 

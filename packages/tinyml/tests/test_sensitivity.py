@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tinyml import sensitivity
-from tinyml.kmeans import kmeans
+from tinyml.quantization.kmeans import kmeans
 from torch import nn
 
 

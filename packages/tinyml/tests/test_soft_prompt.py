@@ -143,3 +143,67 @@ def test_bad_requests_say_what_to_ask_for():
         SoftPrompt(3, 4).targets(torch.zeros(2, 5), torch.ones(2, 4))
     with pytest.raises(ValueError, match="no task"):
         meta_loss(torch.zeros(2), [], steps=1, lr=0.1)
+
+
+class Cache:
+    """Keys and values that a model extends as it runs, as transformers' caches are."""
+
+    def __init__(self):
+        self.layers, self.seen = [], 0
+
+
+class Extending(Decoder):
+    """A decoder that appends to the cache that it is given."""
+
+    def forward(self, embeddings, past=None):
+        past = Cache() if past is None else past
+        earlier = past.layers[0] if past.layers else None
+        logits, made = super().forward(embeddings, earlier)
+        past.layers[:] = [made]
+        past.seen += embeddings.shape[1]
+        return logits, past
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cache_that_the_model_extends_serves_again(batch):
+    torch.manual_seed(0)
+    model = Extending().double().requires_grad_(False)
+    prompt, tokens = SoftPrompt(5, 8).double(), torch.randint(11, (batch, 7))
+    whole, _ = model(prompt(model.embed(tokens)))
+    cache = PrefixCache.of(prompt, lambda x: model(x)[1])
+    for _ in range(3):
+        past = cache.expand(batch)
+        cached, _ = model(model.embed(tokens), past)
+        torch.testing.assert_close(cached, whole[:, 5:], rtol=1e-12, atol=1e-12)
+        assert past.seen == 12
+        assert cache.past.seen == 5
+
+
+def test_writing_into_what_was_expanded_does_not_reach_the_cache():
+    past = {"k": [torch.ones(1, 2, 3)], "count": torch.tensor(4)}
+    cache = PrefixCache(past, 2)
+    one = cache.expand(1)
+    one["k"][0].zero_()
+    one["count"].add_(1)
+    assert past["k"][0].all()
+    assert past["count"] == 4
+    with pytest.raises(RuntimeError, match="single memory location"):
+        cache.expand(2)["k"][0].add_(1)
+    with pytest.raises(ValueError, match="batch first, size 1"):
+        PrefixCache({"k": torch.ones(2, 3)}, 2).expand(3)
+
+
+def test_a_cache_of_transformers_serves_again():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(
+        vocab_size=19, n_positions=32, n_embd=8, n_layer=2, n_head=2, use_cache=True
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).double().eval().requires_grad_(False)
+    prompt, tokens = SoftPrompt(5, 8).double(), torch.randint(19, (2, 7))
+    embeddings = model.transformer.wte(tokens)
+    whole = model(inputs_embeds=prompt(embeddings)).logits[:, 5:]
+    cache = PrefixCache.of(prompt, lambda x: model(inputs_embeds=x).past_key_values)
+    for _ in range(2):
+        cached = model(inputs_embeds=embeddings, past_key_values=cache.expand(2)).logits
+        torch.testing.assert_close(cached, whole, rtol=1e-12, atol=1e-12)

@@ -1,10 +1,12 @@
 """Any stage at any world size resumes exactly from any other's checkpoint."""
 
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -177,3 +179,153 @@ def test_boxes_cover_a_run_of_elements_exactly_and_in_order(shape, data):
         covered += elements[index].flatten().tolist()
     assert covered == list(range(start, stop))
     assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+
+
+def save_twice(path):
+    """Two asynchronous saves to one path, the first never waited for; the state goes on."""
+    model, optimizer = build_plain(1, 0)
+    extra = {"note": torch.zeros(3)}
+    first = save_checkpoint(path, model, optimizer, extra=extra, async_op=True)
+    extra["note"] += 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+    second = save_checkpoint(path, model, optimizer, extra=extra, async_op=True)
+    extra["note"] += 1
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3.0)
+    second.wait()
+    first.wait()
+    loaded = load_checkpoint(path, model, optimizer)
+    assert torch.equal(loaded["note"], torch.ones(3))
+    assert all(bool((p == 2).all()) for p in model.parameters())
+    save_checkpoint(path, model, optimizer, async_op=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(4.0)
+    save_checkpoint(path, model, optimizer)
+    load_checkpoint(path, model, optimizer)
+    assert all(bool((p == 4).all()) for p in model.parameters())
+    return True
+
+
+def test_saves_to_one_path_follow_each_other_and_copy_what_they_save(tmp_path):
+    assert all(run_ranks(save_twice, 2, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def save_small(path):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save_checkpoint(path, model, optimizer, extra={"step": 1})
+
+
+def flip_bits(path, every):
+    """How many flipped bits of every file load without an error."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 3)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    passed = tried = 0
+    for file in sorted(Path(path).iterdir()):
+        good = file.read_bytes()
+        for at in range(0, len(good), every):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            file.write_bytes(bad)
+            tried += 1
+            try:
+                load_checkpoint(path, model, optimizer)
+                passed += 1
+            except RuntimeError as error:
+                passed += "damaged" not in str(error)
+        file.write_bytes(good)
+    assert load_checkpoint(path, model, optimizer) == {"step": 1}
+    return tried, passed
+
+
+def flipped(folder, every):
+    path = str(folder / "checkpoint")
+    run_ranks(save_small, 2, path, timeout=DEADLINE)
+    tried, passed = run_ranks(flip_bits, 1, path, every, timeout=1500)[0]
+    assert tried > 3000 // every
+    assert passed == 0
+
+
+def test_a_flipped_bit_anywhere_is_refused(tmp_path):
+    flipped(tmp_path, 41)
+
+
+@pytest.mark.exhaustive
+def test_a_flipped_bit_in_every_byte_is_refused(tmp_path):
+    flipped(tmp_path, 1)
+
+
+class Wrapper(nn.Module):
+    """Has a child called `module` and weights of its own, unlike a wrapper of ours."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.head = nn.Linear(11, 2)
+
+    def forward(self, tokens):
+        return self.head(self.module(tokens))
+
+
+def name_it(path):
+    """Compiled, tied and nested models: the plain names, and every name of a tied tensor."""
+    torch.manual_seed(0)
+    model = Tiny()
+    parts = {"compiled": torch.compile(Tiny(), backend="eager"), "plain": Tiny()}
+    for name, saved in parts.items():
+        whole_model = nn.Module()
+        whole_model.add_module("inner", saved)
+        place = f"{path}/{name}"
+        save_checkpoint(place, whole_model)
+        holder = nn.Module()
+        holder.add_module("inner", model)
+        load_checkpoint(place, holder)
+        expected = {k.replace("_orig_mod.", ""): v for k, v in saved.state_dict().items()}
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, expected[key]), key
+        # torch's own reader, which knows nothing of ties, under each of the names.
+        state = {"model": {f"inner.{k}": torch.zeros_like(v) for k, v in expected.items()}}
+        assert "inner.head.weight" in state["model"]
+        dcp.load(state, checkpoint_id=place)
+        for key, value in expected.items():
+            assert torch.equal(state["model"][f"inner.{key}"], value), key
+    wrapper = Wrapper(nn.Linear(3, 11))
+    save_checkpoint(f"{path}/wrapper", wrapper)
+    other = Wrapper(nn.Linear(3, 11))
+    load_checkpoint(f"{path}/wrapper", other)
+    assert torch.equal(other.head.weight, wrapper.head.weight)
+    untied = Tiny()
+    untied.head.weight = nn.Parameter(torch.ones(11, 5))
+    save_checkpoint(f"{path}/tied", Tiny())
+    load_checkpoint(f"{path}/tied", untied)
+    assert torch.equal(untied.head.weight, untied.embed.weight)
+    untied.head.weight.data.add_(1)
+    save_checkpoint(f"{path}/untied", untied)
+    with pytest.raises(RuntimeError, match=r"head\.weight and embed\.weight are one tensor in the"):
+        load_checkpoint(f"{path}/untied", Tiny())
+    return True
+
+
+def test_names_are_those_of_the_plain_module_and_tied_tensors_have_all_of_theirs(tmp_path):
+    assert all(run_ranks(name_it, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def compiled_as_a_whole(path):
+    """torch.compile around everything, FSDP too."""
+    model, optimizer = build_plain(3, 0)
+    save_checkpoint(path, torch.compile(model, backend="eager"), optimizer)
+    other, _ = build_plain(0, 1)
+    load_checkpoint(path, torch.compile(other, backend="eager"))
+    return all(torch.equal(v, other.state_dict()[k]) for k, v in model.gather_full_params().items())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_saved_and_loaded(tmp_path):
+    assert all(run_ranks(compiled_as_a_whole, 2, str(tmp_path / "last"), timeout=DEADLINE))

@@ -97,14 +97,10 @@ def test_held_bytes_are_the_papers_formula(stage):
     assert before.parameters == pytest.approx(
         parameters * 4 / (world if stage == 3 else 1), rel=0.01
     )
-    if stage == 1:
-        # Our stage 1 has the whole gradients, and the average of its shard.
-        assert before.gradients >= parameters * (4 + 4 / world)
-    else:
-        share = world if stage else 1
-        bucket = 4 * 2 * 2**19 if stage == 2 else 0
-        assert parameters * 4 / share <= before.gradients * 1.001
-        assert before.gradients <= parameters * 4 / share * 1.01 + bucket
+    share = world if stage > 1 else 1
+    bucket = {1: 2**19, 2: 4 * 2 * 2**19}.get(stage, 0)
+    assert parameters * 4 / share <= before.gradients * 1.001
+    assert before.gradients <= parameters * 4 / share * 1.01 + bucket
     assert before.optimizer == pytest.approx(parameters * 8 / (world if stage else 1), rel=0.01)
 
 

@@ -1,5 +1,6 @@
 """Sums and shuffles over processes: the names of torch.distributed, in the open."""
 
+from collectives.choice.cost import CostModel
 from collectives.collective import (
     ReduceOp,
     all_gather_into_tensor,
@@ -11,12 +12,13 @@ from collectives.collective import (
     shared_empty,
 )
 from collectives.communicator import checked
-from collectives.cost import CostModel
+from collectives.describe import Description, describe
 from collectives.faults import RankLost
-from collectives.fingerprint import Mismatch
+from collectives.shared_memory.fingerprint import Mismatch
 
 __all__ = [
     "CostModel",
+    "Description",
     "Mismatch",
     "RankLost",
     "ReduceOp",
@@ -26,6 +28,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "checked",
+    "describe",
     "reduce_scatter_tensor",
     "shared_empty",
 ]

@@ -4,6 +4,11 @@
     torch.distributed.init_process_group("cpu:collectives,cuda:nccl")   # or just "collectives"
 
 Notable:
+- CPU tensors go to this package. Tensors of another device go to the backend that torch uses for
+  that device (NCCL for CUDA), which is made with the first of them, inside the same group: torch
+  stops at the first Python group that it gets and never makes the second backend by itself;
+- it is a `ProcessGroup`, not a `Backend` in Python as torch 2.15 knows it too: torch wraps what
+  such a one returns in handles that never say `is_completed`, and a loop that polls never ends;
 - what this package has no algorithm for (gather, scatter, lists of tensors, send and receive) goes
   to gloo, over which the messages travel too;
 - an asynchronous call from torch (DDP's buckets, FSDP2's prefetch) runs on the progress thread.
@@ -11,27 +16,44 @@ Notable:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective
 from collectives.communicator import Communicator
 from collectives.work import Work
 
 NAME = "collectives"
-
+CPU = torch.device("cpu")
 
 # Its methods have several signatures each in torch's stubs; torch calls the ones given here.
 _ProcessGroup: Any = dist.ProcessGroup
+_Method = Callable[..., Any]
 
 
-def _on_gloo(name: str) -> Callable[..., Any]:
+def _by_device(method: _Method) -> _Method:
+    """Let tensors that are not on the CPU go to their device's own backend."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: CollectivesProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor(args)
+        if tensor is not None and not tensor.is_cpu:
+            return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _on_gloo(name: str) -> _Method:
     """gloo's own method.
 
     The base class would find it too, but holds the interpreter while it calls: gloo may then wait
@@ -41,27 +63,73 @@ def _on_gloo(name: str) -> Callable[..., Any]:
     def forward(self: CollectivesProcessGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._gloo, name)(*args, **kwargs)
 
-    return forward
+    forward.__name__ = name
+    return _by_device(forward)
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose collectives are this package's."""
+    """A process group whose collectives on CPU tensors are this package's."""
 
-    def __init__(self, store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    def __init__(self, options: Any) -> None:
+        rank, world, timeout = options.group_rank, options.group_size, options.timeout
         super().__init__(rank, world)
-        self._gloo: Any = ProcessGroupGloo(store, rank, world, timeout)
+        self._options = options
+        self._gloo: Any = ProcessGroupGloo(options.store, rank, world, timeout)
+        self._others: dict[str, Any] = {}
+        self._making = threading.Lock()
         # torch asks the group which backend serves a device.
         kind = dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(torch.device("cpu"), kind, self._gloo)
+        self._register_backend(CPU, kind, self._gloo)
         self._set_default_backend(kind)
-        self.communicator = Communicator(self._gloo, store=store, timeout=timeout)
+        replaced = getattr(options, "process_group", None)
+        bound = getattr(replaced, "bound_device_id", None)
+        if bound is not None:
+            self.bound_device_id = bound
+        self.communicator = Communicator(self._gloo, store=options.store, timeout=timeout)
 
     def getBackendName(self) -> str:
         """What get_backend says."""
         return NAME
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """torch.distributed.all_reduce."""
+    # ----- other devices -----
+
+    def get_backend(self, device: Any) -> Any:
+        """The backend of a device: gloo (for messages) on the CPU, else torch's own for it."""
+        device = torch.device(device)
+        if device.type == CPU.type:
+            return self._gloo
+        with self._making:
+            if device.type not in self._others:
+                self._others[device.type] = self._make(device)
+        return self._others[device.type]
+
+    _get_backend = get_backend
+
+    def _make(self, device: torch.device) -> Any:
+        name = dist.Backend.default_device_backend_map.get(device.type)
+        if name is None:
+            raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
+        backend = _backend_by_name(name, device, self._options)
+        kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+        # C++ callers (coalescing, functional collectives) find it by its device.
+        self._register_backend(torch.device(device.type), kind, backend)
+        return backend
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.get_backend(device)
+        super()._start_coalescing(device)
+
+    # ----- this package's -----
+
+    @_by_device
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
+    ) -> dist.Work:
+        """torch.distributed.all_reduce; `opts` may be torch's options, a reduce op or nothing."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not isinstance(opts, dist.AllreduceOptions):
+            op, opts = opts if op is None else op, dist.AllreduceOptions()
+            opts.reduceOp = dist.ReduceOp.SUM if op is None else op
         if tensors[0].is_sparse:
             on_gloo: dist.Work = self._gloo.allreduce(tensors, opts)
             return on_gloo
@@ -69,45 +137,63 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             opts, tensors, lambda **go: collective.all_reduce(tensors[0], opts.reduceOp, **go)
         )
 
+    @_by_device
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """One all-reduce after the other."""
-        return self._each(opts, [[tensor] for tensor in tensors], self.allreduce)
+        single = dist.AllreduceOptions()
+        single.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if opts is not None:
+            single.asyncOp = opts.asyncOp
+        return self._each(single, [[tensor] for tensor in tensors], self.allreduce)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """torch.distributed.broadcast."""
+    @_by_device
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
+    ) -> dist.Work:
+        """torch.distributed.broadcast; `opts` may be torch's options or the root's rank."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not isinstance(opts, dist.BroadcastOptions):
+            root, opts = opts if root is None else root, dist.BroadcastOptions()
+            opts.rootRank = root or 0
         return self._run(
             opts,
             tensors,
             lambda **go: collective.broadcast(tensors[0], group_src=opts.rootRank, **go),
         )
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    @_by_device
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """torch.distributed.all_gather_into_tensor."""
         return self._run(
             opts, [output], lambda **go: collective.all_gather_into_tensor(output, input, **go)
         )
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    @_by_device
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """torch.distributed.reduce_scatter_tensor."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return self._run(
             opts,
             [output],
-            lambda **go: collective.reduce_scatter_tensor(output, input, opts.reduceOp, **go),
+            lambda **go: collective.reduce_scatter_tensor(output, input, op, **go),
         )
 
-    def allgather_into_tensor_coalesced(
+    @_by_device
+    def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """One all-gather after the other."""
-        return self._each(opts, zip(outputs, inputs, strict=True), self._allgather_base)
+        return self._each(opts, zip(outputs, inputs, strict=True), self.all_gather_single)
 
-    def reduce_scatter_tensor_coalesced(
+    @_by_device
+    def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         """One reduce-scatter after the other."""
-        return self._each(opts, zip(outputs, inputs, strict=True), self._reduce_scatter_base)
+        return self._each(opts, zip(outputs, inputs, strict=True), self.reduce_scatter_single)
 
-    def alltoall_base(
+    @_by_device
+    def all_to_all_single(
         self,
         output: Tensor,
         input: Tensor,
@@ -124,16 +210,23 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             ),
         )
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """torch.distributed.barrier."""
+        device = getattr(opts, "device", None)
+        if device is not None and device.type != CPU.type:
+            there: dist.Work = self.get_backend(device).barrier(opts)
+            return there
+        opts = opts if isinstance(opts, dist.BarrierOptions) else None
         return self._run(opts, [], lambda **go: collective.barrier(**go))
 
-    # torch 2.12 and later call the same things by these names.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
+    # torch up to 2.11 calls the same things by these names.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ----- gloo's -----
 
     allgather = _on_gloo("allgather")
     allgather_coalesced = _on_gloo("allgather_coalesced")
@@ -147,9 +240,25 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     scatter = _on_gloo("scatter")
     send = _on_gloo("send")
 
+    # ----- life and death -----
+
     def shutdown(self) -> None:
-        """Stop the progress thread."""
+        """Stop the progress thread and the backends of other devices."""
         self.communicator.close()
+        for backend in self._others.values():
+            backend.shutdown()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a rank is waited for from now on."""
+        self._gloo._set_default_timeout(timeout)
+        for backend in self._others.values():
+            backend.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Give up what is under way: other ranks get an error that names this one."""
+        self.communicator.abort()
+        for backend in self._others.values():
+            backend.abort()
 
     def _run(
         self, opts: Any, result: list[Tensor], call: Callable[..., dist.Work | None]
@@ -166,8 +275,41 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
 
-def _create(store: Store, rank: int, world: int, timeout: timedelta) -> CollectivesProcessGroup:
-    return CollectivesProcessGroup(store, rank, world, timeout)
+def _first_tensor(args: Any) -> Tensor | None:
+    """The first tensor in nested lists of them."""
+    for each in args:
+        if isinstance(each, Tensor):
+            return each
+        if isinstance(each, (list, tuple)) and (found := _first_tensor(each)) is not None:
+            return found
+    return None
 
 
-dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+def _backend_by_name(name: str, device: torch.device, options: Any) -> Any:
+    """A backend of torch's for the ranks of our group, as init_process_group makes it."""
+    store: Store = PrefixStore(f"beside/{device.type}", options.store)
+    rank, world, timeout = options.group_rank, options.group_size, options.timeout
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        # Up to torch 2.11 the built-in ones are not in that list.
+        if name != dist.Backend.NCCL:
+            raise ValueError(f"cannot make backend {name} for {device.type} beside {NAME}")
+        settings = dist.ProcessGroupNCCL.Options()
+        settings._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, settings)
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, world, timeout)
+    beside: Any = type(options)()
+    for field in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
+        setattr(beside, field, getattr(options, field))
+    beside.store = store
+    if hasattr(options, "process_group"):
+        beside.process_group = options.process_group
+    return plugin.creator_fn(beside, None)
+
+
+def _create(options: Any, _: Any) -> CollectivesProcessGroup:
+    return CollectivesProcessGroup(options)
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import algorithms
+from collectives.algorithms import dispatch
+from collectives.algorithms.reduction import check, op_name
 from collectives.communicator import Communicator, communicator
-from collectives.fingerprint import Call
-from collectives.reduction import check, op_name
+from collectives.shared_memory.fingerprint import Call
 
 ReduceOp = dist.ReduceOp
 
@@ -32,7 +32,7 @@ def all_reduce(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Reduce `tensor` over all ranks, in place."""
-    if tensor.is_cuda and algorithm == "auto":
+    if not tensor.is_cpu and algorithm == "auto":
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
     comm, name = communicator(group), op_name(op)
     check(name, tensor.dtype)
@@ -40,7 +40,7 @@ def all_reduce(
 
     def body(packed: bytes) -> None:
         flat = _flat(tensor)
-        algorithms.all_reduce(comm, call, packed, flat)
+        dispatch.all_reduce(comm, call, packed, flat)
         _copy_back(tensor, flat)
 
     return comm.run(call, tensor, body, async_op=async_op)
@@ -56,7 +56,7 @@ def reduce_scatter_tensor(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """output = this rank's slice of the reduction of `input`, which is `world` times as long."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
     comm, name = communicator(group), op_name(op)
     check(name, input.dtype)
@@ -65,7 +65,7 @@ def reduce_scatter_tensor(
 
     def body(packed: bytes) -> None:
         out, flat = _flat(output), _flat(input)
-        algorithms.reduce_scatter(comm, call, packed, out, flat)
+        dispatch.reduce_scatter(comm, call, packed, out, flat)
         _copy_back(output, out)
 
     return comm.run(call, input, body, async_op=async_op, result=output)
@@ -80,7 +80,7 @@ def all_gather_into_tensor(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """output = the inputs of all ranks, one after the other."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
     comm = communicator(group)
     _check_pair("output", output, "input", input, comm.world)
@@ -88,7 +88,7 @@ def all_gather_into_tensor(
 
     def body(packed: bytes) -> None:
         out, own = _flat(output), _flat(input)
-        algorithms.all_gather(comm, call, packed, out, own)
+        dispatch.all_gather(comm, call, packed, out, own)
         _copy_back(output, out)
 
     return comm.run(call, input, body, async_op=async_op, result=output)
@@ -104,7 +104,7 @@ def broadcast(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Give every rank the tensor of rank `src` (`group_src` counts within the group)."""
-    if tensor.is_cuda and algorithm == "auto":
+    if not tensor.is_cpu and algorithm == "auto":
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
     comm = communicator(group)
     root = _root(comm, src, group, group_src)
@@ -112,7 +112,7 @@ def broadcast(
 
     def body(packed: bytes) -> None:
         flat = _flat(tensor)
-        algorithms.broadcast(comm, call, packed, flat)
+        dispatch.broadcast(comm, call, packed, flat)
         _copy_back(tensor, flat)
 
     return comm.run(call, tensor, body, async_op=async_op)
@@ -129,7 +129,7 @@ def all_to_all_single(
     algorithm: str = "auto",
 ) -> dist.Work | None:
     """Send the i-th part of `input` (rows) to rank i; `output` collects what comes, in order."""
-    if output.is_cuda and algorithm == "auto":
+    if not output.is_cpu and algorithm == "auto":
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
@@ -142,9 +142,7 @@ def all_to_all_single(
 
     def body(packed: bytes) -> None:
         out, flat = _flat(output), _flat(input)
-        algorithms.all_to_all(
-            comm, call, packed, _split(out, lengths_out), _split(flat, lengths_in)
-        )
+        dispatch.all_to_all(comm, call, packed, _split(out, lengths_out), _split(flat, lengths_in))
         _copy_back(output, out)
 
     return comm.run(call, input, body, async_op=async_op, result=output)
@@ -154,9 +152,7 @@ def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
     """Return when every rank of the group has called it."""
     comm, nothing = communicator(group), torch.empty(0)
     call = Call("barrier", (), nothing.dtype)
-    return comm.run(
-        call, nothing, lambda packed: algorithms.barrier(comm, packed), async_op=async_op
-    )
+    return comm.run(call, nothing, lambda packed: dispatch.barrier(comm, packed), async_op=async_op)
 
 
 def shared_empty(
@@ -173,7 +169,7 @@ def shared_empty(
     made: list[Tensor] = []
 
     def body(packed: bytes) -> None:
-        algorithms.agree(comm, packed)
+        dispatch.agree(comm, packed)
         made.append(comm.topology.allocate(shape.numel(), dtype))
 
     comm.run(call, torch.empty(0), body, async_op=False)
@@ -183,7 +179,7 @@ def shared_empty(
 def _call(
     comm: Communicator, kind: str, tensor: Tensor, algorithm: str, *, op: str = "", root: int = 0
 ) -> Call:
-    algorithms.validate(comm, kind, algorithm)
+    dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
     if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
         raise ValueError(f'{algorithm} takes CPU tensors; use "ring", or "auto" for NCCL itself')
     return _remembered(kind, tensor.shape, tensor.dtype, op, root, algorithm)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,16 +23,28 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 
-from collectives.arena import UNUSABLE
-from collectives.cost import CostModel
+from collectives.algorithms.gloo import GlooGroups
+from collectives.algorithms.point_to_point import PeerError, PointToPoint
+from collectives.choice.cost import CostModel
+from collectives.choice.topology import Topology
 from collectives.faults import GRACE_SECONDS, Entry, RankLost, Roll
-from collectives.fingerprint import Call, Mismatch, compare, has_nan
-from collectives.point_to_point import PeerError, PointToPoint
-from collectives.topology import Topology
+from collectives.shared_memory.arena import UNUSABLE
+from collectives.shared_memory.fingerprint import (
+    Call,
+    Lengths,
+    Mismatch,
+    compare,
+    compare_lengths,
+    has_nan,
+)
 from collectives.work import Work
 
 _known: dict[Any, Communicator] = {}
+# Two threads may make a group's first call at once.
+_making = threading.Lock()
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -45,16 +57,17 @@ def communicator(group: Any = None) -> Communicator:
         return own
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError("this rank is not a member of the given group; do not call from here")
-    if pg in _known:
+    if (known := _known.get(pg)) is not None:
+        return known
+    with _making:
+        if pg not in _known:
+            _forget_destroyed_groups()
+            _known[pg] = Communicator(
+                pg,
+                store=dist.distributed_c10d._get_process_group_store(pg),
+                timeout=pg._get_backend(pg._device_types[0]).options._timeout,
+            )
         return _known[pg]
-    _forget_destroyed_groups()
-    made = Communicator(
-        pg,
-        store=dist.distributed_c10d._get_process_group_store(pg),
-        timeout=pg._get_backend(pg._device_types[0]).options._timeout,
-    )
-    _known[pg] = made
-    return made
 
 
 def _forget_destroyed_groups() -> None:
@@ -72,17 +85,20 @@ class Communicator:
         generation = (store.add("collectives", 1) - 1) // self.world
         self.store = PrefixStore(f"collectives/{generation}", store)
         self.wire = PointToPoint(group, range(self.world), self.rank)
+        self.gloo = GlooGroups(group, self.store)
         self.topology = Topology(self.store, self.rank, self.world, self.timeout)
         self.models: dict[str, CostModel] = {}
-        self.choices: dict[tuple[str, int], str] = {}
+        self.choices: dict[tuple[str, int, bool], str] = {}
         self.compare_always = False
         self.comparing = False
         self.look_for_nan = False
         # The ranks that send and receive in the operation that runs.
         self.talking: Sequence[int] = range(self.world)
+        # What this rank brings to the all-to-all that runs.
+        self.lengths: Lengths | None = None
         self._calls = 0
         self._broken: RankLost | None = None
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.Lock()
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
@@ -117,20 +133,40 @@ class Communicator:
                         raise
                     raise reason from error
 
+        # What torch.profiler shows; it costs microseconds, so only where somebody looks.
+        event = record_function(f"collectives:{call.kind}") if _profiler_enabled() else None
         if not async_op:
             last, self._last = self._last, None
             if last is not None:
                 last.join()
-            operation()
+            with event or nullcontext():
+                operation()
             return None
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_progress, args=(self._queue,), daemon=True, name="collectives"
-            )
-            self._thread.start()
-        work = self._last = Work(operation, [tensor if result is None else result])
-        self._queue.put(work)
+        work = Work(
+            operation,
+            [tensor if result is None else result],
+            timeout=self.timeout,
+            progress=lambda: self._calls,
+        )
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_progress, args=(self._queue,), daemon=True, name="collectives"
+                )
+                self._thread.start()
+            if event is not None:
+                # It begins here and ends when the operation does.
+                event.__enter__()
+                event._call_end_callbacks_on_future(work.get_future())
+            # Together: what is last in the queue is what a synchronous call waits for.
+            self._last = work
+            self._queue.put(work)
         return work
+
+    def abort(self) -> None:
+        """Take no further part: what runs here ends in an error, and so does every other rank's."""
+        lost = RankLost([self.rank], f"rank {self.rank} has aborted; {UNUSABLE}")
+        self._give_up(lost, b"")
 
     def close(self) -> None:
         """Stop the thread and release what the kernel holds."""
@@ -141,11 +177,21 @@ class Communicator:
         if self._broken is not None:
             raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
         self._calls += 1
+        self._heed_timeout()
         self.comparing = compare
         self.talking = range(self.world)
+        self.lengths = None
         # What is left of the timeout is for finding out who is lost.
         self.wire.finish_within(0.8 * self.timeout)
         self.wire.speak_of(b"")
+
+    def _heed_timeout(self) -> None:
+        """Take the timeout that the group has now: torch may have been told another one."""
+        seconds = self.gloo.timeout_seconds()
+        if seconds and seconds != self.timeout:
+            self.timeout = seconds
+            if self.topology.arena is not None:
+                self.topology.arena.timeout = seconds
 
     def _reason(self, error: BaseException, packed: bytes) -> BaseException:
         """Why the call has failed, as every rank is to say it; the group is given up, if it is."""
@@ -180,6 +226,7 @@ class Communicator:
             entry = Entry(self.rank, packed, reason.ranks, difference)
             Roll(self.store, self._calls).sign(entry)
             self.wire.hang_up()
+            self.gloo.hang_up()
         # Last: who is told so in memory looks for the reason in the roll.
         if self.topology.arena is not None and not found_here:
             self.topology.arena.leave(reason.ranks[0])
@@ -198,8 +245,10 @@ class Communicator:
             ranks = [arena.names[i] for i in dead]
             return RankLost(ranks, f"rank {ranks[0]} died (call {self._calls}); {UNUSABLE}")
         roll = Roll(self.store, self._calls)
-        roll.sign(Entry(self.rank, packed))
+        lengths = (self.lengths.sends, self.lengths.receives) if self.lengths else None
+        roll.sign(Entry(self.rank, packed, lengths=lengths))
         self.wire.hang_up()
+        self.gloo.hang_up()
         seconds = min(GRACE_SECONDS, 0.15 * self.timeout)
         entries = roll.read(self.talking, seconds)
         told = f"messages failed in call {self._calls}: {error}; {UNUSABLE}"
@@ -212,11 +261,15 @@ class Communicator:
         # First: a rank that is absent may have had all that it needed of this call.
         try:
             compare([entry.call for entry in entries.values()], list(entries))
+            brought = {e.rank: Lengths(*e.lengths) for e in entries.values() if e.lengths}
+            compare_lengths(brought, range(self.world))
         except Mismatch as difference:
             return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
         if absent := [rank for rank in self.talking if rank not in entries]:
             who = f"rank {', '.join(map(str, absent))}"
             return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
+        if error.peer is None:
+            return RankLost([], f"a connection broke, and every rank is still there: {told}")
         return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
 
 

@@ -47,13 +47,15 @@ def fetch(store: Store, keys: Mapping[int, str], seconds: float) -> dict[int, by
 class Entry:
     """What a survivor says: the call that it was in, and whom it knows to be the reason.
 
-    `difference` tells how calls differ, where that is the reason.
+    `difference` tells how calls differ, where that is the reason. `lengths` is what it brought to
+    an all-to-all: elements that it sends to each rank, and that it expects from each.
     """
 
     rank: int
     call: bytes = b""
     blames: Sequence[int] = ()
     difference: str = ""
+    lengths: tuple[list[int], list[int]] | None = None
 
 
 class Roll:
@@ -64,7 +66,8 @@ class Roll:
 
     def sign(self, entry: Entry) -> None:
         """Say that this rank is still there, and what it knows."""
-        text = json.dumps([entry.rank, entry.call.hex(), list(entry.blames), entry.difference])
+        known = entry.rank, entry.call.hex(), list(entry.blames), entry.difference, entry.lengths
+        text = json.dumps(known)
         with suppress(RuntimeError):
             self._store.set(f"roll/{self._call}/{entry.rank}", text)
             # Whoever knows the reason tells it where all look: also those that had what they
@@ -98,5 +101,5 @@ class Roll:
     def _entry(self, key: str) -> Entry | None:
         if not self._store.check([key]):
             return None
-        rank, call, blames, difference = json.loads(self._store.get(key))
-        return Entry(rank, bytes.fromhex(call), blames, difference)
+        rank, call, *known = json.loads(self._store.get(key))
+        return Entry(rank, bytes.fromhex(call), *known)

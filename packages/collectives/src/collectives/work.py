@@ -1,7 +1,15 @@
-"""The handle of an asynchronous operation, as torch.distributed gives it."""
+"""The handle of an asynchronous operation, as torch.distributed gives it.
+
+Notable:
+- callbacks of a future may start collectives and wait for them (torch's `powerSGD_hook` does), so
+  they never run on the progress thread: that would wait for itself. They run on threads that are
+  added while all others are busy;
+- `wait` ends: an operation that is not done a while after the group's timeout is an error.
+"""
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,14 +18,56 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
+# The operation itself says at the timeout who is lost, which is the better error.
+GRACE_SECONDS = 2.0
+
+
+class Callbacks:
+    """Threads for callbacks: one more whenever all that there are have something to do."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Run it soon, on a thread where nobody else waits."""
+        self._tasks.put(task)
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+                return
+        threading.Thread(target=self._serve, daemon=True, name="collectives callbacks").start()
+
+    def _serve(self) -> None:
+        while True:
+            self._tasks.get()()
+            with self._lock:
+                self._idle += 1
+
+
+_callbacks = Callbacks()
+
 
 class Work(dist.Work):
-    """`wait` returns when the operation is done, or raises what it raised."""
+    """`wait` returns when the operation is done, or raises what it raised.
 
-    def __init__(self, operation: Callable[[], None], result: Any = None) -> None:
+    `progress()` counts what the group has done: while it rises, an operation that is still queued
+    is not late. `timeout` is the group's, in seconds.
+    """
+
+    def __init__(
+        self,
+        operation: Callable[[], None],
+        result: Any = None,
+        *,
+        timeout: float = float("inf"),
+        progress: Callable[[], int] = lambda: 0,
+    ) -> None:
         super().__init__()
         self._operation: Callable[[], None] | None = operation
         self._result = result
+        self._timeout, self._progress = timeout, progress
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future[Any] | None = None
@@ -42,17 +92,30 @@ class Work(dist.Work):
             self._done.set()
             future = self._future
         if future is not None:
-            future.set_result(None)
+            _callbacks.submit(lambda: future.set_result(None))
 
     def join(self) -> None:
-        """Return when it has ended, well or not."""
-        self._done.wait()
+        """Return when it has ended, well or not; raise if it does not end."""
+        if self._timeout == float("inf"):
+            self._done.wait()
+            return
+        seconds = self._timeout + GRACE_SECONDS
+        before = self._progress()
+        while not self._done.wait(seconds):
+            now = self._progress()
+            if now == before:
+                raise RuntimeError(
+                    f"timed out: the operation is not done {seconds:g} s after the one before it"
+                )
+            before = now
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when done; raise what the operation raised."""
-        seconds = timeout.total_seconds() if timeout else None
-        if not self._done.wait(seconds or None):
-            raise RuntimeError(f"the operation is not done after {seconds:g} s")
+        if seconds := timeout.total_seconds() if timeout else 0.0:
+            if not self._done.wait(seconds):
+                raise RuntimeError(f"timed out: the operation is not done after {seconds:g} s")
+        else:
+            self.join()
         if self._error is not None:
             raise self._error
         return True

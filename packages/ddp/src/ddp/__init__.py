@@ -1,8 +1,9 @@
 """Replicate the model, average the gradients while the backward pass runs."""
 
-from ddp.compression import Cast, Compression, PowerSGD
+from ddp.compression.ways import Cast, Compression, PowerSGD
 from ddp.ddp import DDP
-from ddp.meter import BucketRecord, Meter, StepRecord
+from ddp.metering.meter import Meter
+from ddp.metering.records import BucketRecord, StepRecord
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 from ddp.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
 

@@ -1,127 +1,185 @@
 """Data parallelism: every rank holds the model, and gradients are averaged while they are made.
 
 Notable:
-- a hook a parameter fires when its gradient is final; the bucket that it completes is sent at once
-  and travels while autograd computes the layers below;
+- a hook on each parameter runs when its gradient is final; the bucket that it completes is sent at
+  once and travels while autograd computes the layers below;
+- the backward pass itself waits, at its end, for what is still under way: a training loop that
+  knows only `loss.backward()` and `optimizer.step()` is right as it is;
 - buckets follow the order of the backward pass: in the first step a guess (parameters reversed),
   from the second on the order in which gradients became ready on rank 0;
+- the mean of a mean is itself, so that a second loss, or a pass after one that was synchronised,
+  adds to `.grad` and is averaged together with what lies there;
 - a gradient is scaled into its bucket in one pass, and `.grad` is that place from then on;
 - buckets carry flags, so that ranks which disagree find out at no cost (see `bucket`).
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils._pytree import tree_map_only
 
-from ddp.agreement import broadcast_state, check_same_model
+from ddp.average import Average, Weighing
 from ddp.bucket import Allocate
-from ddp.collective import AllReduce, link
-from ddp.compression import Cast, Compression, Uncompressed
-from ddp.meter import Meter
-from ddp.reducer import MOST_EXACT_RANKS, Reducer
-from ddp.watch import Watch
+from ddp.collective import AllReduce, Link, link
+from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.compression.sparse import average_sparse
+from ddp.compression.ways import Compression, Uncompressed
+from ddp.consistency.agreement import (
+    broadcast_state,
+    broadcast_tensors,
+    check_same,
+    check_same_model,
+    check_same_weights,
+    describe,
+)
+from ddp.consistency.blame import Blame
+from ddp.consistency.buffers import broadcast_buffers
+from ddp.consistency.inventory import Inventory
+from ddp.consistency.join import Shadow, common_rank
+from ddp.exchange import MOST_EXACT_RANKS, Exchange
+from ddp.metering.meter import Meter
+from ddp.options import Options, check_module, device_of, group_of, refuse
+from ddp.reducer import Reducer
+
+# What belongs to the ranks of one run, and is made anew for a copy.
+_OF_THIS_RUN = (
+    "_link",
+    "_blame",
+    "_exchange",
+    "_reducer",
+    "_inventory",
+    "_removal",
+    "_weighing",
+    "meter",
+)
 
 
 class DDP(nn.Module, Joinable):
-    """Wrap `module`; after `finish_gradient_synchronization()` gradients are means over the ranks.
+    """Wrap `module`; after `backward()` gradients are means over the ranks.
 
         model = DDP(module)
         loss(model(batch)).backward()
-        model.finish_gradient_synchronization()
         optimizer.step()
 
-    Construction gives every rank the weights and buffers of rank 0.
+    Construction gives every rank the weights and buffers of rank 0; after each step the buffers
+    are rank 0's again. Parameters that are unfrozen, replaced or added later are averaged from the
+    next forward pass on.
 
     - `bucket_size_mb`: in 2**20 bytes; None sends each parameter by itself as it becomes ready.
+    - `group`, or torch's `process_group` or `device_mesh`: the ranks; all, if none is given.
     - `all_reduce`: called like `torch.distributed.all_reduce`, which is the default.
     - `allocate`: `allocate(numel, dtype=..., group=...)` makes the memory of each bucket.
     - `gradient_dtype`: what travels, for example bfloat16; sums are made in the gradients' dtype.
     - `compression`: any other way to sum, such as `PowerSGD(rank)`.
+    - `average`: "ranks" for the mean over the ranks, "sum", or a function that says what a backward
+      pass counts for, such as its number of tokens: then gradients are means by that weight.
     - `find_unused_parameters`: count a gradient that some ranks lack as zero; otherwise an error.
     - `check_nan`: look at each bucket before it is sent.
+    - `static_graph`: every step computes the same, so that a gradient may be made in several parts
+      (reentrant checkpoints of a shared layer): the first step counts them.
+    - `gradient_as_bucket_view=False`: `.grad` is memory of its own, a second set of gradients.
+    - the other arguments of torch's DDP have its names and meaning; those without a meaning here
+      are refused by name.
 
     Raises ValueError on every rank if modules or options differ across ranks.
     """
 
+    _link: Link
+    _blame: Blame
+    _inventory: Inventory
+    _exchange: Exchange
+    _reducer: Reducer
+    _weighing: Weighing | None
+    _finish_queued: bool
+    _looked: bool
+    _synchronised: bool
+
     def __init__(
         self,
         module: nn.Module,
-        bucket_size_mb: float | None = 25.0,
+        bucket_size_mb: float | Sequence[Any] | None = 25.0,
         *,
         group: dist.ProcessGroup | None = None,
         all_reduce: AllReduce | None = None,
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
         compression: Compression | None = None,
+        average: Average = "ranks",
         find_unused_parameters: bool = False,
         check_nan: bool = False,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        init_sync: bool = True,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device_mesh: Any = None,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        bucket_cap_mb: float | None = None,
+        **others_of_torch: Any,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if bucket_size_mb is not None and not bucket_size_mb > 0:
-            raise ValueError(
-                f"bucket_size_mb is {bucket_size_mb}; it must be above zero, or None to send each "
-                "parameter by itself"
-            )
-        if gradient_dtype is not None and compression is not None:
-            raise ValueError(
-                f"gradient_dtype {gradient_dtype} and compression {compression!r} are two ways to "
-                "send the same gradients; pass one"
-            )
-        self.module = module
-        self.meter = Meter()
-        self._link = link(group, all_reduce)
-        self._watch = Watch(self._link.group)
-        self._synchronizing = True
-        settings = {
-            "bucket_size_mb": bucket_size_mb,
-            "gradient_dtype": gradient_dtype,
-            "compression": compression,
-            "find_unused_parameters": find_unused_parameters,
-            "check_nan": check_nan,
-        }
-        with self._watch.naming("the comparison of the models"):
-            check_same_model(module, settings, self._link.group)
-        with self._watch.naming("the broadcast of the weights"):
-            broadcast_state(module, self._link.group)
-
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._reducer = Reducer(
-            list(trained),
-            list(trained.values()),
-            bucket_bytes=0.0 if bucket_size_mb is None else bucket_size_mb * 2**20,
-            link=self._link,
-            watch=self._watch,
-            meter=self.meter,
-            compression=compression or (Cast(gradient_dtype) if gradient_dtype else Uncompressed()),
+        refuse(others_of_torch)
+        if isinstance(bucket_size_mb, Sequence):
+            # torch's second positional argument is device_ids.
+            device_ids, bucket_size_mb = bucket_size_mb, 25.0
+        synced = (forward_sync_buffers, broadcast_buffers, True)
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        check_module(module, self._ignored)
+        self._options = Options(
+            bucket_size_mb=bucket_size_mb if bucket_cap_mb is None else bucket_cap_mb,
+            all_reduce=all_reduce,
             allocate=allocate,
+            gradient_dtype=gradient_dtype,
+            compression=compression,
+            average=average,
             find_unused_parameters=find_unused_parameters,
             check_nan=check_nan,
+            broadcast_buffers=next(given for given in synced if given is not None),
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            device=device_of(device_ids, output_device, module),
         )
-        for index, parameter in enumerate(trained.values()):
-            hook = _hook(weakref.ref(self), index)
-            parameter.register_post_accumulate_grad_hook(hook)
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.device_mesh = device_mesh
+        self._group = group_of(group, process_group, device_mesh)
+        self._comm_hook: CommHook | None = None
+        self._start()
+        self._connect(same_model=init_sync)
+        if init_sync:
+            with self._blame.naming("the broadcast of the weights"):
+                # As in torch: only the older of the two names leaves buffers alone from the start.
+                alone = broadcast_buffers is False and forward_sync_buffers is None
+                group = self._link.group
+                broadcast_state(module, group, ignored=self._ignored, buffers=not alone)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        self._watch.check()
-        if self._reducer.begun and torch.is_grad_enabled():
-            reason = "a forward pass began before finish_gradient_synchronization()"
-            self._watch.fail(reason)
-            raise RuntimeError(
-                f"rank {self._link.rank}: {reason}, so the optimizer may have used gradients that "
-                "were not averaged yet; call it after each backward pass"
-            )
-        with self.meter.forward():
+        if self._options.device is not None:
+            args, kwargs = _moved((args, kwargs), self._options.device)
+        if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        self._look()
+        with self.meter.forward():
+            output = self.module(*args, **kwargs)
+        if self.require_backward_grad_sync or self._weighing is not None:
+            for node in _nodes(output):
+                node.register_prehook(_queue_from_output(weakref.ref(self)))
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -130,31 +188,45 @@ class DDP(nn.Module, Joinable):
         If the block raises, its gradients are incomplete: the other ranks are told, and this model
         refuses to go on.
         """
-        before, self._synchronizing = self._synchronizing, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         except BaseException as error:
-            self._watch.fail(f"no_sync() was left by {type(error).__name__}: {error}")
+            if self._reducer is not None:
+                self._blame.fail(f"no_sync() was left by {type(error).__name__}: {error}")
             raise
         finally:
-            self._synchronizing = before
+            self.require_backward_grad_sync = before
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every `.grad` is the mean over the ranks; call it before the optimizer.
+        """Wait until every `.grad` is the mean over the ranks; `backward()` has done so already.
 
-        Gradients that only `no_sync` backward passes made are sent here too; a parameter without a
-        gradient on any rank keeps `None`. Raises RuntimeError on every rank if a parameter has a
-        gradient on some ranks only, if one holds NaN (with `check_nan`), or if a rank is lost.
+        Only where no backward pass was synchronised since the last call is there something left:
+        gradients that `no_sync` passes made are sent here, and a rank without any gradient takes
+        part in the others' step. Raises what `backward()` would.
         """
-        self._watch.check()
-        if not self._reducer.begun:
+        if self._reducer is None:
+            self._connect(same_model=True)
+        self._blame.check()
+        if not self._synchronised:
             self._begin()
-        self._reducer.finish()
+            self._finish()
+        self._synchronised = False
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` sum the buckets; call it once, before a backward pass."""
+        check_hook(hook)
+        if not isinstance(self._options.way_to_send, Uncompressed) or self._options.all_reduce:
+            raise ValueError("gradient_dtype, compression, all_reduce or a hook: pass one of them")
+        if self._weighing is not None:
+            raise ValueError("a communication hook averages by itself; leave average out")
+        if self._comm_hook is not None:
+            raise RuntimeError("register_comm_hook can only be called once for a DDP")
+        self._comm_hook = self._exchange.compression = CommHook(state, hook)
 
     def join(
         self,
-        *,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
@@ -174,13 +246,17 @@ class DDP(nn.Module, Joinable):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join`."""
+        if self._reducer is None:
+            self._connect(same_model=True)
+        self._look()
         if not divide_by_initial_world_size and self._link.world > MOST_EXACT_RANKS:
             raise ValueError(
                 f"counting the ranks that take part is exact up to {MOST_EXACT_RANKS} ranks, not "
                 f"{self._link.world}; pass divide_by_initial_world_size=True"
             )
-        self._reducer.divide_by_initial_world_size = divide_by_initial_world_size
-        return _Company(self)
+        by_initial = divide_by_initial_world_size or self._weighing is not None
+        self._exchange.divide_by_initial_world_size = by_initial
+        return Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -192,49 +268,278 @@ class DDP(nn.Module, Joinable):
         """For `torch.distributed.algorithms.Join`."""
         return self._link.group
 
-    def _gradient_ready(self, index: int) -> None:
-        if self._synchronizing:
-            if not self._reducer.begun:
-                self._begin()
-            self._reducer.collect(index)
-            return
-        # While a join is on, ranks agree at the start of a step that is sent, and only there.
-        if not self._join_config.enable:
-            self._reducer.rebuild()
-        self._reducer.adopt(index)
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self._link.group
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are kept equal; `broadcast_buffers` is its older name."""
+        return self._options.broadcast_buffers
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step computes the same."""
+        return self._options.static_graph
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """Whether a gradient that some ranks lack counts as zero."""
+        return self._options.find_unused_parameters
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, names: Iterable[str]
+    ) -> None:
+        """Leave these parameters and buffers to the caller, as torch's method of that name does."""
+        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    # ----- a step -----
+
+    def _opens(self) -> bool:
+        """Whether a gradient that arrives now is to be sent: then a step begins with it."""
+        if self._weighing is not None:
+            self._queue_finish()
+        if not self.require_backward_grad_sync:
+            # While a join is on, ranks agree at the start of a step that is sent, and only there.
+            if not self._join_config.enable:
+                self._reducer.follow_order()
+            return False
+        self._begin()
+        self._queue_finish()
+        return True
 
     def _begin(self) -> None:
+        self._blame.check()
+        looked, self._looked = self._looked, False
+        if not looked and self._inventory.changed():
+            reason = "parameters changed since the last forward pass of the wrapper"
+            self._blame.fail(reason)
+            raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
         if self._join_config.enable:
             Join.notify_join_context(self)
-        self._reducer.begin()
+        self._open()
 
+    def _open(self, *, taking_part: bool = True) -> None:
+        share = None
+        if self._weighing is not None:
+            device = self.join_device
+            share = self._weighing.begin(self._blame, device, taking_part=taking_part)
+        self._reducer.begin(share)
 
-class _Company(JoinHook):
-    """What a rank without inputs does while others still have some."""
+    def _queue_finish(self) -> None:
+        """Have autograd call `_backward_ended` at the end of the pass that runs now."""
+        if not self._finish_queued:
+            self._finish_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-    def __init__(self, ddp: DDP) -> None:
-        self._ddp = ddp
+    def _backward_ended(self) -> None:
+        self._finish_queued = False
+        if self._weighing is not None:
+            self._weighing.pass_ended()
+        if self._reducer is not None and self._reducer.open:
+            self._finish()
+            self._synchronised = True
 
     @torch.no_grad()
-    def main_hook(self) -> None:
-        self._ddp._reducer.begin()
-        self._ddp._reducer.finish(taking_part=False)
+    def _finish(self, *, taking_part: bool = True) -> None:
+        share, sparse = self._reducer.share, self._inventory.sparse
+        self._reducer.finish(taking_part=taking_part)
+        weighing = self._weighing
+        if weighing is not None:
+            for parameter in sparse.values():
+                weighing.make_room(parameter)
+        average_sparse(sparse, self._link, self._blame, share if taking_part else 0.0)
+        if weighing is not None:
+            weighing.end([*self._reducer.parameters, *sparse.values()])
+        if not self._options.broadcast_buffers:
+            return
+        if buffers := self._inventory.buffers():
+            joining = self._join_config.enable
+            source = common_rank(self, candidate=taking_part) if joining else 0
+            broadcast_buffers(buffers, self._link, self._blame, source)
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        rank, group = self._ddp._link.rank, self._ddp._link.group
-        source = torch.tensor([rank if is_last_joiner else -1], device=self._ddp.join_device)
-        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=group)
-        broadcast_state(self._ddp.module, group, int(source))
-        # Join leaves this on: steps after the context need nobody's company.
-        self._ddp._join_config = self._ddp._join_config._replace(enable=False)
+    # ----- parameters that come and go -----
+
+    def _look(self) -> None:
+        """Before a forward pass: is the last step over, are the parameters still the same?"""
+        if self._reducer is None:
+            return
+        self._blame.check()
+        if self._reducer.superseded:
+            raise RuntimeError(
+                "parameters of this DDP's module were wrapped again: one wrapper averages them, "
+                "the newer one; use that, and do not wrap modules within wrapped modules"
+            )
+        if self._reducer.open and torch._C._current_graph_task_id() == -1:
+            reason = "the last backward pass ended in an error before its gradients were averaged"
+            self._blame.fail(reason)
+            raise RuntimeError(f"rank {self._link.rank}: {reason}; this step cannot be mended")
+        if self._inventory.changed():
+            self._adopt_changes()
+        self._looked = True
+
+    def _adopt_changes(self) -> None:
+        if self._join_config.enable:
+            raise RuntimeError("parameters changed inside join(); change them outside of it")
+        known = [*self._inventory.dense.values(), *self._inventory.sparse.values()]
+        self._reducer.release()
+        self._inventory.take()
+        why = "parameters were unfrozen, replaced or added"
+        everyone = self._blame.meet(why, describe(self.module, self._ignored))
+        check_same(everyone)
+        added = [p for p in self.module.parameters() if not any(p is one for one in known)]
+        with self._blame.naming("the broadcast of new weights"):
+            broadcast_tensors(added, self._link.group)
+        self._make_reducer()
+
+    # ----- making and copying -----
+
+    def _start(self) -> None:
+        """What a DDP is without its peers."""
+        self.meter = Meter()
+        self._weighing = None
+        self._reducer = None  # type: ignore[assignment]
+        self._finish_queued = False
+        # Whether a forward pass looked at the parameters since the last step.
+        self._looked = False
+        # Whether a backward pass was synchronised since finish_gradient_synchronization().
+        self._synchronised = False
+
+    def _connect(self, *, same_model: bool) -> None:
+        """Meet the other ranks."""
+        self._link = link(self._group, self._options.all_reduce)
+        self._blame = Blame(self._link.group)
+        if same_model:
+            with self._blame.naming("the comparison of the models"):
+                settings = self._options.to_agree_on
+                check_same_model(self.module, settings, self._link.group, self._ignored)
+        self._inventory = Inventory(self.module, self._ignored)
+        self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        if self._reducer is None:
+            self._exchange = Exchange(
+                link=self._link,
+                blame=self._blame,
+                meter=self.meter,
+                compression=self._comm_hook or self._options.way_to_send,
+                find_unused_parameters=self._options.find_unused_parameters,
+                check_nan=self._options.check_nan,
+            )
+        else:
+            self._removal()
+        ours, dense = weakref.ref(self), self._inventory.dense
+
+        def opens() -> bool:
+            return _still(ours)._opens()
+
+        if self._options.average != "ranks":
+            self._weighing = Weighing(self._options.average, self._link, opens)
+        self._reducer = Reducer(
+            list(dense),
+            list(dense.values()),
+            exchange=self._exchange,
+            opens=opens,
+            make_room=self._weighing.make_room if self._weighing is not None else None,
+            bucket_bytes=self._options.bucket_bytes,
+            allocate=self._options.allocate,
+            static_graph=self._options.static_graph,
+            as_view=self._options.gradient_as_bucket_view,
+        )
+        arrive = self._reducer.arrive
+        hooks: list[tuple[nn.Parameter, Callable[[Tensor], None]]]
+        hooks = [(p, partial(arrive, index)) for index, p in enumerate(dense.values())]
+        hooks += [(p, self._reducer.arrive_sparse) for p in self._inventory.sparse.values()]
+        self._hook(hooks)
+
+    def _hook(self, hooks: Iterable[tuple[nn.Parameter, Callable[[Tensor], None]]]) -> None:
+        handles = []
+        for parameter, hook in hooks:
+            if self._reducer is not None:
+                self._reducer.supersede(parameter)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if self._weighing is not None:
+                handles.append(parameter.register_hook(self._weighing.hook(parameter)))
+        # A module that outlives its wrapper, and is maybe wrapped again, sends nothing for it.
+        self._removal = weakref.finalize(self, _remove, handles)
+
+    def _late(self, parameter: Tensor) -> None:
+        """The first gradient of a copy: only now do its ranks meet."""
+        self._removal()
+        self._connect(same_model=True)
+        check_same_weights(self.module, self._link.group)
+        for index, one in enumerate(self._reducer.parameters):
+            if one is parameter:
+                self._reducer.arrive(index, parameter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            raise RuntimeError(
+                "a DDP over a process group of its own cannot be pickled; save its .module, or its "
+                "state_dict()"
+            )
+        return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_RUN}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._start()
+        ours = weakref.ref(self)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._hook((p, lambda one: _still(ours)._late(one)) for p in trained)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
+        # A group cannot be copied, nor need it be: the copy is averaged over the same ranks.
+        made = self.__new__(type(self))
+        memo[id(self)] = made
+        shared = {name: getattr(self, name) for name in ("_group", "_options", "_comm_hook")}
+        state = {k: v for k, v in self.__dict__.items() if k not in (*_OF_THIS_RUN, *shared)}
+        made.__setstate__(copy.deepcopy(state, memo) | shared)
+        return made
 
 
-def _hook(owner: weakref.ref[DDP], index: int) -> Callable[[Tensor], None]:
-    """A hook that lets its DDP go: a module that is wrapped again is not sent twice."""
+def _still(ours: weakref.ref[DDP]) -> DDP:
+    ddp = ours()
+    assert ddp is not None, "its hooks go with it"
+    return ddp
 
-    def gradient_ready(_: Tensor) -> None:
-        ddp = owner()
-        if ddp is not None:
-            ddp._gradient_ready(index)
 
-    return gradient_ready
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _queue_from_output(ours: weakref.ref[DDP]) -> Callable[[Any], None]:
+    """Queue the wait from where the backward pass enters the module.
+
+    A reentrant checkpoint runs a pass within the pass; from a gradient in there the wait would be
+    queued at the end of the inner one, when most gradients are yet to come.
+    """
+
+    def queue(_: Any) -> None:
+        ddp = ours()
+        if ddp is not None and (ddp.require_backward_grad_sync or ddp._weighing is not None):
+            ddp._queue_finish()
+
+    return queue
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """Nested inputs on `device`."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+
+
+def _nodes(output: Any) -> set[Any]:
+    """The nodes of autograd's graph that made the tensors in `output`."""
+    if isinstance(output, Tensor):
+        return {output.grad_fn} if output.grad_fn is not None else set()
+    if isinstance(output, Mapping):
+        return set().union(*map(_nodes, output.values()))
+    if isinstance(output, list | tuple):
+        return set().union(*map(_nodes, output))
+    if is_dataclass(output):
+        return set().union(*(_nodes(getattr(output, field.name)) for field in fields(output)))
+    return set()

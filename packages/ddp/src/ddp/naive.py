@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.agreement import Lack, check_same_gradients
 from ddp.collective import AllReduce, Link, link
-from ddp.meter import BucketRecord, Meter
+from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.metering.meter import Meter
+from ddp.metering.records import BucketRecord
 
 
 def all_reduce_gradients(
@@ -80,5 +81,5 @@ def _gradients(module: nn.Module, over: Link) -> dict[str, Tensor]:
     flags = torch.tensor([float(name in missing) for name in trained], device=device)
     dist.all_reduce(flags, group=over.group)
     if flags.any():
-        check_same_gradients(Lack(missing), over.group, allow=False)
+        check_same_gradients(Missing(missing), over.group, allow=False)
     return {name: p.grad for name, p in trained.items() if p.grad is not None}

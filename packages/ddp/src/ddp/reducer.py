@@ -1,41 +1,33 @@
-"""From a gradient that is final to its mean over the ranks: collect, send, wait, check."""
+"""From a gradient that is final to its mean over the ranks: place, collect, send, wait.
+
+Flags, timing and blame are the exchange's, which is handed in (see `exchange`).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.agreement import Lack, check_same_gradients
-from ddp.bucket import (
-    MISSING,
-    NOT_A_NUMBER,
-    PRESENT,
-    Allocate,
-    Bucket,
-    assign_buckets,
-    make_bucket,
-)
-from ddp.collective import Link
-from ddp.compression import Compression
-from ddp.flight import Flight
-from ddp.meter import Meter
-from ddp.watch import Watch
+from ddp.bucket import Allocate, Bucket, assign_buckets, make_bucket
+from ddp.exchange import Exchange, PendingBucket
 
 # The second call of a bucket's exchange starts when this many later buckets have been sent: by then
 # the first has most likely ended, and every rank starts its calls in the same order.
 LAG = 2
-# Above this a sum of flags may be rounded in bfloat16, so that names are compared instead.
-MOST_EXACT_RANKS = 256
+# Gradients up to this size are moved into their bucket together, when the last of them is there:
+# one call for all costs less than one each. Larger ones go at once, so that memory holds no second
+# set of gradients.
+SMALL_BYTES = 2**16
 
 
 class Reducer:
     """The buckets of one model and the state of its current step.
 
-    A step begins with the first gradient that is to be sent and ends with `finish`.
+    A step is open from the first gradient that is to be sent until `finish`.
     """
 
     def __init__(
@@ -43,35 +35,73 @@ class Reducer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         *,
+        exchange: Exchange,
+        opens: Callable[[], bool],
+        make_room: Callable[[nn.Parameter], None] | None = None,
         bucket_bytes: float,
-        link: Link,
-        watch: Watch,
-        meter: Meter,
-        compression: Compression,
-        allocate: Allocate | None,
-        find_unused_parameters: bool,
-        check_nan: bool,
+        allocate: Allocate | None = None,
+        static_graph: bool = False,
+        as_view: bool = True,
     ) -> None:
-        self._names, self._parameters = names, parameters
-        self._bucket_bytes = bucket_bytes
-        self._link, self._watch, self._meter = link, watch, meter
-        self._compression, self._allocate = compression, allocate
-        self._find_unused, self._check_nan = find_unused_parameters, check_nan
-        self.begun = False
-        self.divide_by_initial_world_size = True
+        self.names, self.parameters, self.exchange = names, parameters, exchange
+        self.open = False
+        # Whether a newer wrapper averages these parameters.
+        self.superseded = False
+        # What each gradient is multiplied by before the sum.
+        self.share = 1.0
+        self._opens, self._make_room = opens, make_room
+        self._bucket_bytes, self._allocate = bucket_bytes, allocate
+        self._as_view = as_view
         self._steps = 0
         self._rebuilt = False
         self._arrivals: list[int] = []
-        self._flights: list[Flight] = []
+        self._pending: list[PendingBucket] = []
+        # A graph that is the same in each step may produce a gradient in several parts (reentrant
+        # checkpoints of a shared layer): the first step counts them, and sends at its end.
+        self._static = static_graph
+        self._parts: list[int] = [0] * len(parameters)
+        self._to_come: list[int] = []
         self._order = list(reversed(range(len(parameters))))
         self._make(assign_buckets(parameters, self._order, bucket_bytes))
 
-    def begin(self) -> None:
-        """Open a step: gradients that arrive from here on are final."""
-        self.begun = True
-        self.rebuild()
+    def arrive(self, index: int, _: Tensor) -> None:
+        """A parameter's gradient was accumulated: the hook on each parameter."""
+        if self.superseded:
+            return
+        if (not self.open and not self._opens()) or (self._static and self._more_to_come(index)):
+            self.adopt(index)
+        else:
+            self.collect(index)
 
-    def rebuild(self) -> None:
+    def supersede(self, parameter: nn.Parameter) -> None:
+        """Take `parameter` over from the wrappers that averaged it before."""
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            earlier = getattr(getattr(hook, "func", None), "__self__", None)
+            if isinstance(earlier, Reducer) and earlier is not self:
+                earlier.superseded = True
+
+    def arrive_sparse(self, _: Tensor) -> None:
+        """The hook on a parameter whose gradient no bucket holds: it may open a step, too."""
+        if not self.open:
+            self._opens()
+
+    def begin(self, share: float | None = None) -> None:
+        """Open a step: gradients that arrive from here on are final.
+
+        Each is multiplied by `share` before the sum: so that it is the mean, if none is given.
+        """
+        self.open = True
+        self.follow_order()
+        if not self._steps and any(hasattr(p, "_in_backward_optimizers") for p in self.parameters):
+            raise RuntimeError(
+                "an optimizer that steps within the backward pass uses gradients before they are "
+                "averaged; step it after backward()"
+            )
+        mean = self.exchange.begin(self.parameters)
+        self.share = mean if share is None else share
+        self._to_come = list(self._parts)
+
+    def follow_order(self) -> None:
         """After the first step, order buckets as rank 0's gradients became ready. A collective."""
         if self._steps == 1 and not self._rebuilt and self._order:
             self._rebuilt = True
@@ -80,168 +110,198 @@ class Reducer:
     def adopt(self, index: int) -> None:
         """Move a gradient into its bucket, to be added to by later backward passes."""
         bucket, slot = self._place[index]
-        self._refuse_second(bucket, slot)
-        parameter, view = bucket.parameters[slot], bucket.views[slot]
-        if parameter.grad is not view:
-            view.copy_(self._gradient(index))
-            parameter.grad = view
+        self._refuse_late(bucket, slot)
+        if self._as_view and bucket.parameters[slot].grad is not None and not bucket.holds(slot):
+            bucket.views[slot].copy_(self._gradient(bucket, slot))
+            bucket.give(slot)
 
     def collect(self, index: int) -> None:
-        """Move a final gradient, scaled to its share of the mean, into its bucket; send if full."""
+        """Take a final gradient, scaled to its share of the mean, into its bucket; send if full."""
         bucket, slot = self._place[index]
-        self._refuse_second(bucket, slot)
-        parameter, view = bucket.parameters[slot], bucket.views[slot]
-        if parameter.grad is None:
-            view.zero_()
-            bucket.flags[slot] = MISSING
-        else:
-            torch.mul(self._gradient(index), 1 / self._link.world, out=view)
-            parameter.grad = view
-            bucket.flags[slot] = PRESENT
+        if slot in bucket.arrived:
+            self._refuse_late(bucket, slot)
         bucket.arrived.add(slot)
-        if self._steps == 0 and bucket.flags[slot] == PRESENT:
-            self._arrivals.append(index)
-        self._send_complete()
+        gradient = bucket.parameters[slot].grad
+        if gradient is None:
+            bucket.views[slot].zero_()
+            bucket.missing.add(slot)
+        else:
+            if bucket.bytes_of[slot] > SMALL_BYTES:
+                self._move(bucket, slot)
+            else:
+                bucket.waiting.append(slot)
+            if not self._steps and not self._static:
+                self._arrivals.append(index)
+        if len(bucket.arrived) == len(bucket.indices):
+            self._send_complete()
 
     def finish(self, *, taking_part: bool = True) -> None:
-        """Send what was not sent yet, wait for everything, compare flags, close the step.
+        """Send what was not sent yet, wait for everything, look at the flags, close the step.
 
         With `taking_part=False` this rank has no gradients and only keeps the others company.
         """
         begin = time.perf_counter()
+        if not taking_part:
+            # Its own last gradients stay what they are.
+            self.release()
+            for bucket in self._buckets:
+                bucket.gradients.zero_()
+                bucket.arrived.update(range(len(bucket.indices)))
         for index in self._order:
             bucket, slot = self._place[index]
-            if not taking_part:
-                bucket.views[slot].zero_()
-                bucket.flags[slot] = PRESENT
-                bucket.arrived.add(slot)
-            elif slot not in bucket.arrived:
+            if slot not in bucket.arrived:
+                if self._make_room is not None:
+                    self._make_room(bucket.parameters[slot])
                 self.collect(index)
         self._send_complete(taking_part)
-        while flying := [flight for flight in self._flights if not flight.landed]:
-            for flight in flying:
-                flight.advance()
-        records = [flight.record() for flight in self._flights]
-        self._meter.record(records, (begin, time.perf_counter()))
-        self._flights.clear()
-        for bucket in self._buckets:
-            bucket.arrived.clear()
+        while pending := [bucket for bucket in self._pending if not bucket.done]:
+            for bucket_under_way in pending:
+                bucket_under_way.advance()
+        self.exchange.record(begin)
+        self._pending.clear()
         self._steps += 1
-        self.begun = False
-        self._settle(taking_part)
+        self.open = False
+        try:
+            unused = self.exchange.unused(self._buckets, self.names, taking_part)
+            if taking_part:
+                self._give_back(unused)
+        finally:
+            for bucket in self._buckets:
+                bucket.clear()
+
+    def release(self) -> None:
+        """Let the buckets go: gradients that lie in them get memory of their own."""
+        for bucket in self._buckets:
+            for slot, parameter in enumerate(bucket.parameters):
+                if bucket.holds(slot):
+                    parameter.grad = bucket.views[slot].clone()
+
+    def _give_back(self, unused: set[int]) -> None:
+        """Make `.grad` the mean where it is not the bucket's memory already."""
+        for bucket in self._buckets:
+            everywhere = range(len(bucket.indices))
+            for slot in bucket.missing if self._as_view else everywhere:
+                parameter, view = bucket.parameters[slot], bucket.views[slot]
+                if bucket.indices[slot] in unused:
+                    continue
+                if self._as_view:
+                    bucket.give(slot)
+                elif parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
 
     def _send_complete(self, taking_part: bool = True) -> None:
-        while len(self._flights) < len(self._buckets):
-            bucket = self._buckets[len(self._flights)]
-            if not bucket.complete:
+        while len(self._pending) < len(self._buckets):
+            bucket = self._buckets[len(self._pending)]
+            if len(bucket.arrived) < len(bucket.indices):
                 return
-            if self._check_nan:
-                _flag_nan(bucket)
-            bucket.write_flags(taking_part)
-            names = [self._names[index] for index in bucket.indices]
-            flight = Flight(bucket, names, self._link, self._compression, self._watch)
-            self._flights.append(flight)
-            if len(self._flights) > LAG and self._flights[-1 - LAG].has_more:
-                self._flights[-1 - LAG].advance()
+            self._move_waiting(bucket)
+            names = [self.names[index] for index in bucket.indices]
+            self._pending.append(self.exchange.send(bucket, names, taking_part=taking_part))
+            if len(self._pending) > LAG and self._pending[-1 - LAG].has_more:
+                self._pending[-1 - LAG].advance()
 
-    def _settle(self, taking_part: bool) -> None:
-        """Act on the flags that came with the sums; they are the same on every rank."""
-        tails = [bucket.tail.tolist() for bucket in self._buckets]
-        if not tails:
+    def _move(self, bucket: Bucket, slot: int) -> None:
+        """Scale a gradient into its place in one pass; `.grad` is that place from then on."""
+        torch.mul(self._gradient(bucket, slot), self.share, out=bucket.views[slot])
+        if self._as_view:
+            bucket.give(slot)
+
+    def _move_waiting(self, bucket: Bucket) -> None:
+        """The same for all small gradients that wait, in one call for all."""
+        slots, bucket.waiting = bucket.waiting, []
+        if not slots:
             return
-        world, active = self._link.world, tails[0][0]
-        if active < world and not self.divide_by_initial_world_size:
-            for bucket in self._buckets:
-                bucket.gradients.mul_(world / active)
-        flagged = {
-            index: flag
-            for bucket, (_, *flags) in zip(self._buckets, tails, strict=True)
-            for index, flag in zip(bucket.indices, flags, strict=True)
-            if flag != PRESENT
-        }
-        if not flagged:
-            return
-        nowhere = {self._names[index] for index in flagged}
-        if world > MOST_EXACT_RANKS or any(flag != active for flag in flagged.values()):
-            lack = self._lack(flagged) if taking_part else None
-            nowhere = check_same_gradients(lack, self._link.group, allow=self._find_unused)
-        for index in flagged:
-            bucket, slot = self._place[index]
-            if self._names[index] not in nowhere:
-                bucket.parameters[slot].grad = bucket.views[slot]
+        views = [bucket.views[slot] for slot in slots]
+        fresh = [slot for slot in slots if not bucket.holds(slot)]
+        if fresh:
+            into = [bucket.views[slot] for slot in fresh]
+            torch._foreach_copy_(into, [self._gradient(bucket, slot) for slot in fresh])
+        if len(slots) == len(bucket.views):
+            bucket.gradients.mul_(self.share)
+        else:
+            torch._foreach_mul_(views, self.share)
+        for slot in fresh if self._as_view else ():
+            bucket.give(slot)
 
-    def _lack(self, flagged: dict[int, float]) -> Lack:
-        own = {i: self._place[i][0].flags[self._place[i][1]] for i in sorted(flagged)}
-        return Lack(
-            missing=tuple(self._names[i] for i, flag in own.items() if flag == MISSING),
-            not_a_number=tuple(self._names[i] for i, flag in own.items() if flag == NOT_A_NUMBER),
-        )
+    def _more_to_come(self, index: int) -> bool:
+        if not self._steps:
+            self._parts[index] += 1
+            if self._parts[index] == 1:
+                self._arrivals.append(index)
+            return True
+        self._to_come[index] -= 1
+        return self._to_come[index] > 0
 
-    def _refuse_second(self, bucket: Bucket, slot: int) -> None:
-        self._watch.check()
+    def _refuse_late(self, bucket: Bucket, slot: int) -> None:
         if slot in bucket.arrived:
             reason = (
-                f"a second backward pass reached {self._names[bucket.indices[slot]]!r} before "
-                "finish_gradient_synchronization()"
+                f"one backward pass made the gradient of {self.names[bucket.indices[slot]]!r} in "
+                "several parts, and the first was taken for all of it"
             )
-            self._watch.fail(reason)
+            self.exchange.blame.fail(reason)
             raise RuntimeError(
-                f"rank {self._link.rank}: {reason}; call it after each backward pass, or run all "
-                "but the last backward pass inside no_sync()"
+                f"rank {self.exchange.link.rank}: {reason}; pass static_graph=True, or use "
+                "checkpoint(..., use_reentrant=False)"
             )
 
-    def _gradient(self, index: int) -> Tensor:
-        gradient = self._parameters[index].grad
+    def _gradient(self, bucket: Bucket, slot: int) -> Tensor:
+        gradient, view = bucket.parameters[slot].grad, bucket.views[slot]
         assert gradient is not None
+        name = self.names[bucket.indices[slot]]
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {self._names[index]!r} is {gradient.layout}; buckets hold dense "
-                "gradients: make that layer with sparse=False"
+                f"the gradient of {name!r} is {gradient.layout}; buckets hold dense gradients: "
+                "make that layer with sparse=False, or an nn.Embedding(sparse=True)"
             )
-        return gradient.detach()
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {name!r} is part of a graph (create_graph=True), which its mean "
+                "over the ranks cannot be; take second derivatives with torch.autograd.grad"
+            )
+        if gradient.shape != view.shape:
+            raise RuntimeError(
+                f"the gradient of {name!r} has shape {tuple(gradient.shape)}, not "
+                f"{tuple(view.shape)} as when it was wrapped; wrap the changed model anew"
+            )
+        return gradient
 
     def _follow_rank_0(self) -> None:
         seen = set(self._arrivals)
         order = self._arrivals + [index for index in self._order if index not in seen]
-        agreed = torch.tensor(order, device=self._parameters[0].device)
-        doing = "the agreement on the order of buckets"
-        with self._watch.naming(doing):
-            handle = dist.broadcast(agreed, group=self._link.group, group_src=0, async_op=True)
-        self._watch.wait(handle, doing, glance=agreed.device.type == "cpu")
+        agreed = torch.tensor(order, device=self.parameters[0].device)
+        doing, blame = "the agreement on the order of buckets", self.exchange.blame
+        with blame.naming(doing):
+            group = self.exchange.link.group
+            handle = dist.broadcast(agreed, group=group, group_src=0, async_op=True)
+        blame.wait(handle, doing, poll=agreed.device.type == "cpu")
         self._order = agreed.tolist()
-        runs = assign_buckets(self._parameters, self._order, self._bucket_bytes)
+        runs = assign_buckets(self.parameters, self._order, self._bucket_bytes)
         if runs == [bucket.indices for bucket in self._buckets]:
             return
         # The old buckets go before the new ones come, so that there is one set of gradients at any
         # time, unless some are kept from one step to the next.
         kept = {}
         for index, (bucket, slot) in self._place.items():
-            parameter = bucket.parameters[slot]
-            if parameter.grad is bucket.views[slot]:
-                kept[index] = parameter.grad.clone()
-                parameter.grad = None
+            if bucket.holds(slot):
+                kept[index] = bucket.views[slot].clone()
+                bucket.parameters[slot].grad = None
         self._buckets.clear()
         self._place.clear()
         del bucket
         self._make(runs)
         for index, gradient in kept.items():
-            self._parameters[index].grad = gradient
+            self.parameters[index].grad = gradient
             self.adopt(index)
 
     def _make(self, runs: Sequence[Sequence[int]]) -> None:
-        group = self._link.group
-        self._buckets = [make_bucket(run, self._parameters, self._allocate, group) for run in runs]
+        group = self.exchange.link.group
+        self._buckets = [make_bucket(run, self.parameters, self._allocate, group) for run in runs]
+        for place, bucket in enumerate(self._buckets):
+            bucket.place, bucket.is_last = place, place == len(self._buckets) - 1
         self._place = {
             index: (bucket, slot)
             for bucket in self._buckets
             for slot, index in enumerate(bucket.indices)
         }
-
-
-def _flag_nan(bucket: Bucket) -> None:
-    # The sum is NaN if any is, or if infinities cancel: then look closer.
-    if not bool(bucket.gradients.sum().isnan()):
-        return
-    for slot, view in enumerate(bucket.views):
-        if bool(view.isnan().any()):
-            bucket.flags[slot] = NOT_A_NUMBER

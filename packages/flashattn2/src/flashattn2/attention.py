@@ -2,9 +2,9 @@
 
 from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
+from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
 from flashattn2.function import attention
 from flashattn2.problem import Window, check_dense, check_varlen, make_score
@@ -75,8 +75,8 @@ def flash_attention(
 
     Raises ValueError for input that cannot be right, or that the named backend cannot take.
     """
-    q, k, v = _autocast(q, k, v)
     check_dense(q, k, v)
+    q, k, v = lowered(q, k, v)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
     heads_missing = q.dim() == 3
     if heads_missing:
@@ -145,8 +145,8 @@ def flash_attention_varlen(
     is the rows ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1`` (int32, on the same device).  The
     log-sum-exp is ``(heads, total_q)``.  The Triton backend never waits for the GPU.
     """
-    q, k, v = _autocast(q, k, v)
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    q, k, v = lowered(q, k, v)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     method, _ = choose(
@@ -155,12 +155,3 @@ def flash_attention_varlen(
     out, lse = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, score, method)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As autocast does for SDPA: everything but float64 to the lower precision."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -105,6 +105,6 @@ def _why_no_triton_on(device: torch.device) -> str | None:
         return f"compute capability {major}.{minor} is below 8.0" if major < 8 else None
     import triton
 
-    if triton.knobs.runtime.interpret:
+    if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
     return f"it needs CUDA tensors, or TRITON_INTERPRET=1 for the interpreter; got {device}"

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
-from flashattn2.problem import Score, Window, check_dense, make_score
+from flashattn2.problem import Score, Window, check_dense, check_varlen, make_score
 from flashattn2.tiled import TILE
 
 
@@ -26,6 +27,8 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     window: Window = None,
@@ -36,16 +39,25 @@ def explain(
 ) -> Explanation:
     """The choice that `flash_attention` makes for these arguments; raises what it would raise.
 
+    With ``cu_seqlens_q`` and ``cu_seqlens_k``, that of `flash_attention_varlen`.
     It names each kernel's tile, and the precision of its float32 products where they are not the
     one asked for: a head dim too large for a tile of that precision runs in ieee.
     """
-    check_dense(q, k, v)
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if packed:
+        check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)  # type: ignore[arg-type]
+    else:
+        check_dense(q, k, v)
+    q, k, v = lowered(q, k, v)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
-    if q.dim() == 3:
+    if packed:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    elif q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     method, reason = choose(
-        q, k, score, backend=backend, precision=precision, deterministic=deterministic
-    )
+        q, k, score,
+        backend=backend, precision=precision, deterministic=deterministic, packed=packed,
+    )  # fmt: skip
     tiles: tuple[str, ...] = ()
     if method.backend == "torch":
         tiles = (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
@@ -54,22 +66,22 @@ def explain(
 
         atomic = not deterministic and has_atomic(q.element_size())
         tiles = tuple(
-            _describe(kernel, method.precision, score, q, k, v)
+            _describe(kernel, method.precision, score, packed, q, k, v)
             for kernel in (("forward", "atomic") if atomic else ("forward", "dkdv", "dq"))
         )
     return Explanation(method.backend, reason, tiles)
 
 
-def _describe(kernel: str, precision: str, score: Score, *tensors: Tensor) -> str:
+def _describe(kernel: str, precision: str, score: Score, packed: bool, *tensors: Tensor) -> str:
     from flashattn2.kernels import launch
 
-    plan = launch.plan(kernel, precision, score, *launch.rows_contiguous(*tensors), packed=False)
+    plan = launch.plan(kernel, precision, score, *launch.rows_contiguous(*tensors), packed=packed)
     tile = plan.tile
     products = ""
     if tensors[0].element_size() == 4:
         products = f", {plan.precision} products"
         if plan.precision != precision:
-            products += f" since {precision} has no tile for this head dim"
+            products += f" since {precision} has no tile for this head dim on this GPU"
     return (
         f"{kernel}: {tile.block_m} queries by {tile.block_n} keys by head dim {plan.block_d}, "
         f"{tile.num_warps} warps, {tile.num_stages} stages, {plan.splits} splits, "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flashattn2 import aten, derivatives
+from flashattn2 import aten, autocast, derivatives
 from flashattn2.dispatch import Method, choose
 from flashattn2.operators import backward_op, by_sequence, forward_op, scalars
 from flashattn2.problem import Score, check_dense, make_score
@@ -43,7 +43,7 @@ class _Attention(torch.autograd.Function):
         score: Score,
         method: Method,
     ) -> tuple[Tensor, Tensor]:
-        if _is_an_operator_already(method, cu_q):
+        if _is_an_operator_already(method, cu_q, q):
             return aten.forward(q, k, v, score)
         out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
         return out, lse
@@ -133,7 +133,7 @@ def _gradients(
     score: Score,
     method: Method,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_an_operator_already(method, cu_q):
+    if _is_an_operator_already(method, cu_q, q):
         return aten.backward(q, k, v, out, lse, grad_out, grad_lse, score)
     dq, dk, dv = backward_op(
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
@@ -141,9 +141,9 @@ def _gradients(
     return dq, dk, dv
 
 
-def _is_an_operator_already(method: Method, cu_q: Tensor | None) -> bool:
+def _is_an_operator_already(method: Method, cu_q: Tensor | None, q: Tensor) -> bool:
     """torch's kernel is one: another around it takes longer than a small attention."""
-    return method.backend == "aten" and cu_q is None
+    return method.backend == "aten" and cu_q is None and not autocast.is_on(q.device.type)
 
 
 def _rows_first(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

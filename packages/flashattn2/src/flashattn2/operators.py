@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn2 import aten, tiled
-from flashattn2.problem import Score
+from flashattn2 import aten, autocast, tiled
+from flashattn2.problem import Score, check_boundaries
 
 
 @torch.library.custom_op("flashattn2::forward", mutates_args=())
@@ -31,6 +31,9 @@ def forward_op(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
+    if cu_q is not None and cu_k is not None:
+        check_boundaries("cu_seqlens_q", cu_q, q.shape[2])
+        check_boundaries("cu_seqlens_k", cu_k, k.shape[2])
     score = Score(scale, left, right, softcap)
     if backend == "triton":
         from flashattn2.kernels import forward
@@ -142,6 +145,9 @@ def by_sequence(
     cu_k: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """The function on each packed sequence by itself, its results packed again."""
+    if autocast.is_on(key_side[0].device.type):
+        with autocast.off(key_side[0]):
+            return by_sequence(function, query_side, key_side, cu_q, cu_k)
     if cu_q is None or cu_k is None:
         return function(*query_side, *key_side)
     q_bounds, k_bounds = cu_q.tolist(), cu_k.tolist()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 UNBOUNDED = -1
+# Positions and window bounds are summed as int32 in the kernels: both stay below half of it.
+MOST_ROWS = 2**30
 SMALLEST_HEAD_DIM, LARGEST_HEAD_DIM = 16, 256
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,34 +63,47 @@ def make_score(
     head_dim: int, is_causal: bool, scale: float | None, window: Window, softcap: float | None
 ) -> Score:
     """Options as the user gives them, checked, as one `Score`."""
+    if isinstance(is_causal, Tensor) or is_causal not in (True, False):
+        raise TypeError(f"is_causal {is_causal!r} is not a bool; give True or False")
     if scale is None:
         scale = head_dim**-0.5
-    elif not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale {scale} must be positive and finite; None means 1/sqrt(head_dim)")
+    else:
+        _check_positive("scale", scale, "1/sqrt(head_dim)")
     if softcap is None:
         softcap = 0.0
-    elif not (math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap {softcap} must be positive and finite; None means no cap")
+    else:
+        _check_positive("softcap", softcap, "no cap")
     left, right = _sides(window)
     return Score(float(scale), left, 0 if is_causal else right, float(softcap))
 
 
+def _check_positive(name: str, value: float, default: str) -> None:
+    """A tensor would lose its gradient, and make the CPU wait for a GPU."""
+    if isinstance(value, (Tensor, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} {value!r} is no number; give a float, or None for {default}")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} {value} must be positive and finite; None means {default}")
+
+
 def _sides(window: Window) -> tuple[int, int]:
-    sides = window if isinstance(window, tuple) else (window, window)
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:
         raise ValueError(f"window {window!r} has {len(sides)} sides; give (left, right) or one int")
     for side in sides:
-        if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < 0):
+        whole = hasattr(side, "__index__") and not isinstance(side, (bool, Tensor))
+        if side is not None and not (whole and side >= 0):
             raise ValueError(
                 f"window {window!r}: each side is the number of keys seen beyond the query's own, "
                 "an int >= 0, or None for no bound"
             )
-    left, right = (UNBOUNDED if side is None else side for side in sides)
+    # No sequence is so long that a bound of MOST_ROWS hides anything.
+    left, right = (UNBOUNDED if side is None or side >= MOST_ROWS else int(side) for side in sides)
     return left, right
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless these are ``(batch, heads, seq, dim)`` that attend to each other."""
+    _check_tensors(q=q, k=k, v=v)
     if q.dim() not in (3, 4):
         raise ValueError(
             f"q has {q.dim()} dimensions, shape {tuple(q.shape)}; "
@@ -111,8 +126,9 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     """Raise ValueError unless these are ``(total, heads, dim)`` cut by the two ``cu_seqlens``.
 
-    What the boundaries hold is read on the CPU only; on a GPU it is asserted without waiting.
+    What the boundaries hold is checked where they have values: see `check_boundaries`.
     """
+    _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     if q.dim() != 3:
         raise ValueError(
             f"q has {q.dim()} dimensions, shape {tuple(q.shape)}; give (total, heads, dim)"
@@ -136,12 +152,13 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
             f"cu_seqlens_q bounds {cu_q.shape[0] - 1} sequences and cu_seqlens_k "
             f"{cu_k.shape[0] - 1}; each sequence needs its queries and its keys"
         )
-    if not torch.compiler.is_compiling():
-        _check_boundaries("cu_seqlens_q", cu_q, q.shape[0])
-        _check_boundaries("cu_seqlens_k", cu_k, k.shape[0])
 
 
-def _check_boundaries(name: str, cu: Tensor, total: int) -> None:
+def check_boundaries(name: str, cu: Tensor, total: int) -> None:
+    """Raise ValueError unless these boundaries cut ``total`` rows; on a GPU, assert it there.
+
+    The operators ask, since in a compiled graph nothing else sees values.
+    """
     rule = f"{name} must start at 0, never fall, and end at {total}, the rows given"
     good = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
     if cu.device.type == "cpu":
@@ -149,6 +166,16 @@ def _check_boundaries(name: str, cu: Tensor, total: int) -> None:
             raise ValueError(f"{name} is {cu.tolist()}; {rule}")
     else:
         torch._assert_async(good, rule)
+
+
+def _check_tensors(**named: Tensor) -> None:
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise TypeError(
+                f"{name} is a {kind.removeprefix('builtins.')}; give a torch.Tensor, "
+                "such as torch.as_tensor(...) makes of a list or a NumPy array"
+            )
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -171,10 +198,13 @@ def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"dtype {q.dtype} is not one of float64, float32, bfloat16, float16")
     if q.shape[-1] == 0:
         raise ValueError("head dim 0 leaves nothing to attend with; give at least 1")
+    for name, x in (("q", q), ("k", k)):
+        if max(x.shape) >= MOST_ROWS:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; at most {MOST_ROWS - 1} a side")
 
 
 def _check_heads(heads: int, kv_heads: int) -> None:
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:
         raise ValueError(
             f"{heads} query heads do not divide among {kv_heads} key heads; grouped-query "
             "attention needs heads % kv_heads == 0"

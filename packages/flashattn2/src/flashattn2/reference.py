@@ -33,7 +33,7 @@ def attention_reference(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, ``(batch, heads, ...)``; 0 and -inf where a row sees no key."""
-    group = q.shape[1] // k.shape[1]
+    group = q.shape[1] // max(k.shape[1], 1)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     s = (q @ k.transpose(-1, -2)) * score.scale
     if score.softcap:

@@ -170,7 +170,7 @@ def row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, k: Tensor)
 
 def grouped(q: Tensor, k: Tensor) -> Tensor:
     """``[batch, heads, seq, d]`` as ``[n, g, seq, d]``, in the precision that is summed in."""
-    return wide(q).reshape(k.shape[0] * k.shape[1], q.shape[1] // k.shape[1], *q.shape[2:])
+    return wide(q).reshape(k.shape[0] * k.shape[1], q.shape[1] // max(k.shape[1], 1), *q.shape[2:])
 
 
 def flat(k: Tensor) -> Tensor:
@@ -184,4 +184,4 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, k: Tensor) -> Tensor:
-    return x.reshape(k.shape[0] * k.shape[1], x.shape[1] // k.shape[1], x.shape[2])
+    return x.reshape(k.shape[0] * k.shape[1], x.shape[1] // max(k.shape[1], 1), x.shape[2])

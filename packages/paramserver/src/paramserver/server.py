@@ -1,38 +1,46 @@
 """Holds parameters, applies gradients, and lets a worker read when the consistency allows it.
 
 Notable:
-- a request is a method that blocks until it can be answered, under one lock; a transport calls it
-  from a thread per worker. All the waiting there is stands in `_wait`;
-- what a worker reads is one version: no update is half in it;
-- a bulk-synchronous mean is summed in the order of the workers, not of their arrival, in the
-  buffers in which the gradients came: the same bits in every run, and no memory of its own.
+- the protocol is `Core`'s; here are the lock, the clock and the waiting, all of it in `ask`, which
+  a transport calls from a thread per worker;
+- of several servers the first keeps the ledger for all of them; every server follows it;
+- a wait ends with an error only when one that is waited for has been silent: a slow worker that
+  goes on is waited for as long as it takes.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paramserver.connection import LocalConnection, PeerLost
-from paramserver.consistency import BulkSynchronous, Clocks, Consistency
+from paramserver.consistency import BulkSynchronous, Consistency, LocalSteps, OptimizerFactory
+from paramserver.core import Core
+from paramserver.messages import Message
 from paramserver.partition import Shard, partition
+from paramserver.replica import Replica
 
-OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+_SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 
 
 class Server:
     """One shard of the parameters and the optimizer that updates it.
 
     `optimizer` makes a `torch.optim.Optimizer` from the tensors of the shard, as
-    `functools.partial(torch.optim.SGD, lr=0.1)` does. `timeout` (seconds) ends every wait with an
-    error that names whom it was for. When a worker is lost, "stop" raises `PeerLost` in all the
-    others; "continue" goes on without it.
+    `functools.partial(torch.optim.SGD, lr=0.1)` does. A wait ends with an error when a worker that
+    it is for has neither pulled nor pushed for `timeout` seconds, and is not kept waiting itself.
+    When a worker is lost or silent, "stop" raises in all the others and names it; "continue" goes
+    on without it. Of several servers, each with its `shard`, the first orders what all do.
+
+    With `LocalSteps` the optimizer is that policy's `outer`; `optimizer` is the workers' own.
+
+    `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
+    (any number will do for a rank) and one that was lost may come back.
     """
 
     def __init__(
@@ -45,160 +53,119 @@ class Server:
         shard: Shard | None = None,
         timeout: float = 60.0,
         on_worker_loss: Literal["stop", "continue"] = "stop",
+        elastic: bool = False,
     ) -> None:
-        if workers < 1:
+        if workers < (0 if elastic else 1):
             raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
         if on_worker_loss not in ("stop", "continue"):
             raise ValueError(f"on_worker_loss is {on_worker_loss!r}; 'stop' or 'continue'")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
-        self.timeout = timeout
-        self.version = 0
-        """Updates applied so far."""
-        self.staleness: Counter[int] = Counter()
-        """How many gradients were applied to parameters that many versions newer than they saw."""
-        self._buffer = torch.zeros(self.shard.buffer_bytes, dtype=torch.uint8)
-        self._parameters = [nn.Parameter(view) for view in self.shard.views(self._buffer)]
-        with torch.no_grad():
-            for piece, mine in zip(self.shard.pieces, self._parameters, strict=True):
-                flat = parameters[piece.name].detach().reshape(-1)
-                mine.view(-1).copy_(flat[piece.start : piece.stop])
-        self._optimizer = optimizer(self._parameters) if self._parameters else None
-        self._clocks = Clocks(workers, self.consistency.bound)
-        self._read = dict.fromkeys(range(workers), 0)  # the version each worker last read
-        self._waiting: dict[int, Tensor] = {}  # gradients of a step that is not complete
-        self._continue = on_worker_loss == "continue"
-        self._failure = ""
+        compression = None
+        if isinstance(self.consistency, LocalSteps):
+            optimizer, compression = self.consistency.outer, self.consistency.compression
+        self.core = Core(
+            Replica(self.shard, parameters, optimizer, compression),
+            self.consistency,
+            workers=workers,
+            timeout=timeout,
+            survives=elastic or on_worker_loss == "continue",
+            elastic=elastic,
+        )
         self._changed = threading.Condition()
+        self._told: dict[int, Exception] = {}
+
+    @property
+    def version(self) -> int:
+        """Updates applied so far."""
+        return self.core.replica.version
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How many gradients were applied to parameters that many versions newer than they saw."""
+        return self.core.replica.staleness
 
     def connect(self, worker: int) -> LocalConnection:
         """How a worker in this process speaks to this server."""
         return LocalConnection(self, worker)
 
-    def pull(self, worker: int, clock: int, out: Tensor) -> int:
-        """Write the parameters into `out` once `worker` may read at `clock`; return the version."""
-        with self._changed:
-            self._check(worker, clock)
-            self._wait(worker, f"at clock {clock}", lambda: self._clocks.behind(clock))
-            out.copy_(self._buffer)
-            self._read[worker] = self.version
-            return self.version
+    def ask(
+        self,
+        worker: int,
+        message: Message,
+        data: Tensor | None = None,
+        out: Tensor | None = None,
+        alive: Callable[[], None] | None = None,
+    ) -> Message:
+        """Answer a request, as soon as that can be done.
 
-    def push(self, worker: int, clock: int, gradients: Tensor) -> int:
-        """Take the gradients that `worker` found at `clock`; return the version they made or join.
-
-        `gradients` belongs to the server until the worker's next pull returns.
+        Gradients are taken from `data`, which belongs to the server until the worker's next pull
+        returns; parameters are written into `out`. `alive` is called every few seconds of a wait,
+        to tell the worker that it is one.
         """
         with self._changed:
-            self._check(worker, clock)
-            if worker in self._waiting:
-                raise self._fail(
-                    f"worker {worker} pushed twice in one bulk-synchronous step; pull in between"
-                )
-            if self.consistency.averages:
-                self._waiting[worker] = gradients
-                self._clocks.tick(worker)
-                self._step_if_complete()
-            else:
-                self._apply(gradients)
-                self.staleness[self.version - 1 - self._read[worker]] += 1
-                self._clocks.tick(worker)
-            self._changed.notify_all()
-            return self.version
-
-    def finish(self, worker: int, out: Tensor) -> int:
-        """`worker` pushes no more; once nobody does, write the final parameters into `out`."""
-        with self._changed:
-            self._leave(worker)
-            self._wait(worker, "at the end", lambda: sorted(self._clocks.active))
-            out.copy_(self._buffer)
-            return self.version
+            said = time.monotonic()
+            while True:
+                now = time.monotonic()
+                reply = self._try(worker, message, data, out, now)
+                if reply is not None:
+                    return reply
+                for other, error in self.core.check(now):
+                    self._told[other] = error
+                if worker in self._told:
+                    raise self._told.pop(worker)
+                self._changed.notify_all()
+                if alive and now - said >= _SIGN_OF_LIFE:
+                    said = now
+                    self._changed.release()
+                    try:
+                        alive()
+                    finally:
+                        self._changed.acquire()
+                until = min(self.core.next_deadline(), said + _SIGN_OF_LIFE)
+                self._changed.wait(max(0.0, until - time.monotonic()))
 
     def lose(self, worker: int, reason: str) -> None:
         """`worker` is gone without finishing."""
         with self._changed:
-            if worker not in self._clocks.active:
-                return
-            if self._continue:
-                self._leave(worker)
-            else:
-                self._fail(f"worker {worker} is gone at clock {self._clocks[worker]}: {reason}")
+            self.core.lose(worker, reason)
+            self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters, the optimizer's state and the version."""
         with self._changed:
-            optimizer = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer else {}
-            return {
-                "layout": self.shard.digest(),
-                "parameters": self._buffer.clone(),
-                "optimizer": optimizer,
-                "version": self.version,
-            }
+            return self.core.replica.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, which a server of the same shard saved."""
-        if state["layout"] != self.shard.digest():
-            raise ValueError(
-                f"the saved state is of shard {state['layout']}, this server holds shard "
-                f"{self.shard.digest()}; use the same parameters and number of servers"
-            )
+        """Go on from `state`, which a server of the same shard saved; before workers connect."""
         with self._changed:
-            self._buffer.copy_(state["parameters"])
-            if self._optimizer:
-                self._optimizer.load_state_dict(state["optimizer"])
-            self.version = state["version"]
-            self._read = dict.fromkeys(self._read, self.version)
+            self.core.restart(state)
 
-    def _wait(self, worker: int, where: str, blockers: Callable[[], list[int]]) -> None:
-        self._changed.wait_for(lambda: self._failure or not blockers(), self.timeout)
-        if self._failure:
-            raise PeerLost(self._failure)
-        if slow := blockers():
-            state = ", ".join(f"worker {w} at clock {self._clocks[w]}" for w in slow)
-            raise TimeoutError(
-                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
-                "if they are only slow, raise `timeout` or allow more staleness"
-            )
+    def _try(
+        self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
+    ) -> Message | None:
+        try:
+            reply = self.core.handle(worker, message, data, out, now)
+        except BaseException:
+            self._changed.notify_all()  # it may be that nobody can go on
+            raise
+        if reply is not None:
+            self._changed.notify_all()
+        return reply
 
-    def _check(self, worker: int, clock: int) -> None:
-        if self._failure:
-            raise PeerLost(self._failure)
-        if worker not in self._read:
-            raise ValueError(f"worker {worker} is unknown; there are {len(self._read)} workers")
-        if worker not in self._clocks.active:
-            raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
-        if clock != self._clocks[worker]:
-            raise ValueError(
-                f"worker {worker} is at clock {clock}, but the server has "
-                f"{self._clocks[worker]} of its gradients; one Worker per worker number"
-            )
 
-    def _leave(self, worker: int) -> None:
-        self._clocks.leave(worker)
-        self._step_if_complete()
-        self._changed.notify_all()
+class LocalConnection:
+    """A server in this process."""
 
-    def _fail(self, message: str) -> RuntimeError:
-        self._failure = self._failure or message
-        self._changed.notify_all()
-        return RuntimeError(message)
+    def __init__(self, server: Server, worker: int) -> None:
+        self._server, self._worker = server, worker
+        self.parameters = torch.zeros(server.shard.buffer_bytes, dtype=torch.uint8)
+        self.gradients = torch.zeros_like(self.parameters)
 
-    def _step_if_complete(self) -> None:
-        if not self._waiting or not self._clocks.active <= self._waiting.keys():
-            return
-        in_order = [self._waiting[worker] for worker in sorted(self._waiting)]
-        self._waiting.clear()
-        total, *others = map(self.shard.views, in_order)
-        for other in others:
-            torch._foreach_add_(total, other)
-        if others:
-            torch._foreach_div_(total, len(in_order))
-        self._apply(in_order[0])
-        self.staleness[0] += len(in_order)
+    def ask(self, message: Message) -> Message:
+        """See Server.ask."""
+        return self._server.ask(self._worker, message, self.gradients, self.parameters)
 
-    def _apply(self, gradients: Tensor) -> None:
-        for parameter, gradient in zip(self._parameters, self.shard.views(gradients), strict=True):
-            parameter.grad = gradient
-        if self._optimizer:
-            self._optimizer.step()
-        self.version += 1
+    def abort(self, reason: str) -> None:
+        """See Server.lose."""
+        self._server.lose(self._worker, reason)

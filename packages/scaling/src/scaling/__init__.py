@@ -5,28 +5,30 @@
 >>> fit.optimal(1e24)                                # N, D, loss and their intervals
 """
 
-from scaling.batch_size import (
+from scaling.design import Design, design
+from scaling.fit.parametric import ParametricFit, fit_parametric
+from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.law import Interval, Law, Optimum
+from scaling.plot import plot
+from scaling.runs import Runs, ScalingWarning, load_runs
+from scaling.sweeps.batch_size import (
     Sweep,
     exact_loss,
     exact_rate,
     gradient_noise_scale,
     sweep_learning_rate,
 )
-from scaling.bootstrap import Bootstrap, Prediction, bootstrap
-from scaling.design import Design, design
-from scaling.isoflop import IsoflopFit, fit_isoflop
-from scaling.law import Interval, Law, Optimum
-from scaling.parametric import ParametricFit, fit_parametric
-from scaling.plot import plot
-from scaling.profile import Profile, profile
-from scaling.quantity import Quantity, loss_at, optimum
-from scaling.rate_law import RateLaw, fit_rate_law
-from scaling.runs import Runs, ScalingWarning, load_runs
+from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.synthetic import isoflop_runs
+from scaling.uncertainty.backtest import Foretold, backtest
+from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
+from scaling.uncertainty.profile import Profile, profile
+from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 
 __all__ = [
     "Bootstrap",
     "Design",
+    "Foretold",
     "Interval",
     "IsoflopFit",
     "Law",
@@ -39,6 +41,7 @@ __all__ = [
     "Runs",
     "ScalingWarning",
     "Sweep",
+    "backtest",
     "bootstrap",
     "design",
     "exact_loss",

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from scaling.batch_size import SETTINGS, sweep_learning_rate
-from scaling.bootstrap import bootstrap
 from scaling.design import design
+from scaling.fit.parametric import ParametricFit, fit_parametric
+from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
 from scaling.law import Interval, Optimum
-from scaling.parametric import ParametricFit, fit_parametric
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.search import Loss
+from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
+from scaling.uncertainty.bootstrap import bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,15 +17,15 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from scipy.optimize import minimize
 
-from scaling.batch_size import SETTINGS, sweep_learning_rate
-from scaling.bootstrap import bootstrap
+from scaling.fit.parametric import fit_parametric
 from scaling.isoflop import Method, fit_isoflop
 from scaling.law import CONSTANTS
-from scaling.parametric import fit_parametric
-from scaling.profile import profile
-from scaling.quantity import optimum, quantity
 from scaling.runs import Array, Runs, ScalingWarning, load_runs
+from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
+from scaling.uncertainty.bootstrap import bootstrap
+from scaling.uncertainty.profile import profile
+from scaling.uncertainty.quantity import optimum, quantity
 
 T = TypeVar("T")
 Row = dict[str, float | int | str]

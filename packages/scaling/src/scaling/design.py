@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from scaling import newton
+from scaling.fit import newton
+from scaling.fit.parametric import ParametricFit
+from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS
-from scaling.parametric import ParametricFit
-from scaling.profile import robust_scale
-from scaling.quantity import Quantity, optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
-from scaling.varpro import Problem
+from scaling.uncertainty.profile import robust_scale
+from scaling.uncertainty.quantity import Quantity, optimum
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """IsoFLOP curves: the best model size of each budget, and the power law through those sizes.
 
 Notable: the size is the bottom of a curve in log N, not the best run, which can only be a size
-that somebody happened to train; D follows from C = 6 N D, so both laws agree at every budget; the
-line weighs each budget by how well its runs fix the bottom, so that the interval holds.
+that somebody happened to train; D follows from C and N by the runs' own C / (N D), so both laws
+agree at every budget; the line weighs each budget by how well its runs fix the bottom, so that the
+interval holds.
 (Hoffmann et al. 2022, section 3.2, "Approach 2".)
 """
 
@@ -19,7 +20,8 @@ from scipy.optimize import curve_fit
 from scipy.special import stdtrit
 
 from scaling.law import Interval, Optimum, checked
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.runs import Array, Runs, ScalingWarning, list_some
+from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
 Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
@@ -27,13 +29,16 @@ Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
 COARSE = 2.5
 """Sizes about the best run that are further apart, as a factor, leave a parabola to guess."""
 
+FEWEST_FOR_A_SHAPE = 5
+"""Runs a budget. A curve takes three; a fourth that goes into the common skew leaves nothing."""
+
 COARSE_MINIMUM = 1.2
 """The same where the best run itself is taken for the optimum."""
 
 
 @dataclass(frozen=True)
 class IsoflopFit:
-    """N_opt = scale * C^exponent + offset, and D_opt = C / (6 N_opt)."""
+    """N_opt = scale * C^exponent + offset, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
 
     runs: Runs
     method: Method
@@ -43,14 +48,18 @@ class IsoflopFit:
     offset: float
     covariance: Array
     """(2, 2) of the line's height at the middle budget and its slope, in logs."""
+    drift: float
+    """The deviation of log N per decade beyond the budgets that lines through fewer of them show
+    and scatter does not explain."""
     level: float
     warnings: tuple[str, ...]
 
     def optimal(self, compute: float) -> Optimum:
         """N and D at a budget, with the interval of the regression line through the valleys.
 
-        The interval is Student's, from the scatter of the valleys about the line in log N; its ends
-        for D follow from those for N. Two budgets leave no scatter, and the interval is (0, inf).
+        The interval is Student's, from the scatter of the valleys about the line in log N, and from
+        its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
+        leave no scatter, and the interval is (0, inf).
         ValueError where an offset makes N negative.
         """
         n = self._size(compute)
@@ -59,15 +68,24 @@ class IsoflopFit:
         if freedom > 0:
             middle = float(np.mean(np.log([v.compute for v in self.valleys])))
             reach = np.array([1.0, math.log(compute) - middle])
-            deviation = math.sqrt(float(reach @ self.covariance @ reach))
+            decades = max(math.log10(compute / self.valleys[-1].compute), 0.0)
+            deviation = math.hypot(
+                math.sqrt(float(reach @ self.covariance @ reach)), self.drift * decades
+            )
             half = float(stdtrit(freedom, 0.5 + self.level / 2)) * deviation
             low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
-        pairs = compute / FLOPS_PER_PARAMETER_TOKEN
+        pairs = compute / self.flops_per_parameter_token(compute)
         intervals = {
             "parameters": Interval(low, high, self.level),
             "tokens": Interval(pairs / high, pairs / low if low else math.inf, self.level),
         }
         return checked(Optimum(compute, n, pairs / n, math.nan, intervals))
+
+    def flops_per_parameter_token(self, compute: float) -> float:
+        """C / (N D) of the best models: between budgets in logs, beyond them that of the last."""
+        c = np.array([v.compute for v in self.valleys])
+        pairs = np.array([v.parameters * v.tokens for v in self.valleys])
+        return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / pairs)))
 
     def _size(self, compute: float) -> float:
         n = self.scale * compute**self.exponent + self.offset
@@ -95,7 +113,8 @@ def fit_isoflop(
     `valley`). With `degree` 2 it is a plain one, with 3 or 4 a polynomial that follows each budget
     by itself: through all its runs, or through the `nearest` to the best, or with weights
     exp(-(distance / bandwidth)^2 / 2) by the distance in log N to its bottom; both of these take
-    degree 2 unless told. So do budgets of too few runs for a shared skew. "minimum" takes the best
+    degree 2 unless told. So, with a warning, do fewer than five runs a budget, and valleys that no
+    shared skew fits. "minimum" takes the best
     run instead, and a line in logs; "minimum-linear" fits a C^b to the best runs by least squares
     in N, "minimum-offset" a C^b + c. Those three are for comparison, and warn. Budgets are told
     apart by `tolerance` in compute.
@@ -120,8 +139,8 @@ def fit_isoflop(
     local = nearest is not None or bandwidth is not None
     if method != "parabola":
         kept, covariance = [_least(group) for group in groups], np.eye(len(groups))
-    elif degree is None and not local and sum(map(len, groups)) > 3 * len(groups) + 2:
-        kept, covariance = _skewed_alike(groups, doubts)
+    elif degree is None and not local and (shared := _skewed_alike(groups, doubts)):
+        kept, covariance = shared
     else:
         found = (_polynomial(g, nearest, bandwidth, degree or 2, doubts) for g in groups)
         kept = [v for v in found if v is not None]
@@ -140,6 +159,7 @@ def fit_isoflop(
             f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval"
         )
     c = np.array([v.compute for v in kept])
+    moved = _drift(c, np.array(n), covariance)
     scale, exponent, offset, covariance = _power_law(c, np.array(n), covariance, method)
     if offset:
         doubts.append(
@@ -154,7 +174,7 @@ def fit_isoflop(
     for message in doubts:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     return IsoflopFit(
-        runs, method, tuple(kept), scale, exponent, offset, covariance, level, tuple(doubts)
+        runs, method, tuple(kept), scale, exponent, offset, covariance, moved, level, tuple(doubts)
     )
 
 
@@ -212,8 +232,18 @@ def _enough(x: Array, needed: int, where: str, doubts: list[str]) -> bool:
     return sizes >= needed
 
 
-def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], Array]:
-    """The budgets that have a bottom, and the covariance of the bottoms up to a factor."""
+def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], Array] | None:
+    """The budgets that have a bottom, and the covariance of the bottoms up to a factor.
+
+    None, and a doubt, where the runs do not carry a shape.
+    """
+    each = sum(map(len, groups)) / len(groups)
+    if each < FEWEST_FOR_A_SHAPE:
+        doubts.append(
+            f"{each:.3g} runs a budget are too few for a skew that all budgets share, which takes"
+            f" {FEWEST_FOR_A_SHAPE}: these are plain parabolas"
+        )
+        return None
     sizes = [np.log(g.parameters) for g in groups]
     pairs = zip(groups, sizes, strict=True)
     groups = [g for g, x in pairs if _enough(x, 3, _where(g), doubts)]
@@ -221,6 +251,13 @@ def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], 
         return [], np.empty((0, 0))
     sizes = [np.log(g.parameters) for g in groups]
     shape = common_shape([x - x.mean() for x in sizes], [g.loss for g in groups])
+    if shape.steepest:
+        p, q = shape.exponents
+        doubts.append(
+            f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"
+            " differ, or are noise; these are plain parabolas"
+        )
+        return None
     valleys, kept = [], []
     for i, (group, x) in enumerate(zip(groups, sizes, strict=True)):
         bottom = float(shape.bottoms[i] + x.mean())
@@ -265,3 +302,31 @@ def _power_law(
     freedom = max(len(c) - 2 - (offset != 0), 1)
     scatter = float(errors @ weight @ errors) / freedom
     return float(scale), float(exponent), offset, scatter * inverse
+
+
+def _drift(c: Array, n: Array, covariance: Array) -> float:
+    """What lines through all but the largest budgets foretell of the largest, per decade.
+
+    Of nested least squares the variance of the difference is the difference of the variances.
+    """
+    x, y = np.log(c), np.log(n)
+    rows = np.stack([np.ones_like(x), x - x[-1]], axis=1)
+    at_the_top, variances = [], []
+    for count in range(3, len(c) + 1):
+        weight = np.linalg.inv(covariance[:count, :count])
+        inverse = np.linalg.inv(rows[:count].T @ weight @ rows[:count])
+        line = inverse @ rows[:count].T @ weight @ y[:count]
+        at_the_top.append(float(line[0]))
+        variances.append(float(inverse[0, 0]))
+    if len(at_the_top) < 2:
+        return 0.0
+    errors = y - rows @ line
+    scatter = float(errors @ weight @ errors) / (len(c) - 2)
+    return per_decade(
+        [
+            (math.log10(c[-1] / c[i + 2]), top - at_the_top[-1], math.sqrt(scatter * more) + 1e-12)
+            for i, (top, more) in enumerate(
+                zip(at_the_top[:-1], np.array(variances[:-1]) - variances[-1], strict=True)
+            )
+        ]
+    )

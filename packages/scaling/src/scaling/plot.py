@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scaling.batch_size import Sweep
+from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
-from scaling.parametric import ParametricFit
-from scaling.profile import profile
-from scaling.quantity import optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
+from scaling.sweeps.batch_size import Sweep
+from scaling.uncertainty.profile import profile
+from scaling.uncertainty.quantity import optimum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def _curves(axes: Axes, sweep: Sweep) -> None:
     for size, curve, best, colour in zip(
         sweep.batch_sizes, sweep.loss, sweep.best_rates, colours, strict=True
     ):
-        kept = np.isfinite(curve) & (curve > 0) & (curve < 1e3 * curve.min() + 1e-30)
+        kept = (curve > 0) & (curve < 1e3 * curve.min() + 1e-30)
         axes.plot(sweep.rates[kept], curve[kept], color=colour, label=f"{size:.0f}")
         axes.axvline(best, color=colour, lw=0.5, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="final loss")
@@ -149,7 +149,7 @@ def _curves(axes: Axes, sweep: Sweep) -> None:
 def _best_rates(axes: Axes, sweep: Sweep) -> None:
     axes.plot(sweep.batch_sizes, sweep.best_rates, "o", label="swept")
     b = np.geomspace(sweep.batch_sizes[0], sweep.batch_sizes[-1], 200)
-    if len(sweep.batch_sizes) >= 5:
+    if np.isfinite(sweep.best_rates).sum() >= 5:
         axes.plot(b, sweep.law.predict(b), label=f"{sweep.law.shape} law")
     if sweep.exact_rates is not None:
         axes.plot(sweep.batch_sizes, sweep.exact_rates, "k--", lw=1, label="exact")

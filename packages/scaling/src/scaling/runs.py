@@ -244,7 +244,8 @@ def _warn(runs: Runs, ratio: Array, found: Mapping[str, str], tolerance: float) 
         worst = ratio[np.argmax(np.abs(np.log(ratio)))]
         warnings.warn(
             f"column {found['compute']!r} is not 6 N D within {tolerance:.0%} in rows "
-            f"{list_some(rows[off])} (worst: {worst:.3g} times); fits use N and D",
+            f"{list_some(rows[off])} (worst: {worst:.3g} times); a "
+            "parametric fit goes by N and D, an IsoFLOP fit takes budgets from it",
             ScalingWarning,
             stacklevel=3,
         )

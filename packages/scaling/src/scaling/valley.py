@@ -31,12 +31,22 @@ class Valley:
 
     compute: float
     parameters: float
+    """The size at the bottom."""
     loss: float
     runs: Runs
     coefficients: tuple[float, ...] | None = None
     """None where the best run was taken. With u = log N less its mean over the runs: c of
     c0 + c1 u + c2 u^2 + …, or, with a shape (p, q), of c0 + c1 exp(-p u) / p + c2 exp(q u) / q."""
     shape: tuple[float, float] | None = None
+
+    @property
+    def tokens(self) -> float:
+        """What a model of the best size is trained on, by the runs' own tokens about that size."""
+        # In logs between neighbours, so that D = C / (k N) comes back exactly for any k.
+        sizes = np.log(self.runs.parameters)
+        order = np.argsort(sizes, kind="stable")
+        tokens = np.log(self.runs.tokens)[order]
+        return math.exp(np.interp(math.log(self.parameters), sizes[order], tokens))
 
     def predict(self, parameters: Array) -> Array:
         """The fitted loss of models of these sizes."""
@@ -87,6 +97,11 @@ class Shape:
     """(budgets,) of u; nan where a curve has none."""
     covariance: Array
     """(budgets, budgets) of the bottoms, for a unit variance of log loss."""
+
+    @property
+    def steepest(self) -> bool:
+        """Whether the search ended at its steepest: the runs have no such shape."""
+        return max(self.exponents) > 0.99 * STEEPEST
 
 
 def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:

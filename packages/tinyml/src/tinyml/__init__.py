@@ -4,21 +4,25 @@ Every function that compresses returns a new model that still runs and leaves yo
 adapters are put into the model that they train.
 """
 
-from tinyml.channels import prune_channels, sort_channels
-from tinyml.export import load, save
-from tinyml.gptq import gptq
-from tinyml.int8 import Int8Linear
-from tinyml.integer import IntegerModel
-from tinyml.kmeans import kmeans_quantize
-from tinyml.linear import quantize
-from tinyml.lora import LoRA, add_lora, lora_state_dict, merge, unmerge
-from tinyml.prune import Masks, prune
-from tinyml.qat import convert, prepare_qat
-from tinyml.sensitivity import sensitivity
+from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, unmerge
+from tinyml.adapters.peft_files import load_lora, save_lora
+from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
+from tinyml.export.safetensors_file import load, save
+from tinyml.integer.model import IntegerModel
+from tinyml.integer.to_c import CProgram, to_c
+from tinyml.integer.to_onnx import to_onnx
+from tinyml.pruning.channels import prune_channels, sort_channels
+from tinyml.pruning.magnitude import Masks, prune
+from tinyml.pruning.sensitivity import sensitivity
+from tinyml.quantization.gptq import gptq
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.kmeans import kmeans, kmeans_quantize
+from tinyml.quantization.linear import quantize
+from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import Size, size_of
-from tinyml.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
 
 __all__ = [
+    "CProgram",
     "Int8Linear",
     "IntegerModel",
     "LoRA",
@@ -30,8 +34,10 @@ __all__ = [
     "add_lora",
     "convert",
     "gptq",
+    "kmeans",
     "kmeans_quantize",
     "load",
+    "load_lora",
     "lora_state_dict",
     "merge",
     "meta_loss",
@@ -40,8 +46,11 @@ __all__ = [
     "prune_channels",
     "quantize",
     "save",
+    "save_lora",
     "sensitivity",
     "size_of",
     "sort_channels",
+    "to_c",
+    "to_onnx",
     "unmerge",
 ]

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.gptq import gptq
-from tinyml.int8 import Int8Linear
-from tinyml.integer import IntegerModel
-from tinyml.kmeans import kmeans, kmeans_quantize
-from tinyml.linear import quantize
-from tinyml.lora import LoRA
-from tinyml.prune import prune
-from tinyml.qat import convert, prepare_qat
-from tinyml.sensitivity import sensitivity
+from tinyml.adapters.lora import LoRA
+from tinyml.integer.model import IntegerModel
+from tinyml.integer.to_c import to_c
+from tinyml.pruning.magnitude import prune
+from tinyml.pruning.sensitivity import sensitivity
+from tinyml.quantization.gptq import gptq
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.kmeans import kmeans, kmeans_quantize
+from tinyml.quantization.linear import quantize
+from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import size_of
 
 Row = dict[str, float | int | str]
@@ -40,6 +42,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     return [
         *_kmeans(device, quick),
         *_int8(device, quick),
+        *_integer(quick),
         *_lora(device),
         *_sensitivity(device, quick),
         *_digits(device, quick),
@@ -49,8 +52,9 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 def _kmeans(device: str, quick: bool) -> list[Row]:
     """16 clusters of normal weights to the fixed point; a plain iteration timed and multiplied."""
     rows: list[Row] = []
-    for count in (100_000,) if quick else (100_000, 4_000_000):
+    for count in (100_000,) if quick else (100_000, 10_000_000):
         values = torch.randn(count, generator=_generator(0)).mul(0.02).to(device)
+        sort = _seconds(partial(torch.sort, values), 1)
         start = time.perf_counter()
         centroids, codes = kmeans(values, 16)
         ours = time.perf_counter() - start
@@ -59,6 +63,7 @@ def _kmeans(device: str, quick: bool) -> list[Row]:
             "weights": count,
             "clusters": 16,
             "ours_ms": ours * 1e3,
+            "ours_over_one_sort": ours / sort,
             "squared_error": _squared_error(values, centroids, codes),
         }
         even = torch.linspace(float(values.min()), float(values.max()), 16, dtype=torch.float64)
@@ -92,7 +97,7 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
 
 
 def _int8(device: str, quick: bool) -> list[Row]:
-    """A dynamic int8 linear beside nn.Linear in float32."""
+    """A dynamic int8 linear, and one that may stay in float, beside nn.Linear in float32."""
     shapes: tuple[tuple[int, int, int], ...] = ((1, 1024, 1024), (32, 1024, 1024))
     if not quick:
         shapes += ((1, 4096, 4096), (32, 4096, 4096), (256, 1024, 4096))
@@ -100,17 +105,24 @@ def _int8(device: str, quick: bool) -> list[Row]:
     for tokens, inputs, outputs in shapes:
         torch.manual_seed(0)
         linear = nn.Linear(inputs, outputs, device=device).requires_grad_(False)
-        ours = Int8Linear(linear)
+        ours, auto = Int8Linear(linear), Int8Linear(linear, may_stay_float=True)
         x = torch.randn(tokens, inputs, device=device)
+        chosen: nn.Module = auto if auto.gains() else linear
         exact = linear(x)
-        ratio = _ratio(partial(linear, x), partial(ours, x), 5 if quick else 21)
+        rounds = 5 if quick else 21
+        ratio = _ratio(partial(linear, x), partial(ours, x), rounds)
         rows.append(
             {
                 "case": "int8_linear",
                 "tokens": tokens,
                 "in": inputs,
                 "out": outputs,
+                "processor": _processor(),
+                "way": ours.way(x),
                 **ratio,
+                "float32_over_auto_p50": _ratio(partial(linear, x), partial(chosen, x), rounds)[
+                    "float32_over_ours_p50"
+                ],
                 "relative_error": float((ours(x) - exact).norm() / exact.norm()),
                 "weight_bytes_ratio": linear.weight.nbytes
                 / (ours.weight_codes.nbytes + ours.scale.nbytes),
@@ -119,14 +131,51 @@ def _int8(device: str, quick: bool) -> list[Row]:
     return rows
 
 
+def _processor() -> str:
+    """The vector instructions that int8 products depend on, as torch and oneDNN may use them."""
+    allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    return f"{torch.backends.cpu.get_cpu_capability()}{allowed and f' (oneDNN: {allowed})'}"
+
+
+@torch.no_grad()
+def _integer(quick: bool) -> list[Row]:
+    """An integer VGG beside the float one, images of 32 x 32."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in (32, 64, 128) if quick else (64, 128, 256, 256):
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+        channels = width
+    model = nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(10)).eval()
+    images = torch.randn(16, 3, 32, 32)
+    model(images)
+    integer = IntegerModel(model, [images])
+    exact = model(images)
+    ratio = _ratio(partial(model, images), partial(integer, images), 5 if quick else 21)
+    program = to_c(integer)
+    return [
+        {
+            "case": "integer_vgg",
+            "images": len(images),
+            "processor": _processor(),
+            **ratio,
+            "relative_error": float((integer(images) - exact).norm() / exact.norm()),
+            "c_flash_kib": program.flash_bytes / 1024,
+            "c_ram_kib": program.ram_bytes / 1024,
+        }
+    ]
+
+
 def _lora(device: str) -> list[Row]:
     """Weights that do not come back from merge and unmerge: ours, and by adding and subtracting."""
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        layer = LoRA(nn.Linear(1024, 1024, device=device, dtype=dtype), 8)
+        base = nn.Linear(1024, 1024, device=device, dtype=dtype)
+        layer = LoRA(base, 8)
         layer.lora_B.data.normal_(std=0.02)
-        before = layer.base.weight.detach().clone()
+        before = base.weight.detach().clone()
         layer.merge()
         layer.unmerge()
         delta = layer.update.detach()
@@ -134,7 +183,7 @@ def _lora(device: str) -> list[Row]:
             {
                 "case": "lora_unmerge",
                 "dtype": str(dtype).removeprefix("torch."),
-                "ours_changed_share": float((layer.base.weight != before).float().mean()),
+                "ours_changed_share": float((base.weight != before).float().mean()),
                 "subtracting_changed_share": float(
                     ((before + delta) - delta != before).float().mean()
                 ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,20 +15,78 @@ PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D: a linear layer whose weight is (in, out)."""
+    return type(module).__name__.removeprefix("Parametrized") == "Conv1D" and hasattr(module, "nf")
+
+
+def is_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
+    """Whether a layer is of one of these kinds; a Conv1D is a linear layer."""
+    return isinstance(module, tuple(kinds)) or (nn.Linear in kinds and is_conv1d(module))
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """The dense weight, whatever it is stored as."""
+    return cast(Tensor, layer.weight).detach()
+
+
+def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
+    """A tensor of the weight's shape with the layer's outputs as its first dimension."""
+    return weight.t() if is_conv1d(layer) else weight
+
+
 def layers_of(model: nn.Module, kinds: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
-    """The layers of these kinds by name; of layers that share one weight, the first."""
+    """The layers of these kinds by name; of layers that share one weight, the first.
+
+    A weight that is compressed counts as much as a dense one.
+    """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, tuple(kinds)) and isinstance(weight, nn.Parameter):
-            if id(weight) not in seen:
+        if is_of(module, kinds) and (key := identity(module)) is not None:
+            if key not in seen:
                 found[name] = model.get_submodule(name)
-            seen.add(id(weight))
+            seen.add(key)
     if not found:
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{type(model).__name__} has no layer of the kinds {wanted}")
     return found
+
+
+def identity(layer: nn.Module) -> int | None:
+    """What layers that share a weight have in common; None without a weight that is ours."""
+    if (compressed := compressed_weight(layer)) is not None:
+        return id(compressed)
+    weight = layer._parameters.get("weight")
+    return None if weight is None else id(weight)
+
+
+def by_layer(
+    given: Mapping[str, Any], layers: Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, nn.Module]:
+    """The layers that `given` names; a name that is none of them is an error."""
+    if unknown := sorted(given.keys() - layers.keys()):
+        firsts = {identity(layer): name for name, layer in layers.items()}
+        shared = {
+            name: firsts[identity(module)]
+            for name, module in model.named_modules()
+            if name in unknown and identity(module) in firsts
+        }
+        why = "".join(f"; {n!r} shares the weight of {first!r}" for n, first in shared.items())
+        raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
+    return {name: layer for name, layer in layers.items() if name in given}
+
+
+def check_bits(bits: int, what: str, least: int = 1) -> None:
+    """Refuse what is not a whole number of bits that a code can have."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
+        raise ValueError(f"{bits} bits; {what} {least} to 8, a whole number")
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that holds nan or inf, by name."""
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} holds nan or inf, of which nothing can be kept or removed")
 
 
 class CompressedWeight(nn.Module):
@@ -42,6 +100,22 @@ class CompressedWeight(nn.Module):
         """The tensor to train or keep in place of `weight`."""
         raise NotImplementedError
 
+    def format(self) -> list[int]:
+        """The whole numbers that the stored codes cannot be read without."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> Tensor:
+        """The format, so that a state dict holds all that it takes to read it."""
+        return torch.tensor(self.format(), dtype=torch.int16)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse the codes of another format, which would be read as other numbers."""
+        if state.tolist() != self.format():
+            raise RuntimeError(
+                f"the state dict holds a {type(self).__name__} of format {state.tolist()}, the "
+                f"model one of {self.format()}; compress the model as the saved one was"
+            )
+
 
 def compress_weights(
     model: nn.Module,
@@ -50,18 +124,16 @@ def compress_weights(
 ) -> nn.Module:
     """Give every layer of `kinds` the compressed weight that `compress(name, layer)` returns.
 
-    Layers that share a weight share its compressed form. None leaves a layer as it is.
+    Layers that share a weight share its compressed form. None leaves a layer as it is. All of the
+    compressed weights are made before the first is put in, so an error changes nothing.
     """
-    sharing: dict[int, list[nn.Module]] = {}
     chosen = layers_of(model, kinds)
-    for layer in model.modules():
-        if isinstance(getattr(layer, "weight", None), nn.Parameter):
-            sharing.setdefault(id(layer.weight), []).append(layer)
-    for name, layer in chosen.items():
-        compressed = compress(name, layer)
+    made = {name: compress(name, layer) for name, layer in chosen.items()}
+    for name, compressed in made.items():
         if compressed is None:
             continue
-        for other in (same := sharing[id(layer.weight)]):
+        same = make_dense(model, chosen[name])
+        for other in same:
             parametrize.register_parametrization(other, "weight", compressed, unsafe=True)
         first, *rest = (cast(Any, other).parametrizations.weight for other in same)
         for other in rest:
@@ -69,9 +141,23 @@ def compress_weights(
     return model
 
 
+def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
+    """The layers of `model` that share this one's weight, which is a parameter again."""
+    same = [m for m in model.modules() if identity(m) == identity(layer)]
+    if compressed_weight(layer) is not None:
+        weight = nn.Parameter(weight_of(layer).clone())
+        for each in same:
+            # Taking the parametrization off by torch's function would take it off every copy of
+            # the model too, because they share the class that was made for it.
+            each.__class__ = type(each).__bases__[0]
+            del each._modules["parametrizations"]
+            each.register_parameter("weight", weight)
+    return same
+
+
 def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
     """The compressed weight of a layer, if it has one."""
-    if not parametrize.is_parametrized(layer, "weight"):
+    if "parametrizations" not in layer._modules or not parametrize.is_parametrized(layer, "weight"):
         return None
     last = cast(Any, layer).parametrizations.weight[-1]
     return last if isinstance(last, CompressedWeight) else None

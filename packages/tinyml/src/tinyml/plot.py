@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tinyml.layers import PRUNABLE
-from tinyml.sensitivity import Sensitivity
+from tinyml.pruning.sensitivity import Sensitivity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -73,7 +73,7 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
-    from tinyml.int8 import Int8Linear
+    from tinyml.quantization.int8 import Int8Linear
 
     found: dict[int, torch.Tensor] = {}
     for layer in model.modules():

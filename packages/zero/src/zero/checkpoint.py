@@ -10,6 +10,7 @@ Notable:
 
 from __future__ import annotations
 
+import copy
 import os
 import zlib
 from collections.abc import Callable
@@ -23,11 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zero.holding import Part, Slot, group_names, model_parts, slots, unwrapped
+from zero.holding import Part, Slot, group_names, model_parts, second_names, slots, unwrapped
 from zero.optimizer import ShardedOptimizer, options_of
-from zero.storage import Writer, read, read_metadata, together
+from zero.storage import Folder, Writer, find, together
 
-VERSION = 1
+# 2: checksums, and second names of tied tensors.
+VERSION = 2
 HEADER = "zero"
 
 
@@ -36,12 +38,25 @@ class Saving:
 
     def __init__(self, publish: Callable[[], None]) -> None:
         self._publish: Callable[[], None] | None = publish
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         """Block until the checkpoint is on disk under its name; raise what went wrong."""
+        self._settle()
+        if self._error is not None:
+            raise self._error
+
+    def _settle(self) -> None:
         publish, self._publish = self._publish, None
         if publish is not None:
-            publish()
+            try:
+                publish()
+            except Exception as error:
+                self._error = error
+
+
+# The latest asynchronous save to each path: a later one to the same path comes after it.
+_under_way: dict[str, Saving] = {}
 
 
 def save_checkpoint(
@@ -56,9 +71,14 @@ def save_checkpoint(
     """Write model, optimizer and `extra` (plain values and tensors) to the folder `path`.
 
     Every rank calls it. `async_op=True` copies the state, writes in a thread and returns a Saving,
-    whose `wait()` publishes the checkpoint. Raises RuntimeError on every rank, naming those that
-    failed; what was at `path` before is then untouched.
+    whose `wait()` publishes the checkpoint; a later save to the same path finishes it first. Raises
+    RuntimeError on every rank, naming those that failed; what was at `path` before is then
+    untouched.
     """
+    place = os.path.abspath(path)
+    earlier = _under_way.pop(place, None)
+    if earlier is not None:
+        earlier._settle()
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts, objects = _state(model, optimizer, rank)
     if rank == 0:
@@ -75,7 +95,9 @@ def save_checkpoint(
     ]
     if async_op:
         mine = [replace(part, values=part.values.detach().cpu().clone()) for part in mine]
-    writer = Writer(Path(path), mine, objects, group)
+        objects = copy.deepcopy(objects)
+    second = {f"model.{second}": f"model.{first}" for second, first in second_names(model).items()}
+    writer = Writer(Path(path), mine, objects, group, second)
     writer.plan()
     if not async_op:
         writer.write()
@@ -89,7 +111,8 @@ def save_checkpoint(
         written.result()
         writer.publish()
 
-    return Saving(publish)
+    saving = _under_way[place] = Saving(publish)
+    return saving
 
 
 @torch.no_grad()
@@ -106,22 +129,28 @@ def load_checkpoint(
     before anything is changed if the checkpoint is damaged, newer, or of another model.
     """
 
-    def check() -> tuple[Path, Metadata, dict[str, Any]]:
-        place, metadata = read_metadata(Path(path))
-        header = _read_header(place, metadata)
-        _check_model(model_parts(model)[0], metadata)
+    earlier = _under_way.pop(os.path.abspath(path), None)
+    if earlier is not None:
+        earlier._settle()
+    failure = f"checkpoint {path} was not loaded"
+    opened: list[tuple[Folder, dict[str, Any]]] = []
+
+    def check() -> None:
+        folder = find(Path(path))
+        header = _read_header(folder)
+        _check_model(model_parts(model)[0], second_names(model), folder.metadata)
         if optimizer is not None:
             _check_groups(header["groups"], _groups(model, optimizer))
-        return place, metadata, header
+        opened.append((folder, header))
 
-    failure = f"checkpoint {path} was not loaded"
-    place, metadata, header = together(check, group, failure)[dist.get_rank(group)]
+    together(check, group, failure)
+    folder, header = opened[0]
 
     def fill() -> None:
         parts = model_parts(model)[0]
-        read(place, metadata, [replace(p, name=f"model.{p.name}") for p in parts])
+        folder.read([replace(p, name=f"model.{p.name}") for p in parts])
         if optimizer is not None:
-            _load_optimizer(place, metadata, header["groups"], model, optimizer)
+            _load_optimizer(folder, header["groups"], model, optimizer)
 
     together(fill, group, failure)
     if header["modules"]:
@@ -162,24 +191,36 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str
     ]
 
 
-def _read_header(path: Path, metadata: Metadata) -> dict[str, Any]:
-    if HEADER not in metadata.state_dict_metadata:
+def _read_header(folder: Folder) -> dict[str, Any]:
+    path = folder.path
+    if HEADER not in folder.metadata.state_dict_metadata:
         raise ValueError(f"{path} was not written by zero.save_checkpoint")
-    header: dict[str, Any] = read(path, metadata, [], [HEADER])[HEADER]
+    header: dict[str, Any] = folder.read([], [HEADER])[HEADER]
     if header["version"] > VERSION:
         raise ValueError(
             f"{path} has format {header['version']}, newer than {VERSION}, the newest that this "
             "version of zero reads: upgrade it"
         )
+    if header["version"] >= 2 and not folder.verifier.present:
+        raise ValueError(f"{path} has lost its checksums: use an older checkpoint")
     return header
 
 
-def _check_model(parts: list[Part], metadata: Metadata) -> None:
+def _check_model(parts: list[Part], tied: dict[str, str], metadata: Metadata) -> None:
     saved = {
         name.removeprefix("model."): about
         for name, about in metadata.state_dict_metadata.items()
         if name.startswith("model.")
     }
+    for second, first in tied.items():
+        if {first, second} <= saved.keys() and _stored(first, metadata) != _stored(
+            second, metadata
+        ):
+            raise ValueError(
+                f"{second} and {first} are one tensor in the model and two in the checkpoint: load "
+                "into the model that was saved"
+            )
+        saved.pop(second, None)
     wanted = {part.name: part for part in parts}
     for name in [*wanted.keys() - saved.keys(), *saved.keys() - wanted.keys()]:
         where = "the model, not in the checkpoint" if name in wanted else "the checkpoint only"
@@ -196,6 +237,12 @@ def _check_model(parts: list[Part], metadata: Metadata) -> None:
             )
 
 
+def _stored(name: str, metadata: Metadata) -> list[Any]:
+    """Where the bytes of a tensor are."""
+    found = (metadata.storage_data or {}).items()
+    return [(index.offset, info) for index, info in found if index.fqn == f"model.{name}"]
+
+
 def _check_groups(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
     if len(saved) != len(ours):
         raise ValueError(f"the checkpoint has {len(saved)} parameter groups, not {len(ours)}")
@@ -209,14 +256,13 @@ def _check_groups(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> No
 
 
 def _load_optimizer(
-    path: Path,
-    metadata: Metadata,
+    folder: Folder,
     groups: list[dict[str, Any]],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     saved: dict[str, list[tuple[str, str]]] = {}
-    for name in metadata.state_dict_metadata:
+    for name in folder.metadata.state_dict_metadata:
         if name.startswith("optimizer."):
             kind, _, rest = name.removeprefix("optimizer.").partition(".")
             parameter, _, key = rest.rpartition(".")
@@ -232,12 +278,12 @@ def _load_optimizer(
             if kind == "object":
                 objects.setdefault(name, []).append((index, key))
             else:
-                part = _room(name, kind, slot, metadata)
+                part = _room(name, kind, slot, folder.metadata)
                 state[index][key] = part.values.view(
                     slot.local.shape if kind == "state" else part.shape
                 )
                 parts.append(part)
-    loaded = read(path, metadata, parts, list(objects))
+    loaded = folder.read(parts, list(objects))
     for name, wanted in objects.items():
         for index, key in wanted:
             state[index][key] = loaded[name]

@@ -10,7 +10,8 @@ its weight, so that is not gathered again.
 
 from __future__ import annotations
 
-from collections import deque
+import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.faults import difference
+from zero.gradients import plain
 from zero.marks import after_gradient, before_gradient, cast
 from zero.norm import scale_to, square_sum
 from zero.replicated import Replicated
-from zero.unit import Unit
+from zero.unit import ShardedParameter, Unit
 from zero.wire import Collective, DryRun, Wire
-from zero.wrap import Materialise, clean, make_units
+from zero.wrap import Materialise, clean, make_units, watch
 
 
 class FSDP(nn.Module):
@@ -87,10 +89,21 @@ class FSDP(nn.Module):
         self._order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}
         self._last_order: list[Unit] = []
+        self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
         self._reducing: deque[Unit] = deque()
         self._ready: dict[Unit, int] = {}
+        # Each shard's unit; the units that were read without a call of their module in the latest
+        # forward, the modules that they are gathered with since, and where in the tree those are.
+        self._sharded: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
+        self._read_outside: list[Unit] = []
+        self._lifted: dict[nn.Module, set[Unit]] = {}
+        self._path_of: dict[Unit, str] = {}
+        self._running = False
+        self._hook_ids: dict[nn.Module, set[int]] = {}
         self._hook_modules()
+        if compute_dtype is not None:
+            self._replicated.keep_dtype(module)
         self.wire.take()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,9 +111,19 @@ class FSDP(nn.Module):
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._forget_backward()
         self._last_order, self._order = self._order, []
-        output = self.module(*args, **kwargs)
+        for unit in self.units:
+            unit.expire()
+        self._follow()
+        self._read_outside.clear()
+        self._running = True
+        try:
+            output = self.module(*args, **kwargs)
+        finally:
+            self._running = False
+            self._lift()
         kept = self._order[-1:] if torch.is_grad_enabled() else []
         for unit in self.units:
+            unit.pinned = False
             if unit not in kept:
                 unit.free()
         return before_gradient(output, self._begin_backward)
@@ -141,7 +164,7 @@ class FSDP(nn.Module):
         """
         replicated = [p.grad for p in self._replicated.parameters if p.grad is not None]
         locals_ = [p.local.grad for unit in self.units for p in unit.parameters]
-        shards = [gradient for gradient in locals_ if gradient is not None]
+        shards = [plain(gradient) for gradient in locals_ if gradient is not None]
         total = square_sum(shards, self.wire.device)
         self.wire.all_reduce(total).wait()
         norm = (total + square_sum(replicated, self.wire.device)).sqrt()
@@ -157,21 +180,63 @@ class FSDP(nn.Module):
 
     def _hook_modules(self) -> None:
         for module in self._units_of:
-            # A compiled module runs these between its graphs.
-            before: Any = torch.compiler.disable(self._before_forward)
-            after: Any = torch.compiler.disable(self._after_forward)
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-            module.register_forward_hook(after, always_call=True)
+            self._hook_module(module)
         for unit in self.units:
-            if unit.trainable:
-                for sharded in unit.parameters:
-                    ready = partial(self._gradient_ready, unit)
-                    sharded.whole.register_post_accumulate_grad_hook(ready)
+            for sharded in unit.parameters:
+                self._sharded[sharded.local] = unit, sharded
+                for module, _ in sharded.places:
+                    watch(module, self._read)
+        self._follow()
+
+    def _hook_module(self, module: nn.Module) -> None:
+        # A compiled module runs these between its graphs.
+        before: Any = torch.compiler.disable(self._before_forward)
+        after: Any = torch.compiler.disable(self._after_forward)
+        first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        then = module.register_forward_hook(after, always_call=True)
+        self._hook_ids[module] = {first.id, then.id}
+
+    def _read(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What a module sees that reads another's sharded parameter without calling it."""
+        found = self._sharded.get(parameter)
+        if found is None or not (self._running or self._in_backward):
+            return parameter
+        unit, sharded = found
+        unit.gather()
+        unit.pinned = True
+        if unit not in self._read_outside:
+            self._read_outside.append(unit)
+        return sharded.whole
+
+    def _lift(self) -> None:
+        """From now on gather what was read by others with a module further out, up to the root."""
+        for unit in self._read_outside:
+            path = self._path_of.get(unit) or unit.parameters[0].name
+            if unit in self._path_of and not path:
+                continue
+            path = self._path_of[unit] = path.rpartition(".")[0]
+            reader = self.module.get_submodule(path)
+            if reader not in self._units_of:
+                self._units_of[reader] = []
+                self._hook_module(reader)
+            if unit not in self._units_of[reader]:
+                self._units_of[reader].append(unit)
+            unit.read_in_backward = True
+            self._lifted.setdefault(reader, set()).add(unit)
+
+    def _follow(self) -> None:
+        """Let backward reach what is trainable now, which a caller may have changed."""
+        for unit in self.units:
+            unit.follow()
+            for sharded in unit.parameters:
+                self._hook_gradient(sharded.whole, partial(self._gradient_ready, unit))
         for parameter in self._replicated.parameters:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._begin_backward())
-        if self.compute_dtype is not None:
-            self._replicated.keep_dtype(self.module)
+            self._hook_gradient(parameter, lambda _: self._begin_backward())
+
+    def _hook_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
+        if parameter.requires_grad and parameter not in self._hooked:
+            self._hooked.add(parameter)
+            parameter.register_post_accumulate_grad_hook(call)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         units = self._units_of[module]
@@ -205,17 +270,21 @@ class FSDP(nn.Module):
         self._begin_backward()
         for unit in self._units_of[module]:
             unit.gather()
+        for unit in self._lifted.get(module, ()):
+            unit.pinned = True
         if position and self._order[position - 1].read_in_backward:
             self._order[position - 1].start_gather()
 
     def _after_backward(self, module: nn.Module) -> None:
+        for unit in self._lifted.get(module, set()).difference(self._read_outside):
+            unit.pinned = False
         for unit in self._units_of[module]:
             unit.free()
 
     def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
         self._ready[unit] = self._ready.get(unit, 0) + 1
-        if self._sync and self._ready[unit] == len(unit.parameters):
+        if self._sync and self._ready[unit] == unit.expected_gradients():
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
@@ -229,6 +298,9 @@ class FSDP(nn.Module):
             self._in_backward = True
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
+            for unit in self._read_outside:
+                unit.gather()
+                unit.pinned = True
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -246,7 +318,7 @@ class FSDP(nn.Module):
             for wait in waits:
                 wait()
         for unit in self.units:
-            unit.free()
+            unit.expire()
 
     def _forget_backward(self) -> None:
         """Clean up after a backward that was broken off by an exception."""
@@ -255,6 +327,36 @@ class FSDP(nn.Module):
         self._reducing.clear()
         for unit in self.units:
             unit.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
+        """Return a copy over the same ranks, with shards of its own."""
+        if self._running or self._in_backward:
+            raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
+        for unit in self.units:
+            unit.expire()
+        copied: FSDP = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for unit in self.units:
+            copy.deepcopy(unit, memo)
+        own = ("_hooked", "_hook_ids", "_sharded")
+        copied.__dict__.update(
+            copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
+        )
+        copied._hooked, copied._hook_ids, copied._sharded = set(), {}, {}
+        for module, ids in self._hook_ids.items():
+            twin = memo[id(module)]
+            for hooks in vars(twin).values():
+                if isinstance(hooks, OrderedDict):
+                    for key in ids & hooks.keys():
+                        del hooks[key]
+        copied._hook_modules()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "FSDP holds this rank's share only, so it is not pickled: use save_checkpoint, or "
+            "gather_full_params() and save what it returns"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> FSDP:
         raise RuntimeError(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zero.fsdp import FSDP
 from zero.optimizer import ShardedOptimizer
+from zero.wrap import clean
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,34 @@ class Slot:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module whose names a checkpoint uses."""
-    inner = model.module if hasattr(model, "module") else model
-    if not isinstance(inner, nn.Module):
-        raise TypeError(f"{type(model).__name__}.module is a {type(inner).__name__}, not a module")
-    return inner
+    """The module whose names a checkpoint uses: without wrappers, which hold `.module` alone."""
+    model = _compiled_from(model)
+    while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
+        model = _compiled_from(model.get_submodule("module"))
+    return model
+
+
+def second_names(model: nn.Module) -> dict[str, str]:
+    """For each further name of a parameter that has several (tied): its first."""
+    first: dict[nn.Parameter, str] = {}
+    second = {}
+    for name, parameter in _named_parameters(model, tied=True):
+        if parameter in first:
+            second[name] = first[parameter]
+        first.setdefault(parameter, name)
+    return second
+
+
+def _named_parameters(
+    model: nn.Module, *, tied: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in unwrapped(model).named_parameters(remove_duplicate=not tied):
+        yield clean(name), parameter
+
+
+def _compiled_from(model: nn.Module) -> nn.Module:
+    inner = model._modules.get("_orig_mod")
+    return model if inner is None else inner
 
 
 def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
@@ -58,9 +82,10 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     for slot in _parameter_slots(model):
         values = slot.local.detach().reshape(-1)
         parts.append(Part(slot.name, slot.shape, slot.start, slot.stop, values, slot.replicated))
-    parameters = sharded | {n for n, _ in inner.named_parameters(remove_duplicate=False)}
+    parameters = sharded | {name for name, _ in _named_parameters(model, tied=True)}
     others = {}
-    for name, value in inner.state_dict().items():
+    for compiled_name, value in inner.state_dict().items():
+        name = clean(compiled_name)
         if name in parameters:
             continue
         if isinstance(value, Tensor):
@@ -94,17 +119,19 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
     seen = set()
+    model = _compiled_from(model)
     if isinstance(model, FSDP):
         for unit in model.units:
             for p in unit.parameters:
                 seen.add(p.local)
                 yield Slot(p.name, p.shape, p.start, p.stop, p.local, False)
-    for name, parameter in unwrapped(model).named_parameters():
+    for name, parameter in _named_parameters(model):
         if parameter not in seen:
             yield Slot(name, parameter.shape, 0, parameter.numel(), parameter, True)
 
 
 def _sharded_names(model: nn.Module) -> set[str]:
+    model = _compiled_from(model)
     if not isinstance(model, FSDP):
         return set()
     return {parameter.name for unit in model.units for parameter in unit.parameters}

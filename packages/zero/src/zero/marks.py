@@ -7,16 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def after_gradient(values: Any, call: Callable[[], None]) -> Any:
-    """Return `values`; `call()` once backward has the gradient of one of their tensors."""
+    """Return `values`; `call()` once backward has the gradients of all their tensors.
 
-    def mark(tensor: Tensor) -> Tensor:
-        return _Mark.apply(tensor, call) if tensor.requires_grad else tensor
-
-    return tree_map_only(Tensor, mark, values)
+    One node of the graph for all of them, so that it runs when the last is done; and a tensor that
+    is given twice stays the same object, which attention asks for.
+    """
+    given: dict[int, Tensor] = {}
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            given[id(leaf)] = leaf
+    if not given:
+        return values
+    marked = dict(zip(given, _Mark.apply(call, *given.values()), strict=True))
+    return tree_map_only(Tensor, lambda tensor: marked.get(id(tensor), tensor), values)
 
 
 def before_gradient(values: Any, call: Callable[[], None]) -> Any:
@@ -41,11 +48,12 @@ def cast(dtype: torch.dtype, values: Any) -> Any:
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: Any) -> Tensor:
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        return tensor.view_as(tensor)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.call()
-        return gradient, None
+        return None, *gradients

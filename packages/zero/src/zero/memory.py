@@ -8,8 +8,7 @@ Notable:
 
 What differs from ZeRO's published stage 1 (Rajbhandari et al. 2020, section 5.1): its 12 bytes of
 state an element are a float32 master copy and two moments beside 2-byte parameters; ours steps the
-parameters in their own dtype, so float32 AdamW holds 4 + 4 + 8/n, and from backward to step 4/n
-more: the average of this rank's shard, because `.grad` stays this rank's own. Both send 2 S.
+parameters in their own dtype, so float32 AdamW holds 4 + 4 + 8/n. Both send 2 S.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zero.fsdp import FSDP
+from zero.gradients import AveragedGradient
 from zero.optimizer import ShardedOptimizer
 from zero.wire import DryRun
 
@@ -177,7 +177,8 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     units = model.units if isinstance(model, FSDP) else []
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [g for g in grads if not isinstance(g, AveragedGradient)]
     inner = optimizer
     if isinstance(optimizer, ShardedOptimizer):
         gradients += optimizer.reducer.held()

@@ -29,8 +29,9 @@ from zero.wire import Collective, DryRun, Wire
 class ShardedOptimizer(torch.optim.Optimizer):
     """`optimizer_cls(params, **kwargs)` with its state, and its work, split over the ranks.
 
-    Averages gradients itself, overlapped with backward. `shard_gradients=True` is ZeRO's stage 2:
-    each gradient is freed as soon as it is on its way, and `.grad` is None after backward.
+    Averages gradients itself, overlapped with backward. After backward `.grad` is an
+    AveragedGradient: this rank's share of the average, which torch's GradScaler and clipping take
+    as the whole. `shard_gradients=True` is ZeRO's stage 2: each gradient is freed once it is sent.
 
     split: "elements" cuts anywhere, so that shards differ by one element at the most;
         "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
@@ -72,6 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.reducer = Reducer(self.wire, release=shard_gradients)
         self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._mine: list[list[nn.Parameter]] = []
+        # Each parameter's place in a flat tensor.
+        self._places: dict[nn.Parameter, Tensor] = {}
         self.inner: torch.optim.Optimizer
         sample = optimizer_cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **kwargs)
         super().__init__(given, sample.defaults)
@@ -106,6 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._adopt_moved()
         self._lend_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
@@ -115,7 +119,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._gather()
         for _, _, shard, _ in self._pieces:
             shard.grad = None
-        self.reducer.reset()
         return loss
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
@@ -137,7 +140,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those already averaged among them."""
         super().zero_grad(set_to_none)
-        self.reducer.reset()
+        if set_to_none:
+            self.reducer.reset()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -170,15 +174,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             place = flat[offset : offset + parameter.numel()].view(parameter.shape)
             place.copy_(parameter.detach())
             parameter.data = place
+            self._places[parameter] = place
         self.wire.broadcast(flat, 0).wait()
         self.wire.take()
         buckets = make_buckets(partition, flat, parameters, self.wire.rank)
         self.reducer.add(buckets, partition)
         mine = []
         for bucket in buckets:
-            low = bucket.shard_offset
-            for piece in partition.pieces(low, low + bucket.shard.numel()):
-                parameter = parameters[piece.index]
+            for parameter, piece in bucket.own:
                 values = flat[piece.offset : piece.offset + piece.numel]
                 whole = self.split == "parameters"
                 shard = nn.Parameter(values.view(parameter.shape) if whole else values)
@@ -186,14 +189,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 mine.append(shard)
         return mine
 
+    def _adopt_moved(self) -> None:
+        """Bring back parameters that a caller gave other memory: `p.data = ...`."""
+        for parameter, place in self._places.items():
+            now = parameter.data
+            if now.data_ptr() == place.data_ptr() and now.stride() == place.stride():
+                continue
+            if (now.shape, now.dtype, now.device) != (place.shape, place.dtype, place.device):
+                raise RuntimeError(
+                    f"a parameter is now {tuple(now.shape)} {now.dtype} on {now.device}; it was "
+                    f"{tuple(place.shape)} {place.dtype} on {place.device} when ShardedOptimizer "
+                    "was made: make it after the model has its final shapes, dtype and device"
+                )
+            place.copy_(now)
+            parameter.data = place
+
     def _lend_gradients(self) -> list[Tensor]:
         used = self.reducer.finish()
         lent = []
         for parameter, piece, shard, bucket in self._pieces:
             shard.grad = None
             if parameter in used and bucket.gradient is not None:
-                part = bucket.gradient[piece.offset - bucket.shard_offset :][: piece.numel]
-                shard.grad = part.view(shard.shape)
+                shard.grad = bucket.average_of(piece).view(shard.shape)
                 lent.append(shard.grad)
         return lent
 

@@ -3,8 +3,9 @@
 Notable:
 - every backward launches every bucket once and in one order (the order in which gradients became
   ready on rank 0 in the first backward), so ranks cannot fall out of step over an unused parameter;
-- what a caller does to `.grad` between backward and step is noticed by its version counter, and
-  those buckets are reduced again.
+- what is sent is out of a caller's reach: from the moment that a gradient is collected `.grad` is
+  an AveragedGradient, so whatever is done to `.grad` after backward is done to the average;
+- what came in another way (a backward under no_sync, an assignment to `.grad`) is averaged in step.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.direct import Work
+from zero.gradients import AveragedGradient
 from zero.partition import Partition, Piece, Span, alias
 from zero.wire import Wire
 
@@ -31,23 +34,32 @@ class Bucket:
     shard: Tensor
     shard_offset: int
     pieces: list[tuple[nn.Parameter, Piece]]
-    # This rank's part of the averaged gradient, between backward and step.
+    # Of these, what lies in this rank's shard.
+    own: list[tuple[nn.Parameter, Piece]]
+    # This rank's part of the averaged gradient, from backward until it is dropped.
     gradient: Tensor | None = None
+    # Whether that is a part of `buffer`.
+    in_place: bool = False
     # This rank's own gradients on their way out.
     buffer: Tensor | None = None
     missing: set[nn.Parameter] = field(default_factory=set)
 
-    def fill(self, parameter: nn.Parameter, piece: Piece) -> None:
+    def fill(self, piece: Piece, gradient: Tensor | None) -> None:
         """Copy the parameter's gradient into the buffer; zeros where it has none."""
         if self.buffer is None:
             self.buffer = torch.empty_like(self.data)
             last = self.pieces[-1][1]
             self.buffer[last.offset + last.numel - self.span.start :].zero_()
         part = self.buffer[piece.offset - self.span.start :][: piece.numel]
-        if parameter.grad is None:
+        if gradient is None:
             part.zero_()
         else:
-            part.copy_(parameter.grad.reshape(-1)[piece.start : piece.stop])
+            part.copy_(gradient.reshape(-1)[piece.start : piece.stop])
+
+    def average_of(self, piece: Piece) -> Tensor:
+        """The averaged gradient of one of this rank's own pieces."""
+        assert self.gradient is not None
+        return self.gradient[piece.offset - self.shard_offset :][: piece.numel]
 
 
 def make_buckets(
@@ -59,17 +71,26 @@ def make_buckets(
         low, high = span.shard(rank, partition.world)
         pieces = [(parameters[p.index], p) for p in partition.pieces(span.start, span.stop)]
         data, shard = flat[span.start : span.stop], flat[low:high]
-        bucket = Bucket(span, data, shard, low, pieces)
+        own = [(parameters[p.index], p) for p in partition.pieces(low, high)]
+        bucket = Bucket(span, data, shard, low, pieces, own)
         bucket.missing = {parameter for parameter, _ in pieces}
         buckets.append(bucket)
     return buckets
 
 
+class _Key:
+    """Names one average of one parameter: a new one after each that was dropped."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+
 class Reducer:
     """Reduces buckets as backward fills them.
 
-    `release=True` copies each gradient to its bucket's buffer, which lives until it is sent, and
-    frees it. Else gradients live end to end in flat tensors of their own, sent from there.
+    `release=True` copies each gradient to its bucket's buffer, which lives until it is sent. Else
+    gradients lie end to end in flat tensors for good, are sent from there, and this rank's part of
+    the average takes the place of its own gradient there.
     """
 
     def __init__(self, wire: Wire, *, release: bool, in_flight: int = 2) -> None:
@@ -79,16 +100,19 @@ class Reducer:
         self.enabled = True
         self.buckets: list[Bucket] = []
         self._where: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
-        # Where each gradient lives if it is not released: part of a flat tensor.
+        self._own: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
+        # Where each gradient is collected if it is not released: part of a flat tensor.
         self._home: dict[nn.Parameter, Tensor] = {}
         self._flat: list[Tensor] = []
-        self._hooked: set[nn.Parameter] = set()
-        # For each parameter the gradient that was sent, and its version then.
-        self._sent: dict[nn.Parameter, tuple[int, int]] = {}
+        # The number of our hook on each parameter.
+        self._hooked: dict[nn.Parameter, int] = {}
+        # The parameters that have an average, or one on its way.
+        self._current: dict[nn.Parameter, _Key] = {}
         self._order: list[Bucket] | None = None
         self._ready_first: list[Bucket] = []
         self._launched = 0
         self._in_backward = False
+        self._late: list[nn.Parameter] = []
         self._flying: deque[tuple[Bucket, Tensor, Tensor, Work]] = deque()
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
@@ -107,32 +131,63 @@ class Reducer:
         for bucket in buckets:
             for parameter, piece in bucket.pieces:
                 self._where.setdefault(parameter, []).append((bucket, piece))
+            for parameter, piece in bucket.own:
+                self._own.setdefault(parameter, []).append((bucket, piece))
         self._hook()
 
     def finish(self) -> set[nn.Parameter]:
         """Complete the averages; return the parameters that have a gradient on any rank."""
         self._hook()
         parameters = list(self._where)
-        has = [p.grad is not None or (self.release and p in self._sent) for p in parameters]
-        stale = {p for p in parameters if self._is_stale(p)}
-        dirty = [any(p in stale for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.wire.any(has + dirty)
+        grads = [p.grad for p in parameters]
+        held = [isinstance(g, AveragedGradient) for g in grads]
+        used = [g is not None and _used(g) for g in grads]
+        dropped = [g is None and p in self._current for g, p in zip(grads, parameters, strict=True)]
+        unsent = {p for p in parameters if _unsent(p)}
+        dirty = [any(p in unsent for p, _ in bucket.pieces) for bucket in self.buckets]
+        agreed = self.wire.any(used + held + dropped + dirty)
         self.drain()
         anywhere = agreed()
-        for bucket, again in zip(self.buckets, anywhere[len(parameters) :], strict=True):
+        n = len(parameters)
+        for index, parameter in enumerate(parameters):
+            if anywhere[n + index] and anywhere[2 * n + index]:
+                raise RuntimeError(
+                    f"parameter {index}, of shape {tuple(parameter.shape)}, had its gradient "
+                    "dropped after backward on some ranks and kept on others: set .grad to None, "
+                    "or skip the step, on every rank or on none"
+                )
+        self._drop_what_was_dropped()
+        for bucket, again in zip(self.buckets, anywhere[3 * n :], strict=True):
             if again:
                 for parameter, piece in bucket.pieces:
                     self._collect(parameter, [(bucket, piece)])
                 self._launch(bucket)
-        for parameter in stale:
+        for parameter in unsent:
             self._mark_sent(parameter)
         self.drain()
         return {p for p, some in zip(parameters, anywhere, strict=False) if some}
 
+    def fetch(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+        """This rank's runs of elements of an average, once they have arrived."""
+        parameter = gradient.key.parameter
+        if self._current.get(parameter) is not gradient.key:
+            raise RuntimeError(
+                "this gradient is of an earlier step, and its memory was given to a later one: "
+                "clone() what should last"
+            )
+        if self._in_backward:
+            raise RuntimeError(
+                "this gradient is on its way to other ranks, as backward is running: look at .grad "
+                "after backward, or in a hook of a parameter that runs before it is collected"
+            )
+        self.drain()
+        own = self._own.get(parameter, [])
+        return [(p.start, p.stop, b.average_of(p)) for b, p in own if b.gradient is not None]
+
     def reset(self) -> None:
         """Forget the averages, and a backward that was broken off."""
         self.drain()
-        self._sent.clear()
+        self._current.clear()
         self._in_backward = False
         self._rewind()
         for bucket in self.buckets:
@@ -146,9 +201,11 @@ class Reducer:
             self._retire()
 
     def held(self) -> list[Tensor]:
-        """Every tensor of gradients that this rank holds beside the parameters' own `.grad`."""
+        """Every tensor of gradients that this rank holds beside plain `.grad`s."""
         resting = [t for bucket in self.buckets for t in (bucket.gradient, bucket.buffer)]
         flying = [t for _, output, buffer, _ in self._flying for t in (output, buffer)]
+        grads = [p.grad for p in self._where]
+        resting += [g.local for g in grads if isinstance(g, AveragedGradient)]
         return self._flat + flying + [t for t in resting if t is not None]
 
     def _hook(self) -> None:
@@ -161,14 +218,32 @@ class Reducer:
 
         for parameter in self._where:
             if parameter.requires_grad and parameter not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(ready)
-                self._hooked.add(parameter)
+                handle = parameter.register_post_accumulate_grad_hook(ready)
+                self._hooked[parameter] = handle.id
 
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._drop_what_was_dropped()
+            self.drain()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
+        self._take_late()
+        # A hook that was registered later than ours still has to see the plain gradient.
+        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        ours = self._hooked[parameter]
+        if next(reversed(hooks)) != ours:
+            hooks[ours] = hooks.pop(ours)
+            self._late.append(parameter)
+        else:
+            self._take(parameter)
+
+    def _take_late(self) -> None:
+        late, self._late = self._late, []
+        for parameter in late:
+            self._take(parameter)
+
+    def _take(self, parameter: nn.Parameter) -> None:
         self._collect(parameter, self._where[parameter])
         for bucket, _ in self._where[parameter]:
             bucket.missing.discard(parameter)
@@ -181,16 +256,19 @@ class Reducer:
                 self._launched += 1
 
     def _end_backward(self) -> None:
+        self._take_late()
         self._in_backward = False
         if self._order is None:
             self._order = self._agree_on_order()
+        missing = {p for bucket in self.buckets for p in bucket.missing}
         for bucket in self._order[self._launched :]:
             for parameter, piece in bucket.pieces:
                 if parameter in bucket.missing:
                     self._collect(parameter, [(bucket, piece)])
             self._launch(bucket)
-        for parameter in {p for bucket in self.buckets for p in bucket.missing}:
-            if self._is_stale(parameter):
+        # What other ranks used has an average here too.
+        for parameter in missing:
+            if parameter.requires_grad or parameter.grad is not None:
                 self._mark_sent(parameter)
         self._rewind()
 
@@ -199,10 +277,28 @@ class Reducer:
             bucket.missing = {parameter for parameter, _ in bucket.pieces}
         self._launched = 0
         self._ready_first = []
+        self._late = []
+
+    def _drop_what_was_dropped(self) -> None:
+        """Give up the averages whose parameter's `.grad` a caller has set to something else."""
+        dropped = [p for p in self._current if not _is_average(p, self._current[p])]
+        if not dropped:
+            return
+        self.drain()
+        for parameter in dropped:
+            del self._current[parameter]
+            for bucket, piece in self._own.get(parameter, []):
+                if bucket.gradient is not None:
+                    bucket.average_of(piece).zero_()
+        for bucket in self.buckets:
+            if not any(p in self._current for p, _ in bucket.own):
+                bucket.gradient = None
 
     def _collect(self, parameter: nn.Parameter, where: list[tuple[Bucket, Piece]]) -> None:
-        """Put the gradient where it is sent from."""
+        """Put this rank's own gradient where it is sent from."""
         gradient = parameter.grad
+        if isinstance(gradient, AveragedGradient):
+            gradient = gradient.local
         if gradient is not None and gradient.is_sparse:
             raise TypeError(
                 f"sparse gradient for a parameter of shape {tuple(parameter.shape)}: sharding "
@@ -210,14 +306,17 @@ class Reducer:
             )
         if self.release:
             for bucket, piece in where:
-                bucket.fill(parameter, piece)
+                bucket.fill(piece, gradient)
             return
+        for bucket, _ in where:
+            if bucket.gradient is not None and bucket.in_place:
+                # The average of an earlier backward lies there, and is kept.
+                bucket.gradient, bucket.in_place = bucket.gradient.clone(), False
         home = self._home[parameter]
         if gradient is None:
             home.zero_()
-        elif gradient is not home:
+        else:
             home.copy_(gradient)
-            parameter.grad = home
 
     def _agree_on_order(self) -> list[Bucket]:
         seen = dict.fromkeys([*self._ready_first, *reversed(self.buckets)])
@@ -225,21 +324,14 @@ class Reducer:
         order = self.wire.objects([place[bucket] for bucket in seen])[0]
         return [self.buckets[i] for i in order]
 
-    def _is_stale(self, parameter: nn.Parameter) -> bool:
-        gradient = parameter.grad
-        if self.release:
-            return gradient is not None
-        now = None if gradient is None else (id(gradient), gradient._version)
-        return now != self._sent.get(parameter)
-
     def _mark_sent(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None:
-            self._sent.pop(parameter, None)
+        if isinstance(gradient, AveragedGradient):
+            gradient.used, gradient.local = _used(gradient), None
             return
-        self._sent[parameter] = (id(gradient), gradient._version)
-        if self.release:
-            parameter.grad = None
+        self._current[parameter] = key = _Key(parameter)
+        used = gradient is not None
+        parameter.grad = AveragedGradient(parameter, self, key, used=used)
 
     def _launch(self, bucket: Bucket) -> None:
         while len(self._flying) >= self.in_flight:
@@ -262,7 +354,34 @@ class Reducer:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
         output /= self.wire.world
-        if self.release and bucket.gradient is not None:
+        if bucket.gradient is not None:
             bucket.gradient += output
-        else:
+        elif self.release:
             bucket.gradient = output
+        else:
+            # What was sent from there has gone.
+            assert bucket.buffer is not None
+            at = bucket.shard_offset - bucket.span.start
+            bucket.gradient = bucket.buffer[at : at + output.numel()]
+            bucket.gradient.copy_(output)
+            bucket.in_place = True
+
+
+def _used(gradient: Tensor) -> bool:
+    """Whether a backward of this rank has reached the parameter."""
+    if isinstance(gradient, AveragedGradient):
+        return gradient.used or gradient.local is not None
+    return True
+
+
+def _unsent(parameter: nn.Parameter) -> bool:
+    """Whether this rank has a gradient that was not averaged yet."""
+    gradient = parameter.grad
+    if isinstance(gradient, AveragedGradient):
+        return gradient.local is not None
+    return gradient is not None
+
+
+def _is_average(parameter: nn.Parameter, key: _Key) -> bool:
+    gradient = parameter.grad
+    return isinstance(gradient, AveragedGradient) and gradient.key is key

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+from zero import sums
 from zero.faults import explain
 from zero.holding import Part
 from zero.planner import LoadPlanner, SavePlanner
@@ -35,14 +37,17 @@ class Writer:
         parts: Sequence[Part],
         objects: dict[str, Any],
         group: dist.ProcessGroup | None,
+        second_names: dict[str, str],
     ) -> None:
         self.path = path
+        self.second_names = second_names
         self.group = group
         self.draft = path.with_name(f".{path.name}.saving")
         self.planner = SavePlanner(parts, objects)
         self.storage = FileSystemWriter(self.draft)
         self.error: Exception | None = None
         self.results: list[Any] = []
+        self.sums: sums.Ranges = {}
         self.metadata: Metadata | None = None
         self.local_plan = SavePlan([])
 
@@ -69,6 +74,7 @@ class Writer:
         try:
             done = self.storage.write_data(self.local_plan, self.planner)
             self.results = done.wait()
+            self.sums = sums.of_ranges(self.draft, (r.storage_data for r in self.results))
         except Exception as error:
             self.error = error
 
@@ -76,20 +82,35 @@ class Writer:
         """Put the finished folder in its place, or raise on every rank."""
         first = dist.get_rank(self.group) == 0
 
-        def written() -> list[Any]:
+        def written() -> tuple[list[Any], sums.Ranges]:
             if self.error is not None:
                 raise self.error
-            return self.results
+            return self.results, self.sums
 
-        results = self._together(written)
+        everyones = self._together(written)
 
         def swap() -> None:
             if first:
                 assert self.metadata is not None
+                results = [self._name_twice(results) for results, _ in everyones]
                 self.storage.finish(self.metadata, results)
+                sums.write(self.draft, (ranges for _, ranges in everyones))
                 _put_in_place(self.draft, self.path)
 
         self._together(swap)
+
+    def _name_twice(self, results: list[Any]) -> list[Any]:
+        """List tied tensors under their second names too, in the same bytes."""
+        assert self.metadata is not None
+        contents = self.metadata.state_dict_metadata
+        for second, first in self.second_names.items():
+            contents[second] = contents[first]
+            results = results + [
+                replace(result, index=replace(result.index, fqn=second))
+                for result in results
+                if result.index.fqn == first
+            ]
+        return results
 
     def _together(self, act: Callable[[], T]) -> list[T]:
         try:
@@ -118,8 +139,29 @@ def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str
     return [result for result, _ in everyone]
 
 
-def read_metadata(path: Path) -> tuple[Path, Metadata]:
-    """Find the checkpoint at `path`, check that its files are whole, return its table of contents.
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint that was found: where, its table of contents, and its checksums."""
+
+    path: Path
+    metadata: Metadata
+    verifier: sums.Verifier
+
+    def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
+        """Fill the values of `parts`; return the named objects."""
+        planner = LoadPlanner(parts, objects)
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        plan = planner.plan_for(self.metadata)
+        for item in plan.items:
+            info = self.metadata.storage_data[item.storage_index]
+            self.verifier.check(item.storage_index.fqn, info)
+        reader.read_data(reader.prepare_local_plan(plan), planner).wait()
+        return planner.loaded
+
+
+def find(path: Path) -> Folder:
+    """Find the checkpoint at `path`, check that its files are whole, read its table of contents.
 
     If a save was interrupted between its two renames, the previous checkpoint is the one.
     """
@@ -127,6 +169,7 @@ def read_metadata(path: Path) -> tuple[Path, Metadata]:
         path = _previous(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
+    verifier = sums.Verifier(path)
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:
@@ -139,19 +182,7 @@ def read_metadata(path: Path) -> tuple[Path, Metadata]:
         if size < end:
             state = "missing" if size < 0 else f"truncated to {size} bytes of at least {end}"
             raise ValueError(f"{file} is {state}: use an older checkpoint")
-    return path, metadata
-
-
-def read(
-    path: Path, metadata: Metadata, parts: Sequence[Part], objects: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Fill the values of `parts`; return the named objects."""
-    planner = LoadPlanner(parts, objects)
-    reader = FileSystemReader(path)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.plan_for(metadata)
-    reader.read_data(reader.prepare_local_plan(plan), planner).wait()
-    return planner.loaded
+    return Folder(path, metadata, verifier)
 
 
 def _check_loadable(objects: dict[str, Any]) -> None:

@@ -8,14 +8,17 @@ Notable:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.direct import Work
+from zero.gradients import shard_gradient
 from zero.partition import alias, by_element
 from zero.wire import Wire
 
@@ -47,7 +50,6 @@ class Unit:
         self.wire = wire
         first = named[0][1]
         self.name = named[0][0].rpartition(".")[0]
-        self.trainable = first.requires_grad
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
         # Whether autograd reads the parameters again: not for an embedding.
         self.read_in_backward = True
@@ -65,11 +67,11 @@ class Unit:
         self.parameters = []
         for index, (name, parameter, places) in enumerate(named):
             offset = partition.offsets[index]
-            whole = nn.Parameter(alias(self.full, offset, parameter.shape), self.trainable)
+            whole = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
             piece = mine.get(index)
             start, stop = (piece.start, piece.stop) if piece else (0, 0)
             at = piece.offset - low if piece else 0
-            local = nn.Parameter(self.shard[at : at + stop - start], self.trainable)
+            local = nn.Parameter(self.shard[at : at + stop - start], parameter.requires_grad)
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
@@ -80,9 +82,65 @@ class Unit:
         self._gathering: Work | None = None
         self._source: Tensor | None = None
         self._users = 0
+        # Whether a module that reads it without owning it is in its backward.
+        self.pinned = False
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
         self.full.untyped_storage().resize_(0)
         self.swap_in_local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """Return a copy with memory of its own; the modules are copied to hold its parameters."""
+        if self._gathering is not None or self._reducing is not None:
+            raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
+        copied: Unit = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__dict__)
+        copied.wire = copy.deepcopy(self.wire, memo)
+        copied.shard = self.shard.clone()
+        copied.full = self.full.new_empty(self.full.shape)
+        copied.full.untyped_storage().resize_(0)
+        copied._unsharded, copied._version, copied._users = False, -1, 0
+        copied.parameters, at = [], 0
+        for old, offset in zip(self.parameters, self._offsets, strict=True):
+            values = copied.shard[at : at + old.stop - old.start]
+            at += values.numel()
+            local = nn.Parameter(values, old.local.requires_grad)
+            whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
+            memo[id(old.local)], memo[id(old.whole)] = local, whole
+            if old.local.grad is not None:
+                average = old.local.grad.detach().as_subclass(Tensor).clone()
+                local.grad = shard_gradient(average, copied.wire)
+            copied.parameters.append(replace(old, local=local, whole=whole))
+        for index, old in enumerate(copied.parameters):
+            places = tuple((copy.deepcopy(module, memo), name) for module, name in old.places)
+            copied.parameters[index] = replace(old, places=places)
+        return copied
+
+    def follow(self) -> None:
+        """Take over what a caller did to the shards: froze them, gave them other memory."""
+        at = 0
+        for parameter in self.parameters:
+            local, whole = parameter.local, parameter.whole
+            if local.requires_grad != whole.requires_grad:
+                whole.requires_grad_(local.requires_grad)
+                whole.grad = None
+            place = self.shard[at : at + parameter.stop - parameter.start]
+            at += place.numel()
+            now = local.data
+            if now.data_ptr() == place.data_ptr() or not place.numel():
+                continue
+            if (now.shape, now.dtype, now.device) != (place.shape, place.dtype, place.device):
+                raise RuntimeError(
+                    f"the shard of {parameter.name} is now {tuple(now.shape)} {now.dtype} on "
+                    f"{now.device}; it was {tuple(place.shape)} {place.dtype} on {place.device} "
+                    "when FSDP was made: give the module its dtype and device before that"
+                )
+            place.copy_(now)
+            local.data = place
+
+    def expected_gradients(self) -> int:
+        """How many of the parameters a backward may reach."""
+        return sum(parameter.whole.requires_grad for parameter in self.parameters)
 
     @property
     def unsharded_bytes(self) -> int:
@@ -110,17 +168,22 @@ class Unit:
             self._source = None
             self._unsharded = True
 
+    def expire(self) -> None:
+        """Gather anew before the next use: a caller may have changed shards unseen (`.data`)."""
+        self.pinned = False
+        self.free()
+
     def free(self) -> None:
         """Give the whole parameters' memory back."""
         if self._gathering is not None:
             self.gather()
-        if self._unsharded and not self._users:
+        if self._unsharded and not self._users and not self.pinned:
             self.full.untyped_storage().resize_(0)
             self._unsharded = False
 
     def forget(self) -> None:
         """Drop the gradients and the memory of a backward that was broken off."""
-        self._reducing, self._users = None, 0
+        self._reducing, self._users, self.pinned = None, 0, False
         for parameter in self.parameters:
             parameter.whole.grad = None
         self.swap_in_local()
@@ -186,10 +249,16 @@ class Unit:
         for parameter in self.parameters:
             part = average[at : at + parameter.stop - parameter.start]
             at += part.numel()
+            if not parameter.local.requires_grad:
+                continue
             if parameter.local.grad is None:
-                parameter.local.grad = part
+                parameter.local.grad = shard_gradient(part, self.wire)
             else:
                 parameter.local.grad += part
+            # Autograd accumulates into the whole parameter only, so these are called here.
+            hooks = parameter.local._post_accumulate_grad_hooks or {}
+            for hook in list(hooks.values()):
+                hook(parameter.local)
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,13 @@ class Wire:
             self._all_gather = all_gather_into_tensor or direct_all_gather
         if backend == "nccl":
             self.device = torch.device("cuda")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
+        """Return a wire of the same group, which counts by itself."""
+        same: Wire = copy.copy(self)
+        same.bytes = Counter()
+        memo[id(self)] = same
+        return same
 
     def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
         """Start `output = sum over ranks of input[rank's block]`."""

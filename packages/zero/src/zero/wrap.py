@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,6 +100,31 @@ class Materialise:
                     owner._buffers[name] = new
             if meta:
                 (self.initialise or _reset_parameters)(owner)
+
+
+Read = Callable[[nn.Parameter], nn.Parameter]
+
+
+def watch(module: nn.Module, read: Read) -> None:
+    """Let `read` say what whoever asks `module` for a parameter gets."""
+    if WATCHED not in module.__dict__:
+        cls: Any = type(module)
+        module.__class__ = _watched(cls)
+    module.__dict__[WATCHED] = read
+
+
+WATCHED = "_zero_read"
+
+
+@cache
+def _watched(cls: Any) -> type[nn.Module]:
+    def read(self: nn.Module, name: str) -> Any:
+        value = cls.__getattr__(self, name)
+        if isinstance(value, nn.Parameter):
+            return self.__dict__[WATCHED](value)
+        return value
+
+    return type(cls.__name__, (cls,), {"__getattr__": read, "__module__": cls.__module__})
 
 
 def clean(name: str) -> str:

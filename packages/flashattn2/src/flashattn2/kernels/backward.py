@@ -53,13 +53,13 @@ def backward(
     tile, splits = by_key.tile, by_key.splits
     tiles, places = launch.query_tiles(k, cu_k, tile.block_n)
     to_dk, to_dv = launch.parts(dk, splits), launch.parts(dv, splits)
-    dkdv_kernel[tiles, batch * kv_heads, splits](
+    dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         *by_key.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
         lse, delta, norm, dq_sum, to_dk, to_dv,
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq_sum, to_dk, to_dv)),
-        places, cu_q, cu_k, score.scale, inner, outer, kv_heads, *sizes, **flags,
+        places, cu_q, cu_k, score.scale, inner, outer, tiles, kv_heads, *sizes, **flags,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_key.tma, SPLITS=splits,
         PRECISION=by_key.precision,
         ATOMIC=atomic, **tile.compiler_options,
@@ -74,12 +74,12 @@ def backward(
     tile, splits = by_query.tile, by_query.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
     to_dq = launch.parts(dq, splits)
-    dq_kernel[tiles, batch * heads, splits](
+    dq_kernel[launch.grid(tiles, batch * heads, splits)](
         *by_query.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
         lse, delta, norm, to_dq, *(x.stride()[:3] for x in (q, k, v, grad_out, to_dq)),
-        places, cu_q, cu_k, score.scale, inner, outer, heads, *sizes, **flags,
+        places, cu_q, cu_k, score.scale, inner, outer, tiles, heads, *sizes, **flags,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_query.tma, SPLITS=splits,
         PRECISION=by_query.precision, **tile.compiler_options,
     )  # fmt: skip

@@ -22,14 +22,16 @@ class Tile:
     registers: int | None = None
 
     @property
-    def compiler_options(self) -> dict[str, int | None]:
+    def compiler_options(self) -> dict[str, int]:
         """As Triton takes them."""
-        return {
+        options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
-            "maxnreg": self.registers,
         }
+        if self.registers is not None:
+            options["maxnreg"] = self.registers
+        return options
 
 
 # What a thread may use at most.  Left to itself, ptxas stops many kernels at 80, 128 or 168 so that

@@ -14,6 +14,7 @@ from flashattn2.kernels.tiles import (
     load_tile,
     place,
     power,
+    program,
     query_ranges,
     seen,
     store_tile,
@@ -26,17 +27,16 @@ def dkdv_kernel(
     q, k, v, grad_out, lse, delta, norm, dq, dk, dv,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, dk_strides, dv_strides,
     places, cu_q, cu_k,
-    scale, inner, outer, kv_heads, group, rows, seq_q, seq_k, left, right,
+    scale, inner, outer, tiles, kv_heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     ATOMIC: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (key tiles, batch · kv_heads, splits of the queries)."""
+    """Grid: (key tiles · batch · kv_heads, splits of the queries)."""
     # The first tiles are seen by the most queries of a causal problem, and start first.
-    tile = tl.program_id(0)
-    batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    split = tl.program_id(2)
+    tile, batch, kv_head, _, every = program(tiles, kv_heads, False)
+    split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k = place(
         tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_N, PACKED
     )
@@ -79,7 +79,7 @@ def dkdv_kernel(
                 D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
                 PRECISION, EXACT, ATOMIC, True,
             )  # fmt: skip
-    part = split * (tl.num_programs(1) // kv_heads) + batch
+    part = split * (every // kv_heads) + batch
     dk_acc = dk_acc * scale
     store_tile(dk, dk_strides, part, kv_head, k_begin, first, seq_k, dk_acc, BLOCK_N, D, BLOCK_D)
     store_tile(dv, dv_strides, part, kv_head, k_begin, first, seq_k, dv_acc, BLOCK_N, D, BLOCK_D)

@@ -11,6 +11,7 @@ from flashattn2.kernels.tiles import (
     load_tile,
     place,
     power,
+    program,
     seen,
     store_tile,
     tanh,
@@ -21,15 +22,14 @@ from flashattn2.kernels.tiles import (
 def dq_kernel(
     q, k, v, grad_out, lse, delta, norm, dq,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, places, cu_q, cu_k,
-    scale, inner, outer, heads, group, rows, seq_q, seq_k, left, right,
+    scale, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query tiles, batch · heads, splits of the keys)."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    split, kv_head = tl.program_id(2), head // group
+    """Grid: (query tiles · batch · heads, splits of the keys)."""
+    tile, batch, head, at, every = program(tiles, heads, True)
+    split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
         tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
@@ -43,9 +43,10 @@ def dq_kernel(
         grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
         BLOCK_M, D, BLOCK_D, TMA, False,
     )  # fmt: skip
-    line = tl.cast(tl.program_id(1), tl.int64) * rows + q_begin
-    lines = first + tl.arange(0, BLOCK_M)
-    row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)
+    row_lse, d, n = load_rows(
+        lse, delta, norm, tl.cast(at, tl.int64) * rows + q_begin, first + tl.arange(0, BLOCK_M),
+        seq_q, EXACT,
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
@@ -67,7 +68,7 @@ def dq_kernel(
         k_begin, all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
         D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
     )  # fmt: skip
-    part = split * (tl.num_programs(1) // heads) + batch
+    part = split * (every // heads) + batch
     acc = acc * scale
     store_tile(dq, dq_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
 

@@ -15,23 +15,30 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import key_ranges, load_tile, place, power, seen, store_tile, tanh
+from flashattn2.kernels.tiles import (
+    key_ranges,
+    load_tile,
+    place,
+    power,
+    program,
+    seen,
+    store_tile,
+    tanh,
+)
 from flashattn2.problem import Score
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, places, cu_q, cu_k,
-    inner, outer, heads, group, rows, seq_q, seq_k, left, right,
+    inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (query tiles, batch · heads, splits)."""
-    # The last tiles see the most keys of a causal problem: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    split, kv_head = tl.program_id(2), head // group
+    """Grid: (query tiles · batch · heads, splits of the keys)."""
+    tile, batch, head, _, every = program(tiles, heads, True)
+    split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
         tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
@@ -68,7 +75,7 @@ def forward_kernel(
     # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    part = split * (tl.num_programs(1) // heads) + batch
+    part = split * (every // heads) + batch
     store_tile(out, out_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
     lines = first + tl.arange(0, BLOCK_M)
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
@@ -118,13 +125,15 @@ def _attend(
 
 @triton.jit
 def combine_kernel(
-    parts, part_lse, out, lse, out_strides, heads, rows, parts_stride,
+    parts, part_lse, out, lse, out_strides, tiles, heads, rows, parts_stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles, batch · heads)."""
-    lines = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles · batch · heads)."""
+    tile, batch, head, at, _ = program(tiles, heads, False)
+    first = tile * BLOCK_M
+    lines = first + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
-    line = tl.cast(tl.program_id(1), tl.int64) * rows + lines
+    line = tl.cast(at, tl.int64) * rows + lines
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     for split in range(SPLITS):
         x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
@@ -140,8 +149,6 @@ def combine_kernel(
         part = parts + split * parts_stride * D + line[:, None] * D + columns[None, :]
         acc += weight[:, None] * tl.load(part, inside, other=0.0)
     safe = tl.where(total == 0.0, 1.0, total)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    first = tl.program_id(0) * BLOCK_M
     store_tile(
         out, out_strides, batch, head, 0, first, rows, acc / safe[:, None], BLOCK_M, D, BLOCK_D
     )
@@ -168,18 +175,20 @@ def forward(
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
     exact = launch.is_exact(q, plan)
     inner, outer = launch.score_factors(score, exact)
-    forward_kernel[tiles, batch * heads, splits](
+    forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
         *(x.stride()[:3] for x in (q, k, v, to_out)), places, cu_q, cu_k,
-        inner, outer, heads, heads // k.shape[1], rows, rows, k.shape[2], score.left, score.right,
+        inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
+        score.left, score.right,
         D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
         PACKED=cu_q is not None, TMA=plan.tma, SPLITS=splits, PRECISION=plan.precision, EXACT=exact,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
-        combine_kernel[triton.cdiv(rows, 32), batch * heads](
-            to_out, to_lse, out, lse, out.stride()[:3], heads, rows, batch * heads * rows,
+        tiles = triton.cdiv(rows, 32)
+        combine_kernel[launch.grid(tiles, batch * heads, 1)](
+            to_out, to_lse, out, lse, out.stride()[:3], tiles, heads, rows, batch * heads * rows,
             D=dim, BLOCK_D=plan.block_d, BLOCK_M=32, SPLITS=splits, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse

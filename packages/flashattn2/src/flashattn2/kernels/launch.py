@@ -6,7 +6,7 @@ many places as their rows could need at most; a place that is left over ends at 
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ def plan(
     """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
     k = others[0]
     device = device_of(q.device)
+    if not device.has_tf32:
+        precision = "ieee"
     block_d = triton.next_power_of_2(q.shape[-1])
     width = q.element_size()
     may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, *others))
@@ -63,6 +65,8 @@ def plan(
             splits = 1
             break
         tile, tma, products = chosen
+        if not device.has_maxnreg:
+            tile = replace(tile, registers=None)
         tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
@@ -117,6 +121,14 @@ def query_tiles(q: Tensor, cu: Tensor | None, block: int) -> tuple[int, Tensor |
     return most, torch.stack((sequence, start), dim=1).int().contiguous()
 
 
+def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
+    """Programs of a kernel: CUDA takes 2^31 - 1 on the first axis, and 65,535 on the others.
+
+    Neighbors are the tiles of one head: they read the same keys.  See `tiles.program`.
+    """
+    return tiles * heads, splits
+
+
 def parts(gradient: Tensor, splits: int) -> Tensor:
     """Where the splits write: the gradient itself, or a float32 copy for each."""
     if splits == 1:
@@ -147,17 +159,25 @@ class Device:
     shared_bytes: int
     processors: int
     has_tma: bool
+    has_tf32: bool = True
+    has_maxnreg: bool = True
 
 
 @functools.cache
 def device_of(device: torch.device) -> Device:
-    """A GPU's properties; the interpreter stands for one small processor with TMA."""
+    """A GPU's properties; the interpreter stands for one small processor with TMA.
+
+    Triton for AMD knows neither TMA nor ``maxnreg``, nor TF32 but on one architecture.
+    """
     if device.type != "cuda":
         return Device("interpreter", 227 * 1024, 1, True)
     properties = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
     return Device(
         properties.name,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin if nvidia else properties.shared_memory_per_block,
         properties.multi_processor_count,
-        properties.major >= 9,
+        has_tma=nvidia and properties.major >= 9,
+        has_tf32=nvidia,
+        has_maxnreg=nvidia,
     )

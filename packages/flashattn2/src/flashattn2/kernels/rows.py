@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import key_ranges, load_tile, place, power, seen, tanh
+from flashattn2.kernels.tiles import key_ranges, load_tile, place, power, program, seen, tanh
 from flashattn2.problem import Score
 
 
@@ -23,9 +23,10 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
     """D from the output."""
     batch, heads, rows, dim = out.shape
     d = torch.empty_like(lse)
-    delta_kernel[triton.cdiv(rows, 32), batch * heads](
+    tiles = triton.cdiv(rows, 32)
+    delta_kernel[launch.grid(tiles, batch * heads, 1)](
         out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), d,
-        out.stride()[:3], grad_out.stride()[:3], heads, rows,
+        out.stride()[:3], grad_out.stride()[:3], tiles, heads, rows,
         D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_M=32, HAS_GRAD_LSE=grad_lse is not None,
         enable_fp_fusion=True,
     )  # fmt: skip
@@ -43,9 +44,9 @@ def norm_and_delta(
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
     inner, outer = launch.score_factors(score, True)
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
-    sums_kernel[tiles, batch * heads, splits](
+    sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, *(x.stride()[:3] for x in (q, k, v, grad_out)),
-        places, cu_q, cu_k, inner, outer, heads, heads // k.shape[1], rows, rows, k.shape[2],
+        places, cu_q, cu_k, inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
         score.left, score.right,
         D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
@@ -61,19 +62,19 @@ def norm_and_delta(
 
 @triton.jit
 def delta_kernel(
-    out, grad_out, grad_lse, delta, out_strides, grad_out_strides, heads, rows,
+    out, grad_out, grad_lse, delta, out_strides, grad_out_strides, tiles, heads, rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO · O) - dL.  Grid: (row tiles, batch · heads)."""
-    first = tl.program_id(0) * BLOCK_M
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    """D = rowsum(dO · O) - dL.  Grid: (row tiles · batch · heads)."""
+    tile, batch, head, at, _ = program(tiles, heads, False)
+    first = tile * BLOCK_M
     o = load_tile(out, out_strides, batch, head, 0, first, rows, BLOCK_M, D, BLOCK_D, False, False)
     do = load_tile(
         grad_out, grad_out_strides, batch, head, 0, first, rows, BLOCK_M, D, BLOCK_D, False, False
     )
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lines = first + tl.arange(0, BLOCK_M)
-    line = tl.cast(tl.program_id(1), tl.int64) * rows + lines
+    line = tl.cast(at, tl.int64) * rows + lines
     if HAS_GRAD_LSE:
         d -= tl.load(grad_lse + line, lines < rows, other=0.0)
     tl.store(delta + line, d, lines < rows)
@@ -82,16 +83,14 @@ def delta_kernel(
 @triton.jit
 def sums_kernel(
     q, k, v, grad_out, lse, p_sums, dp_sums, q_strides, k_strides, v_strides, grad_out_strides,
-    places, cu_q, cu_k, inner, outer, heads, group, rows, seq_q, seq_k, left, right,
+    places, cu_q, cu_k, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Rowsums of P and of P ∘ dP.  Grid: (query tiles, batch · heads, splits of the keys)."""
-    # The last tiles see the most keys of a causal problem: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    split, kv_head = tl.program_id(2), head // group
+    """Rowsums of P and of P ∘ dP.  Grid: (query tiles · batch · heads, splits of the keys)."""
+    tile, batch, head, at, every = program(tiles, heads, True)
+    split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
         tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
@@ -106,7 +105,7 @@ def sums_kernel(
         BLOCK_M, D, BLOCK_D, False, False,
     )  # fmt: skip
     lines = first + tl.arange(0, BLOCK_M)
-    line = tl.cast(tl.program_id(1), tl.int64) * rows + q_begin
+    line = tl.cast(at, tl.int64) * rows + q_begin
     row_lse = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -134,6 +133,6 @@ def sums_kernel(
         p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
         total += tl.sum(p, 1)
         product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)
-    part = (tl.cast(split, tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + q_begin
+    part = (tl.cast(split, tl.int64) * every + at) * rows + q_begin
     tl.store(p_sums + part + lines, total, lines < seq_q)
     tl.store(dp_sums + part + lines, product, lines < seq_q)

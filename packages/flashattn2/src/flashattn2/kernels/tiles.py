@@ -17,6 +17,19 @@ import triton.language as tl
 
 
 @triton.jit
+def program(tiles, heads, LAST_FIRST: tl.constexpr):
+    """This program's tile, batch, head, line of ``batch · heads``, and how many such lines are.
+
+    LAST_FIRST are queries' tiles: in a causal problem the last ones see the most keys, and what
+    takes longest starts first.
+    """
+    tile, line = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    return tile, line // heads, line % heads, line, tl.num_programs(0) // tiles
+
+
+@triton.jit
 def place(
     tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip

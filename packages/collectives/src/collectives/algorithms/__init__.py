@@ -1,0 +1,1 @@
+"""The textbook algorithms by messages, and which function does which collective."""

@@ -1,0 +1,64 @@
+"""Two levels: shared memory inside a host, a ring between the hosts' first ranks.
+
+The link between hosts carries each tensor once per host, not once per rank: for H hosts a first
+rank sends 2(H-1)/H S and all others nothing. Sums of 16-bit floats are rounded once per level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from collectives.algorithms import ring
+from collectives.algorithms.point_to_point import PointToPoint
+from collectives.algorithms.reduction import average
+from collectives.shared_memory import protocol
+from collectives.shared_memory.arena import Arena
+
+
+def all_reduce(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    name: str,
+    call: bytes,
+) -> None:
+    """Reduce the flat tensor over all ranks, in place."""
+    partial = "SUM" if name == "AVG" else name
+    speakers = heads(hosts)
+    if arena is not None:
+        # A host where a rank is missing must find it before the others give up on its speaker.
+        patience, arena.timeout = arena.timeout, 0.6 * arena.timeout
+        try:
+            protocol.all_reduce(arena, flat, partial, call)
+        finally:
+            arena.timeout = patience
+    if wire.rank in speakers:
+        ring.all_reduce(wire.among(speakers), flat, partial)
+        average(name, flat, wire.world)
+    if arena is not None:
+        protocol.broadcast(arena, flat, 0, call)
+
+
+def broadcast(
+    arena: Arena | None,
+    wire: PointToPoint,
+    hosts: Sequence[Sequence[int]],
+    flat: Tensor,
+    source: int,
+    call: bytes,
+) -> None:
+    """Give every rank the tensor of rank `source`."""
+    speakers = heads(hosts, source)
+    if wire.rank in speakers:
+        ring.broadcast(wire.among(speakers), flat, speakers.index(source))
+    if arena is not None:
+        head = next(rank for rank in speakers if rank in arena.names)
+        protocol.broadcast(arena, flat, arena.names.index(head), call)
+
+
+def heads(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
+    """The rank that speaks for each host: the source for its own, else the first."""
+    return [source if source is not None and source in host else host[0] for host in hosts]

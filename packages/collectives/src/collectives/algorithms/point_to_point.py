@@ -1,0 +1,185 @@
+"""Messages between the ranks of a group: the one layer under every algorithm that sends.
+
+Notable:
+- `exchange_reduce` receives in pieces and combines one while the next arrives, so an algorithm
+  needs two pieces of extra memory, whatever the size of the tensor;
+- messages are bytes: any dtype travels, also those that a backend does not know;
+- sent bytes are counted (`sent_bytes`), because bytes do not depend on the machine's mood;
+- a message's tag is made from the call it serves and its length. gloo delivers a message only to a
+  receive with the same tag, so ranks that disagree wait for each other until the timeout; without
+  that, a longer message than expected ends the process and one of another dtype is believed;
+- NCCL must be told of sends and receives that happen together, so there they go as one batch.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.algorithms.reduction import COMBINE, in_pieces
+
+PIECE_BYTES = 512 * 1024
+# gloo takes tags of 31 bits. The odd factor (2^32 over the golden ratio) spreads lengths over them.
+TAG_BITS, SPREAD = 0x7FFFFFFF, 0x9E3779B1
+
+Message = tuple[int, Tensor]
+
+
+class PeerError(RuntimeError):
+    """Messages with a peer failed; `peer` is its rank in the group, None if that is not known."""
+
+    def __init__(self, peer: int | None, reason: str) -> None:
+        super().__init__(reason if peer is None else f"lost rank {peer}: {reason}")
+        self.peer = peer
+
+
+class PointToPoint:
+    """Sends and receives flat tensors between `ranks` of a process group.
+
+    Here ranks are places in `ranks`; only errors speak of the group's.
+    """
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
+        self._group = group
+        self._ranks = ranks
+        self.rank, self.world = rank, len(ranks)
+        self._deadline = [float("inf")]
+        self._sent = [0]
+        self._subject = [0]
+
+    def among(self, places: Sequence[int]) -> PointToPoint:
+        """The same messages between some of the ranks, in another order."""
+        part = PointToPoint(
+            self._group, [self._ranks[place] for place in places], places.index(self.rank)
+        )
+        part._deadline, part._sent, part._subject = self._deadline, self._sent, self._subject
+        return part
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent so far, headers not counted."""
+        return self._sent[0]
+
+    @property
+    def seconds_left(self) -> float:
+        """How long a wait may last from now on."""
+        return min(self._deadline[0] - time.monotonic(), 1e6)
+
+    def finish_within(self, seconds: float) -> None:
+        """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
+        self._deadline[0] = time.monotonic() + seconds
+
+    def speak_of(self, call: bytes) -> None:
+        """From now on, meet only messages of ranks that speak of the same call."""
+        self._subject[0] = zlib.crc32(call)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send and receive at once; return when all is done. Empty tensors do not travel."""
+        self._wait(self._start(sends, receives))
+
+    def exchange_reduce(
+        self, send: Message, receive: tuple[int, Tensor, Tensor], name: str
+    ) -> None:
+        """Send a tensor; combine what comes in with `own` into `out`: (source, own, out).
+
+        `out` may share memory with `own` and with the tensor that is sent. Both ends must use this
+        method, with an empty tensor where there is nothing to send or receive.
+        """
+        target, leaving = send
+        source, own, out = receive
+        if out.is_cuda:
+            arrived = torch.empty_like(own)
+            self.exchange([(target, leaving)], [(source, arrived)])
+            COMBINE[name](own, arrived, out=out)
+            return
+        if max(leaving.numel(), out.numel()) * out.element_size() <= PIECE_BYTES:
+            # Nothing to overlap, and the loop below costs as much as a short message does.
+            arrived = torch.empty_like(out)
+            self.exchange([(target, leaving)], [(source, arrived)])
+            if out.numel():
+                COMBINE[name](own, arrived, out=out)
+            return
+        outs = _pieces(out)
+        scratch = [torch.empty_like(outs[0]) for _ in outs[:2]]
+        sends = [(target, piece) for piece in _pieces(leaving)]
+        started = self._start(sends, [(source, room) for room in scratch[:1]])
+        coming, going = started[: len(scratch[:1])], started[len(scratch[:1]) :]
+        for i, (own_piece, out_piece) in enumerate(zip(_pieces(own), outs, strict=True)):
+            waiting, coming = coming, []
+            if i + 1 < len(outs):
+                room = scratch[(i + 1) % 2][: outs[i + 1].numel()]
+                coming = self._start([], [(source, room)])
+            self._wait(waiting)
+            self._wait(going[i : i + 1])
+            COMBINE[name](own_piece, scratch[i % 2][: out_piece.numel()], out=out_piece)
+        self._wait(going[len(outs) :])
+
+    def hang_up(self) -> None:
+        """Close the connections, so that whoever waits at one of them finds out now.
+
+        gloo closes all of a group's when one of its waits times out.
+        """
+        for peer in self._ranks:
+            if peer != self._ranks[self.rank]:
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
+
+    def _start(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> list[tuple[int, Any, Tensor]]:
+        works: list[tuple[int, Any, Tensor]] = []
+        batch = []
+        for messages, operation in ((receives, "recv"), (sends, "send")):
+            for place, tensor in messages:
+                if not tensor.numel():
+                    continue
+                peer, raw = self._ranks[place], tensor.view(torch.uint8)
+                if operation == "send":
+                    self._sent[0] += raw.numel()
+                if raw.is_cuda:
+                    batch.append((operation, raw, peer))
+                    continue
+                try:
+                    tag = (self._subject[0] ^ raw.numel() * SPREAD) & TAG_BITS
+                    works.append((peer, getattr(self._group, operation)([raw], peer, tag), raw))
+                except RuntimeError as error:
+                    raise PeerError(peer, _first_line(error)) from error
+        return works + self._start_batch(batch)
+
+    def _start_batch(
+        self, batch: Sequence[tuple[str, Tensor, int]]
+    ) -> list[tuple[int, Any, Tensor]]:
+        if not batch:
+            return []
+        group = self._group
+        operations = [
+            dist.P2POp(getattr(dist, f"i{name}"), raw, group=group, group_peer=peer)
+            for name, raw, peer in batch
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return [(batch[0][2], work, batch[0][1]) for work in works]
+
+    def _wait(self, works: Sequence[tuple[int, Any, Tensor]]) -> None:
+        for peer, work, _ in works:
+            left = max(1e-3, self.seconds_left)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise PeerError(peer, _first_line(error)) from error
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    return in_pieces(flat, PIECE_BYTES // flat.element_size()) if flat.numel() else []
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

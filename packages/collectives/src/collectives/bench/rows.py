@@ -1,0 +1,342 @@
+"""Time collectives beside the backend's own, in turns: nccl-tests' columns, p99 and wire bytes.
+
+    python -m collectives.bench --quick
+    python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png
+    torchrun --nproc-per-node 2 -m collectives.bench --sizes 1073741824
+
+Sizes and bandwidths are defined as nccl-tests defines them: the size is the whole array; algbw is
+size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and
+all-gather. `ratio` is the backend's own time over ours, pair by pair in the same round (in place
+for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, the largest of all
+ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair, and
+`runs` the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures
+what does not fit one sitting in several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
+
+import collectives
+from collectives.algorithms.reduction import in_pieces
+from collectives.bench.turns import Times, ratios, time_in_turns
+from collectives.choice.cost import CostModel, Sample, candidates
+from collectives.communicator import communicator
+
+Row = dict[str, float | int | str]
+BLOCK = 1 << 20
+TIMEOUT = timedelta(seconds=200)
+QUICK = (1 << 10, 64 << 10, 1 << 20)
+FULL = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 1 << 20, 10 << 20, 100 << 20, 1 << 30)
+OTHERS = ("reduce_scatter", "all_gather")
+
+
+def bench(
+    *,
+    device: str = "cpu",
+    quick: bool = False,
+    worlds: Sequence[int] = (2,),
+    sizes: Sequence[int] = (),
+) -> list[Row]:
+    """Rows for all-reduce, reduce-scatter and all-gather at several sizes, on rank 0.
+
+    Inside torchrun it measures that group; otherwise it starts `worlds` processes itself.
+    """
+    sizes = tuple(sizes) or (QUICK if quick else FULL)
+    backend = "nccl" if device == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        made = not dist.is_initialized()
+        if made:
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        rows = with_model(_measure(device, sizes, quick))
+        if made:
+            dist.destroy_process_group()
+        return rows if int(os.environ["RANK"]) == 0 else []
+    rows = []
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as folder:
+            start_processes(
+                _rank,
+                args=(world, folder, backend, device, sizes, quick),
+                nprocs=world,
+                start_method="spawn",
+            )
+            rows += json.loads(Path(folder, "rows").read_text())
+    return with_model(rows)
+
+
+def _rank(
+    rank: int,
+    world: int,
+    folder: str,
+    backend: str,
+    device: str,
+    sizes: Sequence[int],
+    quick: bool,
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    torch.set_num_threads(1)
+    store = FileStore(f"{folder}/store", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    rows = _measure(device, sizes, quick)
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _measure(device: str, sizes: Sequence[int], quick: bool) -> list[Row]:
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    rows: list[Row] = []
+    for size in sizes:
+        rows += _all_reduce_rows(device, size, quick)
+    for kind in OTHERS:
+        for size in sizes:
+            rows += _other_rows(kind, device, size, quick)
+    return rows
+
+
+def _all_reduce_rows(device: str, size: int, quick: bool) -> list[Row]:
+    count, native = size // 4, dist.get_backend()
+    # Two tensors a rank, each the source of the other's copies: memory is what bounds the size.
+    plain, other = torch.empty(count, device=device), torch.empty(0)
+    calls: dict[str, Callable[..., object]] = {native: dist.all_reduce}
+    for name in ("auto", *_algorithms("all_reduce")):
+        calls[name] = partial(collectives.all_reduce, algorithm=name)
+    if device == "cpu":
+        other = collectives.shared_empty(count)
+        calls["shared_empty"] = collectives.all_reduce
+    else:
+        other = torch.empty_like(plain)
+
+    def tensors(name: str) -> tuple[Tensor, Tensor]:
+        return (other, plain) if name == "shared_empty" else (plain, other)
+
+    def in_place(name: str) -> None:
+        calls[name](tensors(name)[0])
+
+    def out_of_place(name: str) -> None:
+        result, source = tensors(name)
+        result.copy_(source)
+        calls[name](result)
+
+    want, own, wrong = _sum(device), _values(dist.get_rank(), device), {}
+    for name in calls:
+        result, source = tensors(name)
+        _fill(source, own)
+        result.fill_(torch.nan)
+        out_of_place(name)
+        wrong[name] = _wrong(result, want)
+        _fill(result, own)
+        in_place(name)
+        wrong[f"in_place {name}"] = _wrong(result, want)
+    outside = time_in_turns({n: partial(out_of_place, n) for n in calls}, size, quick, device)
+    inside = time_in_turns({n: partial(in_place, n) for n in calls}, size, quick, device)
+    rows = []
+    for name in calls:
+        row = _row("all_reduce", name, size, outside[name], wrong[name])
+        row |= {f"in_place_{k}": v for k, v in _speed("all_reduce", size, inside[name]).items()}
+        row |= {"in_place_wrong": wrong[f"in_place {name}"]}
+        rows.append(row | _ratios(inside, name, native))
+    return rows
+
+
+def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
+    rank, world, native = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    count = size // 4 // world
+    short, long = torch.empty(count, device=device), torch.empty(count * world, device=device)
+    theirs, ours = {
+        "reduce_scatter": (
+            partial(dist.reduce_scatter_tensor, short, long),
+            partial(collectives.reduce_scatter_tensor, short, long),
+        ),
+        "all_gather": (
+            partial(dist.all_gather_into_tensor, long, short),
+            partial(collectives.all_gather_into_tensor, long, short),
+        ),
+    }[kind]
+    calls: dict[str, Callable[[], object]] = {native: theirs}
+    calls |= {n: partial(ours, algorithm=n) for n in ("auto", *_algorithms(kind))}
+    measured = time_in_turns(calls, size, quick, device)
+    rows = []
+    for name, call in calls.items():
+        if kind == "reduce_scatter":
+            for part in long.chunk(world):
+                _fill(part, _values(rank, device))
+            short.fill_(torch.nan)
+            call()
+            wrong = _wrong(short, _sum(device))
+        else:
+            _fill(short, _values(rank, device))
+            long.fill_(torch.nan)
+            call()
+            parts = enumerate(long.chunk(world))
+            wrong = sum(_wrong(part, _values(r, device)) for r, part in parts)
+        row = _row(kind, name, size, measured[name], wrong)
+        rows.append(row | _ratios(measured, name, native))
+    return rows
+
+
+def _algorithms(kind: str) -> list[str]:
+    topology = communicator().topology
+    names = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    return list(names)
+
+
+def _values(rank: int, device: str) -> Tensor:
+    """What rank `rank` brings, `BLOCK` elements that repeat."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(BLOCK, generator=generator).to(device)
+
+
+def _sum(device: str) -> Tensor:
+    return torch.stack([_values(rank, device) for rank in range(dist.get_world_size())]).sum(0)
+
+
+def _fill(tensor: Tensor, block: Tensor) -> None:
+    for piece in in_pieces(tensor, BLOCK):
+        piece.copy_(block[: piece.numel()])
+
+
+def _wrong(result: Tensor, block: Tensor) -> int:
+    pieces = in_pieces(result, BLOCK)
+    return sum(
+        int((~piece.isclose(block[: piece.numel()], rtol=1e-5, atol=1e-5)).sum())
+        for piece in pieces
+    )
+
+
+def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
+    comm = communicator()
+    # What is scattered or gathered is a multiple of the ranks.
+    whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
+    runs = name
+    if name == "auto":
+        runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
+    return {
+        "case": kind,
+        "algorithm": name,
+        "runs": runs,
+        "world": dist.get_world_size(),
+        "hosts": len(comm.topology.hosts),
+        "size_bytes": size,
+        "count": size // 4,
+        "type": "float32",
+        "redop": "none" if kind == "all_gather" else "sum",
+        **_speed(kind, size, times),
+        "wrong": wrong,
+    }
+
+
+def _speed(kind: str, size: int, times: Times) -> Row:
+    world, middle = dist.get_world_size(), float(np.median(times.rounds))
+    factor = (2 if kind == "all_reduce" else 1) * (world - 1) / world
+    return {
+        "time_us": middle * 1e6,
+        "p99_us": float(np.quantile(times.calls, 0.99)) * 1e6,
+        "algbw_gbps": size / middle / 1e9,
+        "busbw_gbps": size / middle / 1e9 * factor,
+    }
+
+
+def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
+    by_round = ratios(times, native, name)
+    # What "auto" chooses from: not the backend's own, nor what needs tensors of its own kind.
+    singles = [other for other in times if other not in (native, "auto", "shared_empty")]
+    best = min(singles, key=lambda other: float(np.median(times[other].rounds)))
+    over_best = ratios(times, name, best)
+    return {
+        "wire_bytes": times[name].wire_bytes,
+        "ratio_p50": float(np.median(by_round)),
+        "ratio_p10": float(np.quantile(by_round, 0.1)),
+        "ratio_p90": float(np.quantile(by_round, 0.9)),
+        "over_best_p50": float(np.median(over_best)),
+        "over_best_p10": float(np.quantile(over_best, 0.1)),
+    }
+
+
+def with_model(rows: list[Row]) -> list[Row]:
+    """Add the time that a cost model gives to each row: one model for each world and its hosts."""
+    for _, group in itertools.groupby(rows, key=lambda row: (row["world"], row["hosts"])):
+        mine = list(group)
+        samples = [s for row in mine if (s := _sample(row)) is not None]
+        model = CostModel.fit(samples) if samples else CostModel()
+        for row in mine:
+            row["model_us"] = float("nan")
+            if (s := _sample(row)) is not None:
+                spent = model.predict(s.collective, s.algorithm, s.size_bytes, s.hosts)
+                row["model_us"] = spent * 1e6
+    return rows
+
+
+def _sample(row: Row) -> Sample | None:
+    world, count = int(row["world"]), int(row["hosts"])
+    # As many on each host, which is how this bench is run.
+    hosts = (world // count,) * count
+    if row["runs"] not in candidates(str(row["case"]), hosts):
+        return None
+    size, seconds = int(row["size_bytes"]), float(row["time_us"]) / 1e6
+    return Sample(str(row["case"]), str(row["runs"]), size, hosts, seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print one table; write the rows as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m collectives.bench", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
+    parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
+    parser.add_argument("--append", action="store_true", help="keep the rows in the JSON file")
+    arguments = parser.parse_args(argv)
+    rows = bench(
+        device=arguments.device,
+        quick=arguments.quick,
+        worlds=arguments.world,
+        sizes=arguments.sizes,
+    )
+    # Other ranks of a group that was here before have nothing to show.
+    if not rows:
+        return
+    if arguments.append and arguments.json.exists():
+        rows = json.loads(arguments.json.read_text()) + rows
+        rows = with_model(sorted(rows, key=lambda row: (row["hosts"], row["world"])))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if arguments.plot:
+        from collectives.bench.plot import plot
+
+        plot(rows, arguments.plot)
+    print(table(rows))
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as aligned text, a block for each set of columns."""
+    blocks = []
+    for columns, group in itertools.groupby(rows, key=tuple):
+        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def _cell(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

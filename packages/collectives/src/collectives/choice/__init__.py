@@ -1,0 +1,1 @@
+"""Which algorithm is taken: who shares a host, what each costs, what was measured."""

@@ -1,0 +1,269 @@
+"""What a collective costs: the alpha-beta model, fitted to a measurement, and the choice it makes.
+
+An algorithm's time is linear in six prices (Thakur, Rabenseifner and Gropp, 2005):
+
+    seconds = messages alpha + operations omega + wire bytes beta + reduced bytes gamma
+            + ticks tau + copied bytes mu
+
+where alpha is the latency of a message, omega what a rank spends on starting and ending a send or a
+receive (the overhead of LogP: Culler and others, 1993), 1/beta the bandwidth of a link, gamma the
+time to combine a byte, tau a tick of shared memory and mu the time to copy a byte through it. What
+an algorithm spends of each is counted here from its definition (`terms`), so a fit is linear least
+squares. Without omega a ring of two, which sends and receives at once, would cost what a tree does,
+which sends and then receives; on short messages it takes longer.
+
+Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from collectives.algorithms.halving_doubling import SHORT_BYTES
+from collectives.algorithms.point_to_point import PIECE_BYTES
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES
+
+# gloo's own collective: it has no terms here, only times.
+NATIVE = "gloo"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one rank spends, on the critical path."""
+
+    messages: float = 0.0
+    wire_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    ticks: float = 0.0
+    copied_bytes: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: Terms) -> Terms:
+        return Terms(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[float, ...]:
+        """The six numbers in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement."""
+
+    collective: str
+    algorithm: str
+    size_bytes: int
+    hosts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Six prices. The defaults are a loopback's; `fit` finds those of a machine."""
+
+    message_seconds: float = 1.5e-4
+    wire_seconds_per_byte: float = 8e-10
+    reduce_seconds_per_byte: float = 1e-10
+    tick_seconds: float = 1e-5
+    copy_seconds_per_byte: float = 1e-10
+    operation_seconds: float = 5e-5
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample]) -> CostModel:
+        """The prices, none below zero, that make the relative errors smallest (least squares)."""
+        if not samples:
+            raise ValueError("no samples to fit; measure at least one size for each algorithm")
+        samples = [sample for sample in samples if sample.algorithm != NATIVE]
+        rows = np.array([terms(s.collective, s.algorithm, s.size_bytes, s.hosts).values()
+                         for s in samples])  # fmt: skip
+        rows /= np.array([s.seconds for s in samples])[:, None]
+        prices = _non_negative_least_squares(rows, np.ones(len(samples)))
+        return cls(*(float(price) for price in prices))
+
+    def predict(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """Seconds on hosts with so many ranks each: (4,) is one host, (1, 1) two of one rank."""
+        correction = self.correction(collective, algorithm, size_bytes, hosts)
+        return correction * self.uncorrected(collective, algorithm, size_bytes, hosts)
+
+    def uncorrected(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """Seconds by the six prices alone."""
+        spent = terms(collective, algorithm, size_bytes, tuple(hosts)).values()
+        return sum(a * b for a, b in zip(spent, self.prices(), strict=True))
+
+    def correction(
+        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+    ) -> float:
+        """By what the prices are off, where that is known."""
+        return 1.0
+
+    def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
+        """The algorithms whose time is known."""
+        return candidates(collective, hosts)
+
+    def choose(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
+        """The algorithm with the lowest predicted time."""
+        return min(
+            self.candidates(collective, hosts),
+            key=lambda algorithm: self.predict(collective, algorithm, size_bytes, hosts),
+        )
+
+    def explain(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
+        """The choice and the reasons: every candidate's terms and time, the best first."""
+        times = {
+            algorithm: self.predict(collective, algorithm, size_bytes, hosts)
+            for algorithm in self.candidates(collective, hosts)
+        }
+        ranked = sorted(times, key=times.__getitem__)
+        lines = [f"{collective} of {size_bytes} bytes, ranks per host {tuple(hosts)}: {ranked[0]}"]
+        for algorithm in ranked:
+            told = f"  {algorithm}: {times[algorithm] * 1e6:.1f} us"
+            if algorithm == NATIVE:
+                lines.append(f"{told} as measured")
+                continue
+            spent = terms(collective, algorithm, size_bytes, tuple(hosts))
+            parts = [
+                f"{value:.4g} {field.name} x {price:.3g} s"
+                for field, value, price in zip(
+                    fields(Terms), spent.values(), self.prices(), strict=True
+                )
+                if value
+            ]
+            line = f"{told} = {' + '.join(parts)}"
+            correction = self.correction(collective, algorithm, size_bytes, hosts)
+            lines.append(line if correction == 1 else f"{line}, times {correction:.2f} as measured")
+        return "\n".join(lines)
+
+    def prices(self) -> tuple[float, ...]:
+        """The six numbers in order."""
+        return tuple(getattr(self, field.name) for field in fields(CostModel))
+
+
+def candidates(
+    collective: str, hosts: Sequence[int], *, shared: bool | None = None
+) -> tuple[str, ...]:
+    """The algorithms that can run this collective on these hosts.
+
+    `shared` says whether all ranks share memory (by default, whether there is one host).
+    """
+    names = ["shared_memory"] if (len(hosts) == 1 if shared is None else shared) else []
+    if collective in ("all_reduce", "broadcast") and 1 < len(hosts) < sum(hosts):
+        names.append("hierarchical")
+    names += ["ring", "halving_doubling"]
+    if collective != "all_to_all":
+        # Every pair has data of its own there: nothing to gain at a root.
+        names.append("tree")
+    return tuple(names)
+
+
+def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
+    """What a rank spends on `size` bytes."""
+    world = sum(hosts)
+    if world == 1:
+        return Terms()
+    if algorithm == "shared_memory":
+        return _shared_memory(collective, size, world)
+    if algorithm == "hierarchical":
+        inside = _shared_memory("broadcast", size, max(hosts))
+        if collective == "all_reduce":
+            inside += _shared_memory(collective, size, max(hosts))
+        return inside + _by_messages(collective, "ring", size, len(hosts), 1)
+    # Ranks of one host send to another one over the same link.
+    return _by_messages(collective, algorithm, size, world, max(hosts) if len(hosts) > 1 else 1)
+
+
+def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing: int) -> Terms:
+    part, steps = (world - 1) / world * size, math.ceil(math.log2(world))
+    pieces = max(1, math.ceil(size / PIECE_BYTES))
+    chain = pieces + world - 2
+
+    def exchanges(count: int, wire_bytes: float, reduced_bytes: float = 0.0) -> Terms:
+        # A send and a receive at once.
+        return Terms(count, wire_bytes, reduced_bytes, operations=2 * count)
+
+    def messages(
+        count: int, wire_bytes: float, reduced_bytes: float = 0.0, *, more: int = 0
+    ) -> Terms:
+        # Either a send or a receive; `more` operations beside them.
+        return Terms(count, wire_bytes, reduced_bytes, operations=count + more)
+
+    spent = {
+        ("all_reduce", "ring"): exchanges(2 * (world - 1), 2 * part, part),
+        ("reduce_scatter", "ring"): exchanges(world - 1, part, part),
+        ("all_gather", "ring"): exchanges(world - 1, part),
+        ("broadcast", "ring"): messages(
+            chain, size * chain / pieces, more=(pieces - 1) * (world > 2)
+        ),
+        ("all_to_all", "ring"): exchanges(world - 1, part * sharing),
+        ("all_reduce", "halving_doubling"): (
+            exchanges(steps, steps * size * sharing, steps * size)
+            if size <= SHORT_BYTES
+            else exchanges(2 * steps, 2 * part * sharing, part)
+        ),
+        ("reduce_scatter", "halving_doubling"): exchanges(steps, part * sharing, part),
+        ("all_gather", "halving_doubling"): exchanges(steps, part * sharing),
+        ("broadcast", "halving_doubling"): messages(2 * steps, part * (1 + sharing), more=steps),
+        ("all_to_all", "halving_doubling"): exchanges(2 * steps, size / 2 * steps * sharing),
+        ("all_reduce", "tree"): messages(2 * steps, 2 * steps * size, steps * size),
+        ("reduce_scatter", "tree"): messages(2 * steps, steps * size + part, steps * size),
+        ("all_gather", "tree"): messages(2 * steps, steps * size + part),
+        ("broadcast", "tree"): messages(steps, steps * size),
+    }
+    if (collective, algorithm) not in spent:
+        raise ValueError(f"there is no {collective} by {algorithm!r}")
+    return spent[collective, algorithm]
+
+
+def _shared_memory(collective: str, size: int, world: int) -> Terms:
+    chunks = max(1, math.ceil(size / SLOT_BYTES))
+    if collective == "all_reduce":
+        if size <= ONE_SHOT_BYTES or world == 2:
+            return Terms(reduced_bytes=(world - 1) * size, ticks=chunks, copied_bytes=size)
+        return Terms(
+            reduced_bytes=(world - 1) / world * size, ticks=2 * chunks, copied_bytes=2 * size
+        )
+    if collective == "reduce_scatter":
+        return Terms(reduced_bytes=(world - 1) / world * size, ticks=chunks, copied_bytes=size)
+    if collective == "all_gather":
+        chunks = max(1, math.ceil(size / world / SLOT_BYTES))
+        return Terms(ticks=chunks, copied_bytes=size + size / world)
+    return Terms(ticks=chunks, copied_bytes=2 * size)
+
+
+def _non_negative_least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The x >= 0 with the least |rows x - target| (Lawson and Hanson, 1974, chapter 23).
+
+    Columns move from the bound into the free set one at a time, the one first along which the error
+    falls fastest; where the least squares of the free ones leave x >= 0, x goes only as far as the
+    bound, and what has met it is bound again.
+    """
+    scale = np.linalg.norm(rows, axis=0)
+    scale[scale == 0] = 1.0
+    rows = rows / scale
+    x, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], dtype=bool)
+    for _ in range(10 * len(x)):
+        slope = rows.T @ (target - rows @ x)
+        slope[free] = -np.inf
+        if free.all() or slope.max() <= 1e-10 * np.linalg.norm(target):
+            break
+        free[int(np.argmax(slope))] = True
+        while free.any():
+            goal = np.zeros_like(x)
+            goal[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
+            beyond = free & (goal <= 0)
+            if not beyond.any():
+                x = goal
+                break
+            step = np.min(x[beyond] / (x[beyond] - goal[beyond]))
+            x = x + step * (goal - x)
+            free &= x > 1e-12 * np.abs(x).max(initial=0.0)
+            x[~free] = 0.0
+    found: np.ndarray = x / scale
+    return found

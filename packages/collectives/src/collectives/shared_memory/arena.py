@@ -1,0 +1,229 @@
+"""An arena: the memory that the ranks of one host share, and the clock they move by.
+
+Each rank owns a segment: a clock, two cells for its call's fingerprint, and two slots of data.
+All ranks' clocks tick together. One rule makes every protocol on it safe without a second wait:
+
+    what is written before tick t goes to slot t mod 2, and is read between ticks t and t+1.
+
+A writer returns to that slot for tick t+2, after it has seen everyone at t+1, hence done reading.
+
+Notable:
+- in Python, ordinary loads and stores are the flags. That is sound where stores become visible in
+  program order (x86-64's total store order). Other machines need fences, which `engine.c` has:
+  where it cannot be compiled, `available` says no and messages are used;
+- a wait yields the core, then sleeps: ranks may be more than cores;
+- a wait looks at the peers' process handles: a dead peer ends it, a late one does at the deadline.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.faults import RankLost
+from collectives.shared_memory import engine
+from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
+from collectives.shared_memory.fingerprint import NAN_AT, compare
+from collectives.shared_memory.segment import HEADER_BYTES
+
+CHUNK_BYTES = 2 << 20
+SLOT_BYTES = CHUNK_BYTES // 2
+_CLOCK, _SLEEPERS, _CALLS, _NOTES, _DATA = 0, 8, 128, 640, 4096
+ARENA_BYTES = _DATA + CHUNK_BYTES
+_CALL_ROOM, _NOTE_ROOM = 256, 64
+# What is smaller is summed at once by every rank; a sum in place is done in pieces of this size.
+ONE_SHOT_BYTES = 32 * 1024
+PIECE_BYTES = 512 * 1024
+YIELDS = 200
+UNUSABLE = "this group cannot be used any more"
+SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
+
+
+def available() -> bool:
+    """Whether this machine can share memory in the way that this file does."""
+    if sys.platform != "linux":
+        return False
+    return platform.machine() in ("x86_64", "AMD64") or engine.library() is not None
+
+
+class Arena:
+    """The segments of all ranks of one host. `rank` is the place in `mappings`."""
+
+    def __init__(
+        self,
+        mappings: Sequence[mmap.mmap],
+        pids: Sequence[int],
+        rank: int,
+        *,
+        names: Sequence[int],
+        timeout: float,
+    ) -> None:
+        self.rank, self.world = rank, len(mappings)
+        self.timeout = timeout
+        # What to call a rank in an error: its number in the group, not on this host.
+        self.names = names
+        self._pids = pids
+        self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
+        self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
+        self._others = [i for i in range(self.world) if i != rank]
+        self._bytes = [
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
+            for mapping in mappings
+        ]
+        self._slots = [
+            [data[:SLOT_BYTES] for data in self._bytes],
+            [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
+        ]
+        self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._handles: dict[int, int] = {}
+        for i in self._others:
+            try:
+                self._handles[i] = os.pidfd_open(pids[i])
+            except ProcessLookupError as error:
+                raise RankLost([names[i]], f"rank {names[i]} (process {pids[i]}) died") from error
+        self._poll = select.poll()
+        for handle in self._handles.values():
+            self._poll.register(handle, select.POLLIN)
+        self.tick = 0
+        self._library = engine.library()
+        self._addresses = engine.addresses(
+            [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
+        )
+        self._shared = engine.Memory(
+            rank, self.world, 0, SLOT_BYTES, ONE_SHOT_BYTES, PIECE_BYTES,
+            _SLEEPERS, _CALLS, _CALL_ROOM, CALL_BYTES, NAN_AT, _NOTES, _NOTE_ROOM, _DATA,
+            self._addresses,
+        )  # fmt: skip
+        self._job = engine.Job()
+        self._passed = ctypes.byref(self._shared), ctypes.byref(self._job)
+
+    def close(self) -> None:
+        """Give the process handles back."""
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
+    # ----- the wait -----
+
+    def sync(self) -> None:
+        """Tick, and return when all ranks have."""
+        tick = self.tick = self.tick + 1
+        clocks = self._clocks
+        clocks[self.rank][0] = tick
+        for i in self._others:
+            if clocks[i][0] < tick:
+                self._wait(i, tick)
+
+    def _wait(self, other: int, tick: int) -> None:
+        clock, yields = self._clocks[other], YIELDS
+        while yields and 0 <= clock[0] < tick:
+            os.sched_yield()
+            yields -= 1
+        deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
+        while clock[0] < tick:
+            time.sleep(nap)
+            nap = min(nap * 1.5, LONGEST_NAP)
+            self._look(tick, deadline)
+
+    def _look(self, tick: int, deadline: float) -> None:
+        """Raise RankLost if a rank that has not come to this tick will not come, or not in time."""
+        # In this order: a rank may arrive and then end in peace.
+        dead = self.dead()
+        late = [i for i in self._others if self._clocks[i][0] < tick]
+        if self._clocks[self.rank][0] < 0:
+            own = self.names[self.rank]
+            raise RankLost([own], f"rank {own}, this one, has given up; {UNUSABLE}")
+        if lost := [i for i in dead if i in late]:
+            self._fail(lost, "died")
+        if any(self._clocks[i][0] < 0 for i in late):
+            self._fail_as_reported(late)
+        if late and time.monotonic() > deadline:
+            self._fail(late, f"did not arrive within the timeout of {self.timeout:g} s")
+
+    def by_engine(self, kind: str, **job: Any) -> bool:
+        """Do a whole collective in machine code, after `announce`; False if there is none.
+
+        `job` are the fields of `engine.Job`.
+        """
+        if self._library is None:
+            return False
+        memory, known = self._shared, self._job
+        memory.tick, known.phase, known.piece, known.copies = self.tick, 0, 0, None
+        for name, value in job.items():
+            setattr(known, name, value)
+        function, deadline = getattr(self._library, kind), 0.0
+        try:
+            while (status := function(*self._passed)) == engine.AGAIN:
+                if memory.tick != self.tick or not deadline:
+                    self.tick, deadline = memory.tick, time.monotonic() + self.timeout
+                self._look(self.tick, deadline)
+        finally:
+            self.tick = memory.tick
+        if status == engine.MISMATCH:
+            self.heard()
+        return True
+
+    def dead(self) -> list[int]:
+        """The ranks whose processes have ended."""
+        ready = {handle for handle, _ in self._poll.poll(0)}
+        return [i for i in self._others if self._handles[i] in ready]
+
+    def leave(self, blamed: int | None = None) -> None:
+        """Tell the peers, those that come later too, that this rank takes no further part.
+
+        `blamed` is the group's number of the rank that is the reason, this one if not given.
+        """
+        blamed = self.names[self.rank] if blamed is None else blamed
+        self._clocks[self.rank][0] = -1 - blamed
+
+    def _fail_as_reported(self, late: Sequence[int]) -> None:
+        left = next(i for i in late if self._clocks[i][0] < 0)
+        blamed, reporter = -1 - self._clocks[left][0], self.names[left]
+        if blamed == reporter:
+            self._fail([left], "left after an error")
+        self.leave(blamed)
+        raise RankLost([blamed], f"rank {blamed} is lost, says rank {reporter}; {UNUSABLE}")
+
+    def _fail(self, places: Sequence[int], what: str) -> None:
+        ranks = [self.names[i] for i in places]
+        self.leave(ranks[0])
+        who = ", ".join(
+            f"rank {name} (process {self._pids[i]})" for name, i in zip(ranks, places, strict=True)
+        )
+        raise RankLost(ranks, f"{who} {what}; {UNUSABLE}")
+
+    # ----- what the ranks are about to do -----
+
+    def announce(self, call: bytes, note: bytes = b"") -> None:
+        """Write this rank's call, and a note that may differ, before the coming tick."""
+        memory, cell = self._memory[self.rank], (self.tick + 1) & 1
+        at = _CALLS + cell * _CALL_ROOM
+        memory[at : at + CALL_BYTES] = call
+        at = _NOTES + cell * _NOTE_ROOM
+        memory[at : at + len(note)] = note
+
+    def heard(self, length: int = 0) -> list[bytes]:
+        """After that tick: raise Mismatch if the calls differ; return all ranks' notes."""
+        cell = self.tick & 1
+        at = _CALLS + cell * _CALL_ROOM
+        calls = [bytes(memory[at : at + CALL_BYTES]) for memory in self._memory]
+        compare(calls, self.names)
+        at = _NOTES + cell * _NOTE_ROOM
+        return [bytes(memory[at : at + length]) for memory in self._memory]
+
+    def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
+        """All ranks' slots of the last tick (or of one ahead), as flat tensors of `dtype`."""
+        cell = (self.tick + ahead) & 1
+        if (dtype, cell) not in self._views:
+            self._views[dtype, cell] = [slot.view(dtype) for slot in self._slots[cell]]
+        return self._views[dtype, cell]

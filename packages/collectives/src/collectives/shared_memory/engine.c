@@ -1,0 +1,375 @@
+/* Collectives in memory that the ranks of a host map: the protocol of arena.py and shared_memory.py,
+ * for whoever may not wait for Python's interpreter between two steps.
+ *
+ * A function runs until all is done, or until a peer lets it wait for so long that somebody has to
+ * look what is wrong: then it returns AGAIN, the caller looks, and calls once more. `phase` and
+ * `piece` say where it stands. Faults are Python's.
+ *
+ * The clock is stored with release and loaded with acquire order, so what was written before a tick
+ * is seen after it on every machine, not only where stores become visible in program order.
+ */
+
+#define _GNU_SOURCE
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { DONE, AGAIN, MISMATCH };
+enum { FLOAT32, FLOAT64, BFLOAT16, INT32, INT64, UINT8, FLOAT16 };
+enum { SUM, AVG, PRODUCT, MIN, MAX };
+enum { BLOCK = 1024, LOOKS = 200, PAUSES = 16, NAPS = 40, NAP_NANOSECONDS = 1000000 };
+
+typedef struct {
+    int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
+    /* Where things lie in a rank's memory: see arena.py. */
+    int64_t sleepers, calls, call_room, call_bytes, nan_at, notes, note_room, data;
+    char **memory;
+} Arena;
+
+typedef struct {
+    int64_t count, itemsize, dtype, op, root, phase, piece;
+    char *in, *out;
+    char **copies; /* every rank's copy of a shared tensor, or nothing */
+} Job;
+
+/* ----- the clock ----- */
+
+static int64_t *clock_of(const Arena *a, int64_t rank) { return (int64_t *)a->memory[rank]; }
+
+static int32_t *sleepers_of(const Arena *a, int64_t rank) {
+    return (int32_t *)(a->memory[rank] + a->sleepers);
+}
+
+static int has_come(const Arena *a, int64_t rank) {
+    return __atomic_load_n(clock_of(a, rank), __ATOMIC_ACQUIRE) >= a->tick;
+}
+
+static int tick(Arena *a) {
+    int64_t *clock = clock_of(a, a->rank), before = a->tick;
+    /* Below zero: another thread has given the group up. */
+    if (!__atomic_compare_exchange_n(clock, &before, before + 1, 0, __ATOMIC_SEQ_CST,
+                                     __ATOMIC_SEQ_CST))
+        return 0;
+    a->tick++;
+    if (__atomic_load_n(sleepers_of(a, a->rank), __ATOMIC_SEQ_CST))
+        syscall(SYS_futex, clock, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    return 1;
+}
+
+static void relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Whether `rank` has come to this tick: soon, or after a nap or two. */
+static int wait_for(const Arena *a, int64_t rank) {
+    /* The low half of the clock, which is what changes. */
+    int32_t *word = (int32_t *)clock_of(a, rank);
+    struct timespec nap = {0, NAP_NANOSECONDS};
+    for (int look = 0; look < LOOKS; look++) {
+        for (int i = 0; i < PAUSES; i++) {
+            if (has_come(a, rank)) return 1;
+            relax();
+        }
+        sched_yield();
+    }
+    for (int i = 0; i < NAPS; i++) {
+        __atomic_add_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
+        int64_t seen = __atomic_load_n(clock_of(a, rank), __ATOMIC_SEQ_CST);
+        if (seen >= 0 && seen < a->tick)
+            syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &nap, NULL, 0);
+        __atomic_sub_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
+        if (seen < 0 || !has_come(a, a->rank)) return 0;
+        if (has_come(a, rank)) return 1;
+    }
+    return 0;
+}
+
+static int all_have_come(const Arena *a) {
+    for (int64_t rank = 0; rank < a->world; rank++)
+        if (rank != a->rank && !has_come(a, rank) && !wait_for(a, rank)) return 0;
+    /* Unless another thread has given the group up: then this clock has gone below zero. */
+    return has_come(a, a->rank);
+}
+
+#define TICK(next)                       \
+    do {                                 \
+        if (!tick(a)) return AGAIN;      \
+        job->phase = (next);             \
+    } while (0)
+
+#define WAIT()                               \
+    do {                                     \
+        if (!all_have_come(a)) return AGAIN; \
+    } while (0)
+
+/* ----- slots, notes and calls ----- */
+
+static char *slot(const Arena *a, int64_t rank, int64_t ahead) {
+    return a->memory[rank] + a->data + ((a->tick + ahead) & 1) * a->slot_bytes;
+}
+
+static char *note(const Arena *a, int64_t rank) {
+    return a->memory[rank] + a->notes + (a->tick & 1) * a->note_room;
+}
+
+static int calls_agree(const Arena *a) {
+    const int64_t cell = a->calls + (a->tick & 1) * a->call_room;
+    const char *first = a->memory[0] + cell;
+    for (int64_t rank = 1; rank < a->world; rank++)
+        if (memcmp(first, a->memory[rank] + cell, a->call_bytes)) return 0;
+    return first[a->nan_at] == 0;
+}
+
+/* The part of `count` elements that is `rank`'s: as torch.tensor_split has it. */
+static int64_t split(const Arena *a, int64_t count, int64_t rank, int64_t *start) {
+    int64_t width = count / a->world, longer = count % a->world;
+    *start = rank * width + (rank < longer ? rank : longer);
+    return width + (rank < longer);
+}
+
+/* ----- sums ----- */
+
+static float widen_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+static uint16_t narrow_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    /* To the nearest, ties to even. */
+    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    return x != x ? 0x7fc0 : rounded;
+}
+
+#define SAME(x) (x)
+#define SMALLER(x, y) ((x) < (y) || (x) != (x) ? (x) : (y))
+#define LARGER(x, y) ((x) > (y) || (x) != (x) ? (x) : (y))
+#define PLUS(x, y) ((x) + (y))
+#define TIMES(x, y) ((x) * (y))
+#define CHOOSE(WHAT, FIRST)                                                                \
+    switch (op) {                                                                          \
+    case PRODUCT: for (int64_t i = 0; i < n; i++) sum[i] = TIMES(FIRST, WHAT); break;      \
+    case MIN: for (int64_t i = 0; i < n; i++) sum[i] = SMALLER(FIRST, WHAT); break;        \
+    case MAX: for (int64_t i = 0; i < n; i++) sum[i] = LARGER(FIRST, WHAT); break;         \
+    default: for (int64_t i = 0; i < n; i++) sum[i] = PLUS(FIRST, WHAT);                   \
+    }
+
+/* outs = parts[0] op parts[1] op ..., in that order, in WIDE, rounded once. `outs` may be one of
+ * the parts: a block is read from all of them before it is written. */
+#define REDUCE(NAME, NARROW, WIDE, LOAD, STORE, DIVIDE)                                     \
+    static void NAME(char **outs, int64_t copies, char **parts, int64_t world, int64_t count, \
+                     int64_t op) {                                                          \
+        WIDE sum[BLOCK];                                                                    \
+        for (int64_t start = 0; start < count; start += BLOCK) {                            \
+            int64_t n = count - start < BLOCK ? count - start : BLOCK;                      \
+            const NARROW *first = (const NARROW *)parts[0] + start;                         \
+            if (world == 1) {                                                               \
+                for (int64_t i = 0; i < n; i++) sum[i] = LOAD(first[i]);                    \
+            } else {                                                                        \
+                const NARROW *part = (const NARROW *)parts[1] + start;                      \
+                CHOOSE(LOAD(part[i]), LOAD(first[i]))                                       \
+            }                                                                               \
+            for (int64_t rank = 2; rank < world; rank++) {                                  \
+                const NARROW *part = (const NARROW *)parts[rank] + start;                   \
+                CHOOSE(LOAD(part[i]), sum[i])                                               \
+            }                                                                               \
+            if (op == AVG) DIVIDE;                                                          \
+            NARROW *out = (NARROW *)outs[0] + start;                                        \
+            for (int64_t i = 0; i < n; i++) out[i] = STORE(sum[i]);                         \
+            for (int64_t copy = 1; copy < copies; copy++)                                   \
+                memcpy((NARROW *)outs[copy] + start, out, n * sizeof(NARROW));              \
+        }                                                                                   \
+    }
+
+#define QUOTIENT(WIDE)                                                             \
+    do {                                                                           \
+        if (world & (world - 1))                                                   \
+            for (int64_t i = 0; i < n; i++) sum[i] /= (WIDE)world;                 \
+        else                                                                       \
+            for (int64_t i = 0; i < n; i++) sum[i] *= (WIDE)(1.0 / (double)world); \
+    } while (0)
+
+REDUCE(reduce_float32, float, float, SAME, SAME, QUOTIENT(float))
+REDUCE(reduce_float64, double, double, SAME, SAME, QUOTIENT(double))
+REDUCE(reduce_bfloat16, uint16_t, float, widen_bfloat16, narrow_bfloat16, QUOTIENT(float))
+REDUCE(reduce_int32, int32_t, int32_t, SAME, SAME, (void)0)
+REDUCE(reduce_int64, int64_t, int64_t, SAME, SAME, (void)0)
+REDUCE(reduce_uint8, uint8_t, uint8_t, SAME, SAME, (void)0)
+#ifdef __FLT16_MAX__
+REDUCE(reduce_float16, _Float16, float, (float), (_Float16), QUOTIENT(float))
+#endif
+
+int can_reduce(int64_t dtype) {
+#ifdef __FLT16_MAX__
+    return dtype <= FLOAT16;
+#else
+    return dtype < FLOAT16;
+#endif
+}
+
+static void reduce(const Arena *a, const Job *job, char **outs, int64_t copies, char **parts,
+                   int64_t count) {
+    switch (job->dtype) {
+    case FLOAT32: reduce_float32(outs, copies, parts, a->world, count, job->op); break;
+    case FLOAT64: reduce_float64(outs, copies, parts, a->world, count, job->op); break;
+    case BFLOAT16: reduce_bfloat16(outs, copies, parts, a->world, count, job->op); break;
+    case INT32: reduce_int32(outs, copies, parts, a->world, count, job->op); break;
+    case INT64: reduce_int64(outs, copies, parts, a->world, count, job->op); break;
+    case UINT8: reduce_uint8(outs, copies, parts, a->world, count, job->op); break;
+#ifdef __FLT16_MAX__
+    case FLOAT16: reduce_float16(outs, copies, parts, a->world, count, job->op); break;
+#endif
+    }
+}
+
+/* ----- collectives ----- */
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* out = in, reduced over all ranks; see shared_memory.py for the three ways. */
+int all_reduce(Arena *a, Job *job) {
+    const int64_t size = job->itemsize, width = a->slot_bytes / size, world = a->world;
+    const int small = job->count * size <= a->one_shot_bytes;
+    char *parts[world], *outs[world];
+    for (;;) {
+        const int64_t start = job->piece * width, n = least(width, job->count - start);
+        int64_t at, mine = split(a, n, a->rank, &at);
+        switch (job->phase) {
+        case 0:
+            if (!job->copies) memcpy(slot(a, a->rank, 1), job->in, n * size);
+            TICK(1);
+            break;
+        case 1: {
+            WAIT();
+            if (!calls_agree(a)) return MISMATCH;
+            /* A note is two numbers: the allocation and the place in it, zeros if it is not shared. */
+            int same = 1, nobody = 1;
+            static const char nothing[16];
+            for (int64_t rank = 0; rank < world; rank++) {
+                same &= !memcmp(note(a, rank), note(a, a->rank), 16);
+                nobody &= !memcmp(note(a, rank), nothing, 16);
+            }
+            job->phase = job->copies && same ? 5 : nobody ? 3 : 2;
+            break;
+        }
+        case 2:
+            memcpy(slot(a, a->rank, 1), job->in + start * size, n * size);
+            TICK(3);
+            break;
+        case 3:
+            WAIT();
+            if (small || world <= 2) {
+                for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0);
+                outs[0] = job->out + start * size;
+                reduce(a, job, outs, 1, parts, n);
+                job->phase = 7;
+                break;
+            }
+            for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0) + at * size;
+            outs[0] = slot(a, a->rank, 1) + at * size;
+            reduce(a, job, outs, 1, parts, mine);
+            TICK(4);
+            break;
+        case 4:
+            WAIT();
+            for (int64_t rank = 0; rank < world; rank++) {
+                int64_t theirs = split(a, n, rank, &at);
+                memcpy(job->out + (start + at) * size, slot(a, rank, 0) + at * size, theirs * size);
+            }
+            job->phase = 7;
+            break;
+        case 5: /* in place: this slice is this rank's alone, in all copies */
+            mine = split(a, job->count, a->rank, &at);
+            for (int64_t done = 0, step = a->piece_bytes / size; done < mine; done += step) {
+                for (int64_t rank = 0; rank < world; rank++)
+                    outs[rank] = parts[rank] = job->copies[rank] + (at + done) * size;
+                reduce(a, job, outs, world, parts, least(step, mine - done));
+            }
+            TICK(6);
+            break;
+        case 6:
+            WAIT();
+            return DONE;
+        default:
+            job->phase = 2;
+            if (++job->piece * width >= job->count) return DONE;
+        }
+    }
+}
+
+/* out = this rank's slice of the reduction of `in`; count is that of `out`. */
+int reduce_scatter(Arena *a, Job *job) {
+    const int64_t size = job->itemsize, width = a->slot_bytes / a->world / size;
+    char *parts[a->world];
+    for (;;) {
+        const int64_t start = job->piece * width, n = least(width, job->count - start);
+        if (job->phase == 0) {
+            for (int64_t rank = 0; rank < a->world; rank++)
+                memcpy(slot(a, a->rank, 1) + rank * width * size,
+                       job->in + (rank * job->count + start) * size, n * size);
+            TICK(1);
+        }
+        WAIT();
+        if (job->piece == 0 && !calls_agree(a)) return MISMATCH;
+        for (int64_t rank = 0; rank < a->world; rank++)
+            parts[rank] = slot(a, rank, 0) + a->rank * width * size;
+        char *out = job->out + start * size;
+        reduce(a, job, &out, 1, parts, n);
+        job->phase = 0;
+        if (++job->piece * width >= job->count) return DONE;
+    }
+}
+
+/* out = every rank's `in`, one after the other; count is that of `in`, itemsize 1. */
+int all_gather(Arena *a, Job *job) {
+    const int64_t width = a->slot_bytes;
+    for (;;) {
+        const int64_t start = job->piece * width, n = least(width, job->count - start);
+        if (job->phase == 0) {
+            memcpy(slot(a, a->rank, 1), job->in + start, n);
+            TICK(1);
+        }
+        WAIT();
+        if (job->piece == 0 && !calls_agree(a)) return MISMATCH;
+        for (int64_t rank = 0; rank < a->world; rank++)
+            memcpy(job->out + rank * job->count + start, slot(a, rank, 0), n);
+        job->phase = 0;
+        if (++job->piece * width >= job->count) return DONE;
+    }
+}
+
+/* Give every rank the bytes of rank `root`; itemsize 1. */
+int broadcast(Arena *a, Job *job) {
+    const int64_t width = a->slot_bytes;
+    for (;;) {
+        const int64_t start = job->piece * width, n = least(width, job->count - start);
+        if (job->phase == 0) {
+            if (a->rank == job->root) memcpy(slot(a, a->rank, 1), job->in + start, n);
+            TICK(1);
+        }
+        WAIT();
+        if (job->piece == 0 && !calls_agree(a)) return MISMATCH;
+        if (a->rank != job->root) memcpy(job->out + start, slot(a, job->root, 0), n);
+        job->phase = 0;
+        if (++job->piece * width >= job->count) return DONE;
+    }
+}
+
+/* Return when every rank is here. */
+int barrier(Arena *a, Job *job) {
+    if (job->phase == 0) TICK(1);
+    WAIT();
+    return calls_agree(a) ? DONE : MISMATCH;
+}

@@ -1,0 +1,239 @@
+"""Collectives for ranks that map the same memory: copies and sums, no messages.
+
+    one shot   copy in | tick | sum all slots                      small, or two ranks
+    two shot   copy in | tick | sum own slice | tick | copy out    more ranks
+    in place           | tick | sum own slice, write it to all | tick    tensors in `shared_empty`
+
+The rule that makes a tick enough stands in `arena`. A tensor of any size passes through a chunk of
+memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in the cache.
+
+Notable:
+- every element is summed once, in rank order: all ranks get the same bits;
+- the first tick also compares what the ranks are about to do, so a mismatch costs nothing to find;
+- a rank cannot know whether its peers' tensors are shared too; they say so at that tick, and all
+  go by the same answer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.shared_memory import engine
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
+from collectives.shared_memory.fingerprint import Lengths, compare_lengths
+
+# How many elements of a narrow dtype are widened at a time.
+WIDE_ELEMENTS = 32 * 1024
+_NOTE = struct.Struct("<qq")
+_LENGTH, _ALIGNMENT = torch.int64, 64
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A tensor that all ranks can reach: every rank's copy, and where it lies."""
+
+    copies: Sequence[Tensor]
+    allocation: int
+    offset: int
+
+
+def all_reduce(
+    arena: Arena, flat: Tensor, name: str, call: bytes, shared: Shared | None = None
+) -> None:
+    """Reduce the flat tensor over all ranks, in place."""
+    small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
+    if small:
+        shared = None
+    note = _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
+    arena.announce(call, note)
+    if engine.reduces(flat.dtype, name):
+        copies = engine.addresses(shared.copies) if shared else None
+        if _reduced(arena, "all_reduce", flat.numel(), flat, flat, name, copies):
+            return
+    pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
+    if shared is None:
+        _copy_in(arena, pieces[0])
+    arena.sync()
+    notes = arena.heard(_NOTE.size)
+    if shared and notes.count(note) == len(notes):
+        _in_place(arena, shared.copies, name)
+        return
+    nobody_shares = notes.count(_NOTE.pack(0, 0)) == len(notes)
+    scratch = _scratch(flat)
+    for i, piece in enumerate(pieces):
+        if i or not nobody_shares:
+            _copy_in(arena, piece)
+            arena.sync()
+        if small or arena.world <= 2:
+            _sum_slots(arena, piece, name, scratch)
+        else:
+            _sum_slices(arena, piece, name, scratch)
+
+
+def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
+    """out = this rank's slice of the reduction of `flat`."""
+    arena.announce(call)
+    if engine.reduces(flat.dtype, name) and _reduced(
+        arena, "reduce_scatter", out.numel(), flat, out, name
+    ):
+        return
+    slices = flat.tensor_split(arena.world)
+    width = SLOT_BYTES // arena.world // flat.element_size()
+    scratch = _scratch(flat)
+    for start in range(0, max(1, out.numel()), width):
+        slots = arena.slots(flat.dtype, ahead=1)
+        piece = out[start : start + width]
+        size = piece.numel()
+        for i, part in enumerate(slices):
+            slots[arena.rank][i * width :][:size].copy_(part[start : start + width])
+        arena.sync()
+        if start == 0:
+            arena.heard()
+        parts = [slot[arena.rank * width :][:size] for slot in slots]
+        reduce_into(name, parts, piece, scratch)
+
+
+def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
+    """out = every rank's `own`, one after the other."""
+    arena.announce(call)
+    if _moved(arena, "all_gather", own, out):
+        return
+    slices = out.tensor_split(arena.world)
+    width = SLOT_BYTES // own.element_size()
+    for start in range(0, max(1, own.numel()), width):
+        piece = own[start : start + width]
+        _copy_in(arena, piece)
+        arena.sync()
+        if start == 0:
+            arena.heard()
+        for part, slot in zip(slices, arena.slots(own.dtype), strict=True):
+            part[start : start + width].copy_(slot[: piece.numel()])
+
+
+def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
+    """Give every rank the tensor of rank `source`."""
+    arena.announce(call)
+    if _moved(arena, "broadcast", flat, flat, source):
+        return
+    for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
+        if arena.rank == source:
+            _copy_in(arena, piece)
+        arena.sync()
+        if i == 0:
+            arena.heard()
+        if arena.rank != source:
+            piece.copy_(arena.slots(flat.dtype)[source][: piece.numel()])
+
+
+def all_to_all(
+    arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], call: bytes
+) -> None:
+    """outputs[i] on rank j = inputs[j] on rank i; lengths may differ."""
+    dtype, rank, world = inputs[0].dtype, arena.rank, arena.world
+    # A slot: how much this rank sends and expects, 2 x world numbers; then a part for each rank.
+    head = -(-2 * world * _LENGTH.itemsize // _ALIGNMENT) * _ALIGNMENT
+    width = (SLOT_BYTES - head) // world // dtype.itemsize
+    lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    arena.announce(call)
+    raw = arena.slots(torch.uint8, ahead=1)
+    raw[rank][:head].view(_LENGTH)[: 2 * world] = torch.tensor(lengths.sends + lengths.receives)
+    start, longest = 0, max(lengths.sends)
+    while start == 0 or start < longest:
+        slots = [slot[head:].view(dtype) for slot in raw]
+        for i, part in enumerate(inputs):
+            piece = part[start : start + width]
+            slots[rank][i * width :][: piece.numel()].copy_(piece)
+        arena.sync()
+        if start == 0:
+            arena.heard()
+            told = [slot[:head].view(_LENGTH)[: 2 * world].tolist() for slot in raw]
+            everyone = [Lengths(each[:world], each[world:]) for each in told]
+            compare_lengths(dict(enumerate(everyone)), arena.names)
+            longest = max(max(each.sends) for each in everyone)
+        for slot, part in zip(slots, outputs, strict=True):
+            piece = part[start : start + width]
+            piece.copy_(slot[rank * width :][: piece.numel()])
+        raw = arena.slots(torch.uint8, ahead=1)
+        start += width
+
+
+def barrier(arena: Arena, call: bytes) -> None:
+    """Return when every rank is here."""
+    arena.announce(call)
+    if not arena.by_engine("barrier"):
+        arena.sync()
+        arena.heard()
+
+
+def _reduced(
+    arena: Arena, kind: str, count: int, source: Tensor, out: Tensor, op: str, copies: Any = None
+) -> bool:
+    """Do a reduction of `count` elements a rank by the engine; False if there is none."""
+    return arena.by_engine(
+        kind,
+        count=count,
+        itemsize=source.element_size(),
+        dtype=engine.DTYPES[source.dtype],
+        op=engine.OPS[op],
+        input=source.data_ptr(),
+        output=out.data_ptr(),
+        copies=copies,
+    )
+
+
+def _moved(arena: Arena, kind: str, source: Tensor, out: Tensor, root: int = 0) -> bool:
+    """Move bytes by the engine, whatever they mean; False if there is none."""
+    return arena.by_engine(
+        kind,
+        count=source.numel() * source.element_size(),
+        itemsize=1,
+        root=root,
+        input=source.data_ptr(),
+        output=out.data_ptr(),
+    )
+
+
+def _copy_in(arena: Arena, piece: Tensor) -> None:
+    arena.slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
+
+
+def _sum_slots(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
+    parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
+    reduce_into(name, parts, piece, scratch)
+
+
+def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
+    rank, world = arena.rank, arena.world
+    parts = [slot[: piece.numel()].tensor_split(world)[rank] for slot in arena.slots(piece.dtype)]
+    result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world)[rank]
+    reduce_into(name, parts, result, scratch)
+    arena.sync()
+    results = [slot[: piece.numel()].tensor_split(world) for slot in arena.slots(piece.dtype)]
+    for i, part in enumerate(piece.tensor_split(world)):
+        part.copy_(results[i][i])
+
+
+def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
+    mine = [copy.tensor_split(arena.world)[arena.rank] for copy in copies]
+    size = PIECE_BYTES // mine[0].element_size()
+    scratch = _scratch(mine[0])
+    for parts in zip(*(in_pieces(part, size) for part in mine), strict=True):
+        # This slice is this rank's alone, in all copies: the first one collects the sum.
+        reduce_into(name, parts, parts[0], scratch)
+        for part in parts[1:]:
+            part.copy_(parts[0])
+    arena.sync()
+
+
+def _scratch(like: Tensor) -> Tensor | None:
+    wide = accumulation_dtype(like.dtype)
+    if wide == like.dtype:
+        return None
+    return torch.empty(max(1, min(like.numel(), WIDE_ELEMENTS)), dtype=wide)

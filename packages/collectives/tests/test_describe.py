@@ -1,0 +1,43 @@
+"""What a group says of itself."""
+
+import collectives
+import torch
+import torch.distributed as dist
+from collectives.shared_memory import engine, segment
+from worker_pool import run_ranks
+
+
+def together():
+    group = collectives.describe()
+    assert group.hosts == ((0, 1),)
+    assert group.shared_memory
+    assert not group.why_not_shared
+    assert set(group.picks("all_reduce").values()) == {"shared_memory"}
+    return str(group)
+
+
+def test_a_group_on_one_host_says_so():
+    told = run_ranks(together, 2)[0]
+    assert "2 ranks on 1 hosts: [0, 1]" in told
+    assert "shared memory between all ranks" in told
+    assert ("engine: compiled" in told) == (not engine.why_not())
+
+
+def apart():
+    segment.host_identity = lambda: f"host {dist.get_rank()}"
+    before = str(collectives.describe())
+    collectives.all_reduce(torch.ones(10))
+    group = collectives.describe()
+    assert not group.shared_memory
+    for size, name in group.picks("all_reduce").items():
+        assert name == group.models["all_reduce"].choose("all_reduce", size, (1, 1))
+    assert group.picks("broadcast") == {}
+    return before, str(group)
+
+
+def test_a_group_on_two_hosts_says_why_and_what_was_measured():
+    for rank, (before, after) in enumerate(run_ranks(apart, 2)):
+        assert f"no shared memory with rank {1 - rank}: it runs under another kernel" in before
+        assert "all_reduce: not measured yet" in before
+        assert "message_seconds" in after
+        assert "broadcast: not measured yet" in after

@@ -1,0 +1,56 @@
+"""torch's own distributed tests, on gloo or with our backend in gloo's place.
+
+Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE (gloo
+or collectives), WORLD_SIZE and ORACLE_FOLDER set. Events of torch's profiler carry the backend's
+name and are not compared.
+"""
+
+import os
+from pathlib import Path
+
+FOLDER = Path(os.environ["ORACLE_FOLDER"])
+for name in ("init_dir", "barrier", "test_dir"):
+    (FOLDER / name).mkdir(parents=True, exist_ok=True)
+os.environ |= {"BACKEND": "gloo", "TEMP_DIR": str(FOLDER), "MASTER_ADDR": "127.0.0.1"}
+
+import torch.distributed as dist  # noqa: E402
+
+
+def instead_of_gloo(function, position):
+    """The same function, to which "gloo" means our backend."""
+
+    def call(*args, **kwargs):
+        if len(args) > position and args[position] == "gloo":
+            args = (*args[:position], "collectives", *args[position + 1 :])
+        if kwargs.get("backend") == "gloo":
+            kwargs["backend"] = "collectives"
+        return function(*args, **kwargs)
+
+    return call
+
+
+if os.environ["ORACLE"] == "collectives":
+    import collectives.backend  # noqa: F401
+
+    get_backend = dist.get_backend
+    dist.init_process_group = instead_of_gloo(dist.init_process_group, 0)
+    dist.new_group = instead_of_gloo(dist.new_group, 2)
+    dist.get_backend = lambda group=None: {"collectives": "gloo"}.get(
+        get_backend(group), get_backend(group)
+    )
+
+from torch.testing._internal.distributed import distributed_test as torchs  # noqa: E402
+
+BASE = torchs.DistributedTest._DistTestBase
+call_dist_op = BASE.call_dist_op
+BASE.call_dist_op = lambda self, *args, **kwargs: call_dist_op(
+    self, *args, **kwargs | {"expect_event": False}
+)
+
+
+class TestTorchs(torchs.TestDistBackend, BASE):
+    """torch's class of tests, a process a rank."""
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()

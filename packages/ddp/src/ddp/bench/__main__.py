@@ -1,0 +1,5 @@
+"""`python -m ddp.bench`."""
+
+from ddp.bench.measure import main
+
+main()

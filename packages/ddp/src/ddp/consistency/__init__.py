@@ -1,0 +1,1 @@
+"""What keeps ranks alike: models compared, failures named, parameters watched, buffers equal."""

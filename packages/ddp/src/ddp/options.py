@@ -1,0 +1,151 @@
+"""The arguments of torch's DDP: the same names and meaning, or a refusal that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.average import Average, check_average
+from ddp.bucket import Allocate
+from ddp.collective import AllReduce
+from ddp.compression.ways import Cast, Compression, Uncompressed
+
+# What torch's DDP also takes, with why it is not taken here. They may be given with these values.
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mixed_precision": ((None,), "pass gradient_dtype, and use torch.autocast for the rest"),
+    "dim": ((0,), "inputs are not scattered: each process has one device"),
+    "check_reduction": ((False, True), ""),
+    "skip_all_reduce_unused_params": ((False, True), ""),
+    "batched_grad_copy": ((False, True), ""),
+    "lazy_bucket_allocation": ((False, True), ""),
+    "bucket_cap_mb_list": ((None,), "all buckets have one size: pass bucket_size_mb"),
+    "delay_all_reduce_named_params": ((None,), "every gradient is sent when it is ready"),
+    "param_to_hook_all_reduce": ((None,), "every gradient is sent when it is ready"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a module is replicated; see `DDP`."""
+
+    bucket_size_mb: float | None
+    all_reduce: AllReduce | None
+    allocate: Allocate | None
+    gradient_dtype: torch.dtype | None
+    compression: Compression | None
+    average: Average
+    find_unused_parameters: bool
+    check_nan: bool
+    broadcast_buffers: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    device: torch.device | None
+
+    def __post_init__(self) -> None:
+        check_average(self.average)
+        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
+            raise ValueError(
+                f"bucket_size_mb is {self.bucket_size_mb}; it must be above zero, or None to send "
+                "each parameter by itself"
+            )
+        if self.gradient_dtype is not None and self.compression is not None:
+            raise ValueError(
+                f"gradient_dtype {self.gradient_dtype} and compression {self.compression!r} are "
+                "two ways to send the same gradients; pass one"
+            )
+
+    @property
+    def way_to_send(self) -> Compression:
+        """How a bucket is summed."""
+        if self.gradient_dtype:
+            return Cast(self.gradient_dtype)
+        return self.compression or Uncompressed()
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The largest bucket; 0 for one a parameter."""
+        return 0.0 if self.bucket_size_mb is None else self.bucket_size_mb * 2**20
+
+    @property
+    def to_agree_on(self) -> dict[str, object]:
+        """What must be the same on every rank."""
+        names = (
+            "bucket_size_mb",
+            "gradient_dtype",
+            "compression",
+            "find_unused_parameters",
+            "check_nan",
+            "broadcast_buffers",
+            "static_graph",
+        )
+        average = self.average if isinstance(self.average, str) else "by weight"
+        return {name: getattr(self, name) for name in names} | {"average": average}
+
+
+def refuse(given: dict[str, Any]) -> None:
+    """Raise TypeError for unknown names, ValueError for torch's that have no meaning here."""
+    for name, value in given.items():
+        if name not in REFUSED:
+            raise TypeError(f"DDP has no argument {name!r}")
+        allowed, why = REFUSED[name]
+        if not any(value is one or value == one for one in allowed):
+            raise ValueError(f"{name}={value!r} is not supported: {why}")
+
+
+def group_of(
+    group: dist.ProcessGroup | None, process_group: dist.ProcessGroup | None, device_mesh: Any
+) -> dist.ProcessGroup | None:
+    """The one group that is named in one of three ways."""
+    if sum(given is not None for given in (group, process_group, device_mesh)) > 1:
+        raise RuntimeError("group, process_group and device_mesh are three names of one: pass one")
+    if device_mesh is None:
+        return group or process_group
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"device_mesh has {device_mesh.ndim} dimensions; pass a mesh of one, such as "
+            'mesh["data"]'
+        )
+    found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return found
+
+
+def check_module(module: nn.Module, ignored: set[str]) -> None:
+    """Raise ValueError or RuntimeError for a module that cannot be replicated."""
+    parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored]
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {name!r} is uninitialized; run a forward pass before wrapping, so that "
+                "lazy modules find their shapes"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device; use module.to_empty first")
+        if hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, sharded already; DDP replicates plain tensors"
+            )
+    kinds = {parameter.device.type for _, parameter in parameters}
+    if len(kinds) > 1:
+        raise ValueError(f"the parameters lie on several types of devices, {sorted(kinds)}")
+
+
+def device_of(device_ids: Sequence[Any] | None, output_device: Any, module: nn.Module) -> Any:
+    """The one device that inputs are moved to, or None."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids is {device_ids}; one process has one device, so pass one")
+    devices = {parameter.device for parameter in module.parameters()}
+    if not device_ids and output_device is None:
+        return None
+    kinds = {device.type for device in devices}
+    if "cpu" in kinds or len(devices) > 1 or not device_ids:
+        raise ValueError(
+            f"device_ids {device_ids} and output_device {output_device} are for a module on one "
+            f"GPU; this one is on {sorted(map(str, devices))}: leave them out"
+        )
+    one = device_ids[0]
+    return torch.device(next(iter(kinds)), one) if isinstance(one, int) else torch.device(one)

@@ -1,0 +1,82 @@
+"""Ranks with different numbers of tokens: the gradient of the one mean over all of them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from torch.nn import functional as F
+from worker_pool import run_ranks, try_ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11)).double()
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction=reduction)
+
+
+def tokens_of(world: int, step: int) -> list[list[torch.Tensor]]:
+    """For each rank two batches, all of different lengths."""
+    draw = torch.Generator().manual_seed(step)
+    return [
+        [torch.randint(11, (3 + 2 * rank + 5 * part + step,), generator=draw) for part in (0, 1)]
+        for rank in range(world)
+    ]
+
+
+def counts_tokens(average: str) -> bool:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module, count = net(), [0]
+    twin = copy.deepcopy(module)
+    model = DDP(module, average="sum" if average == "sum" else lambda: count[0])
+    for step in range(3):
+        everything = tokens_of(world, step)
+        total = sum(len(part) - 1 for parts in everything for part in parts)
+        model.zero_grad()
+        twin.zero_grad()
+        for number, part in enumerate(everything[rank]):
+            count[0] = len(part) - 1
+            model.require_backward_grad_sync = number == 1
+            if average == "sum":
+                (loss_of(model, part, "sum") / total).backward()
+            else:
+                loss_of(model, part).backward()
+        losses = [loss_of(twin, part, "sum") for parts in everything for part in parts]
+        (sum(losses) / total).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("average", ["sum", "weight"])
+def test_uneven_tokens_give_the_gradient_of_the_one_mean(average: str, world: int) -> None:
+    assert run_ranks(counts_tokens, world, average) == [True] * world
+
+
+def refuses() -> list[str]:
+    said = []
+    for average in ("mean", None):
+        try:
+            DDP(net(), average=average)
+        except ValueError as error:
+            said.append(str(error))
+    model = DDP(net(), average=lambda: 0)
+    try:
+        loss_of(model, torch.arange(4)).backward()
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_is_no_average_is_refused() -> None:
+    for outcome in try_ranks(refuses, 2):
+        text, none, zero = outcome.value
+        assert "average is 'mean'" in text
+        assert "average is None" in none
+        assert "add up to 0.0" in zero

@@ -1,0 +1,125 @@
+"""Hooks that were written for torch's DDP sum the buckets here, too."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from worker_pool import run_ranks, try_ranks
+
+MIB = 2**20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+
+
+def noop(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def hooked(which: str, bucket_size_mb: float) -> list:
+    group, module = dist.group.WORLD, net()
+    twin = copy.deepcopy(module)
+    model = DDP(module, bucket_size_mb)
+    state, hook = {
+        "all-reduce": (group, default_hooks.allreduce_hook),
+        "fp16": (group, default_hooks.fp16_compress_hook),
+        "bf16": (group, default_hooks.bf16_compress_hook),
+        "wrapped": (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        "PowerSGD": (
+            powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=16, start_powerSGD_iter=2),
+            powerSGD_hook.powerSGD_hook,
+        ),
+        "noop": (None, noop),
+    }[which]
+    model.register_comm_hook(state, hook)
+    kept = copy.deepcopy(model)._comm_hook
+    assert kept is model._comm_hook
+    draw = torch.Generator().manual_seed(0)
+    for step in range(4):
+        x = torch.randn(2, 3, 16, generator=draw)
+        model.zero_grad()
+        twin.zero_grad()
+        if step == 3:
+            with model.no_sync():
+                model(x[dist.get_rank()]).square().mean().backward()
+        model(x[dist.get_rank()]).square().mean().backward()
+        rows = [x[dist.get_rank()]] if which == "noop" else list(x)
+        loss = sum(twin(row).square().mean() for row in rows) / len(rows)
+        ((1 + (step == 3)) * loss).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            loose = {"all-reduce": 1e-6, "noop": 1e-6}.get(which, 1e-2)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=loose, atol=loose / 10)
+    return [p.grad.tolist() for p in module.parameters()]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("bucket_size_mb", [500 / MIB, 25.0])
+@pytest.mark.parametrize("which", ["all-reduce", "fp16", "bf16", "wrapped", "noop"])
+def test_torchs_hooks_average(which: str, bucket_size_mb: float) -> None:
+    first, second = run_ranks(hooked, 2, which, bucket_size_mb)
+    assert (first == second) == (which != "noop")
+
+
+@pytest.mark.filterwarnings("default")
+def test_torchs_powersgd_of_full_rank_averages() -> None:
+    first, second = run_ranks(hooked, 2, "PowerSGD", 25.0)
+    assert first == second
+
+
+def bad_hooks() -> list[str]:
+    said = []
+
+    def annotated(state, bucket: int):
+        return noop(state, bucket)
+
+    def returns(state, bucket) -> int:
+        return noop(state, bucket)
+
+    for hook in (None, lambda bucket: None, annotated, returns):
+        try:
+            DDP(net()).register_comm_hook(None, hook)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    for hook in (lambda state, bucket: bucket.buffer(), lambda state, bucket: half(bucket)):
+        model = DDP(net())
+        model.register_comm_hook(None, hook)
+        try:
+            model(torch.ones(1, 16)).sum().backward()
+        except TypeError as error:
+            said.append(str(error))
+    model = DDP(net())
+    model.register_comm_hook(None, noop)
+    for wrapped, hook in ((model, noop), (DDP(net(), gradient_dtype=torch.bfloat16), noop)):
+        try:
+            wrapped.register_comm_hook(None, hook)
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def half(bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer()[: bucket.buffer().numel() // 2])
+    return future
+
+
+def test_hooks_that_cannot_be_right_are_refused() -> None:
+    for outcome in try_ranks(bad_hooks, 2):
+        none, takes, annotated, returns, tensor, short, twice, both = outcome.value
+        assert none.startswith("TypeError: Communication hook must be callable")
+        assert "must take (state, bucket)" in takes
+        assert annotated.startswith("ValueError")
+        assert "bucket annotation" in annotated
+        assert "return annotation" in returns
+        assert "must return a torch.futures.Future" in tensor
+        assert "like the bucket's buffer()" in short
+        assert "only be called once" in twice
+        assert "pass one of them" in both

@@ -1,0 +1,510 @@
+"""Loops that were written for torch's DDP, and models that change after they were wrapped.
+
+Every program runs on two ranks under `DDP` and, for comparison, in float64 in one process that sees
+all batches; afterwards gradients and weights are those of the one process on every rank.
+"""
+
+import copy
+import io
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+from worker_pool import run_ranks, try_ranks
+
+MIB = 2**20
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+class Both:
+    """A wrapped model on each rank and its twin, which takes the mean of all ranks' losses."""
+
+    def __init__(self, module: nn.Module, **options) -> None:
+        self.module = module.double()
+        self.twin = copy.deepcopy(self.module)
+        self.model = DDP(self.module, 100 / MIB, **options)
+        self.optimizers = [self.sgd(self.module), self.sgd(self.twin)]
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.generator = torch.Generator().manual_seed(1)
+
+    @staticmethod
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def batches(self, *shape: int) -> torch.Tensor:
+        return torch.randn(self.world, *shape, generator=self.generator, dtype=torch.float64)
+
+    def step(self, loss=lambda model, x: model(x).square().mean()) -> None:
+        self.zero_grad()
+        self.backward(loss)
+        self.check_gradients()
+        self.update()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def backward(self, loss=lambda model, x: model(x).square().mean()) -> None:
+        x = self.batches(3, 5)
+        loss(self.model, x[self.rank]).backward()
+        (sum(loss(self.twin, one) for one in x) / self.world).backward()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.check_weights()
+
+    def check_gradients(self) -> None:
+        theirs = dict(self.twin.named_parameters())
+        for name, ours in self.module.named_parameters():
+            assert (ours.grad is None) == (theirs[name].grad is None), name
+            if ours.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs[name].grad, msg=name)
+
+    def check_weights(self) -> None:
+        theirs = dict(self.twin.named_parameters())
+        for name, ours in self.module.named_parameters():
+            torch.testing.assert_close(ours, theirs[name], msg=name)
+
+
+# ----- parameters that change -----
+
+
+def unfreezes() -> bool:
+    module = net()
+    module[0].requires_grad_(False)
+    both = Both(module)
+    both.step()
+    for one in (both.module, both.twin):
+        one[0].requires_grad_(True)
+    for _ in range(3):
+        both.step()
+    for one in (both.module, both.twin):
+        one[2].requires_grad_(False)
+        one[2].zero_grad()
+    for _ in range(2):
+        both.step()
+    for one in (both.module, both.twin):
+        one[2].requires_grad_(True)
+    both.step()
+    return True
+
+
+def assigns() -> bool:
+    both = Both(net())
+    both.step()
+    for module in (both.module, both.twin):
+        state = OrderedDict((k, 2 * v.detach()) for k, v in module.state_dict().items())
+        module.load_state_dict(state, assign=True)
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(3):
+        both.step()
+    return True
+
+
+def adds_a_head() -> bool:
+    both = Both(net())
+    both.step()
+    torch.manual_seed(dist.get_rank())
+    head = nn.Linear(2, 3).double()
+    both.module.append(head)
+    with torch.no_grad():
+        both.model(torch.ones(1, 5, dtype=torch.float64))
+    # The new weights are rank 0's from the next forward pass on.
+    torch.manual_seed(0)
+    both.twin.append(nn.Linear(2, 3).double())
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(3):
+        both.step()
+    return True
+
+
+def changes_dtype() -> bool:
+    both = Both(net())
+    both.step()
+    # Each conversion puts other memory into `.grad` as well.
+    both.module.float().double()
+    both.twin.load_state_dict(both.module.state_dict())
+    for _ in range(2):
+        both.step()
+    both.module.float()
+    both.model(torch.full((1, 5), 1.0 + both.rank)).sum().backward()
+    assert {p.grad.dtype for p in both.module.parameters()} == {torch.float32}
+    mine = both.module[0].bias.grad.clone()
+    dist.all_reduce(mine)
+    torch.testing.assert_close(mine / 2, both.module[0].bias.grad)
+    return True
+
+
+def replaces_data() -> bool:
+    both = Both(net())
+    both.step()
+    for p in [*both.module.parameters(), *both.twin.parameters()]:
+        p.data = p.data.clone()
+    for _ in range(2):
+        both.step()
+    return True
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "program", ["unfreezes", "assigns", "adds_a_head", "changes_dtype", "replaces_data"]
+)
+def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
+    assert run_ranks(globals()[program], 2) == [True, True]
+
+
+def unfreezes_on_one_rank(rank: int) -> None:
+    module = net()
+    module[0].requires_grad_(False)
+    model = DDP(module)
+    for step in range(3):
+        if step == 1 and dist.get_rank() == rank:
+            module[0].requires_grad_(True)
+        model(torch.ones(1, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_unfrozen_on_one_rank_only_are_refused_on_every_rank(rank: int) -> None:
+    for outcome in try_ranks(unfreezes_on_one_rank, 2, rank, timeout=60):
+        assert f"unfrozen, replaced or added on rank {rank}" in str(outcome.error)
+
+
+# ----- loops that know only backward() and step() -----
+
+
+def never_finishes() -> bool:
+    both = Both(net())
+    for _ in range(4):
+        both.step()
+    return True
+
+
+def several_losses() -> bool:
+    both = Both(net())
+    for _ in range(3):
+        both.zero_grad()
+        for _ in range(3):
+            both.backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
+def retains_the_graph() -> bool:
+    both = Both(net())
+    for _ in range(3):
+        both.zero_grad()
+        x = both.batches(3, 5)
+        out = both.model(x[both.rank])
+        out.sum().backward(retain_graph=True)
+        out.square().sum().backward()
+        outs = [both.twin(one) for one in x]
+        (sum(o.sum() + o.square().sum() for o in outs) / both.world).backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
+def accumulates() -> bool:
+    both = Both(net())
+    for kept in (True, False, True):
+        if kept:
+            both.zero_grad()
+        else:
+            for module in (both.module, both.twin):
+                module.zero_grad(set_to_none=False)
+        for _ in range(2):
+            with both.model.no_sync():
+                both.backward()
+        both.backward()
+        both.check_gradients()
+        both.update()
+        # Lightning sets the attribute instead.
+        both.zero_grad()
+        both.model.require_backward_grad_sync = False
+        both.backward()
+        both.model.require_backward_grad_sync = True
+        both.backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
+def is_adversarial() -> bool:
+    torch.manual_seed(0)
+    generator = Both(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)))
+    critic = Both(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+    for step in range(6):
+        z = generator.batches(3, 5)
+        real = generator.batches(3, 4)
+        rank, world = generator.rank, generator.world
+
+        critic.zero_grad()
+
+        def judged(g, c, z, real):
+            return c(real).mean() - c(g(z).detach()).mean()
+
+        judged(generator.model, critic.model, z[rank], real[rank]).backward()
+        total = sum(judged(generator.twin, critic.twin, *one) for one in zip(z, real, strict=True))
+        (total / world).backward()
+        critic.check_gradients()
+        critic.update()
+
+        generator.zero_grad()
+        if step % 2:
+            for module in (critic.module, critic.twin):
+                module.requires_grad_(False)
+        critic.model(generator.model(z[rank])).mean().backward()
+        (sum(critic.twin(generator.twin(one)).mean() for one in z) / world).backward()
+        for module in (critic.module, critic.twin):
+            module.requires_grad_(True)
+        generator.check_gradients()
+        generator.update()
+    return True
+
+
+def penalizes_gradients() -> bool:
+    def loss(model, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(x).square().mean() + (slope.norm() - 1).square()
+
+    both = Both(net())
+    for _ in range(3):
+        both.step(loss)
+    return True
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, shared: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant, self.shared = net(), reentrant, shared
+        self.first, self.more = nn.Linear(5, 5), nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict:
+        x = checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+        for layer in self.more:
+            x = checkpoint(self.more[0] if self.shared else layer, x, use_reentrant=self.reentrant)
+        return {"out": [x.tanh()]}
+
+
+def checkpoints(reentrant: bool, shared: bool) -> int:
+    both = Both(Checkpointed(reentrant, shared), static_graph=shared)
+    for _ in range(4):
+        both.step(lambda model, x: model(x)["out"][0].square().mean())
+    return len(both.model.meter.steps)
+
+
+def evaluates_between() -> bool:
+    both = Both(net())
+    for _ in range(3):
+        both.step()
+        with torch.no_grad():
+            both.model(torch.ones(2, 5, dtype=torch.float64))
+        if dist.get_rank() == 0:
+            both.model(torch.ones(2, 5, dtype=torch.float64))
+    return True
+
+
+LOOPS = [
+    "never_finishes",
+    "several_losses",
+    "retains_the_graph",
+    "accumulates",
+    "is_adversarial",
+    "penalizes_gradients",
+    "evaluates_between",
+]
+
+
+@pytest.mark.parametrize("program", LOOPS)
+def test_a_loop_that_knows_only_torchs_ddp_trains_like_one_process(program: str) -> None:
+    assert run_ranks(globals()[program], 2) == [True, True]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("reentrant", "shared"), [(False, True), (True, False), (True, True)])
+def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
+    # One synchronisation a step, although a reentrant checkpoint runs a pass within the pass.
+    assert run_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
+
+
+# ----- kinds of parameters and buffers -----
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.real = nn.Linear(5, 4)
+        self.odd = nn.Parameter(torch.randn(3))
+        self.wave = nn.Parameter(torch.randn(4, 3, dtype=torch.complex128))
+        self.narrow = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.real(x).to(torch.complex128) @ self.wave * self.narrow
+        return (y.abs() * self.odd).sum() + y.imag.square().sum()
+
+
+def trains_complex() -> bool:
+    module = Complex()
+    twin = copy.deepcopy(module)
+    model = DDP(module, 50 / MIB)
+    for step in range(3):
+        x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        twin.zero_grad()
+        model(x[dist.get_rank()]).backward()
+        ((twin(x[0]) + twin(x[1])) / 2).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    return True
+
+
+def test_complex_parameters_are_averaged() -> None:
+    assert run_ranks(trains_complex, 2) == [True, True]
+
+
+def trains_sparse() -> bool:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)).double()
+    twin = copy.deepcopy(module)
+    model = DDP(module)
+    for step in range(3):
+        tokens = torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        twin.zero_grad()
+        with model.no_sync():
+            model(tokens[dist.get_rank()]).square().sum().backward()
+        model(tokens[dist.get_rank()]).square().sum().backward()
+        sum(twin(one).square().sum() for one in tokens).backward()
+        assert module[0].weight.grad.is_sparse
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
+    return True
+
+
+def test_sparse_gradients_are_averaged() -> None:
+    assert run_ranks(trains_sparse, 2) == [True, True]
+
+
+def trains_batch_norm(broadcast: bool) -> list:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
+    module = module.to(memory_format=torch.channels_last)
+    model = DDP(module, broadcast_buffers=broadcast)
+    for step in range(4):
+        x = torch.randn(
+            4, 2, 6, 6, generator=torch.Generator().manual_seed(9 * step + dist.get_rank())
+        )
+        model.zero_grad()
+        model(x.to(memory_format=torch.channels_last)).square().mean().backward()
+        assert module[0].weight.grad.stride() == module[0].weight.stride()
+    return [buffer.tolist() for buffer in module.buffers()]
+
+
+def test_buffers_are_rank_0s_after_every_step() -> None:
+    first, second = run_ranks(trains_batch_norm, 2, True)
+    alone, other = run_ranks(trains_batch_norm, 2, False)
+    assert first == second == alone != other
+    assert first[-1] == 4
+
+
+# ----- copies -----
+
+
+def copies(kind: str) -> bool:
+    both = Both(net())
+    both.step()
+    if kind == "deepcopy":
+        copied = copy.deepcopy(both.model)
+    elif kind == "average":
+        copied = AveragedModel(both.model)
+        copied.update_parameters(both.model)
+        copied.module.require_backward_grad_sync = True
+    else:
+        file = io.BytesIO()
+        torch.save(both.model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    if dist.get_rank() == 0:
+        # Meets nobody: a copy may be evaluated on one rank.
+        copied.eval()(torch.ones(1, 5, dtype=torch.float64))
+    other = Both(net())
+    other.module = copied.module.module if kind == "average" else copied.module
+    other.model, other.twin = copied, copy.deepcopy(both.twin)
+    other.optimizers = [other.sgd(other.module), other.sgd(other.twin)]
+    for _ in range(3):
+        other.step()
+        both.step()
+    return True
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
+def test_a_copy_trains_on_its_own(kind: str) -> None:
+    assert run_ranks(copies, 2, kind) == [True, True]
+
+
+def copies_that_differ() -> None:
+    model = DDP(net())
+    copied = copy.deepcopy(model)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            copied.module[2].bias += 1
+    copied(torch.ones(1, 5)).sum().backward()
+
+
+def test_copies_whose_weights_differ_are_refused() -> None:
+    for outcome in try_ranks(copies_that_differ, 2, timeout=60):
+        assert "rank 1 has '2.bias' with checksum" in str(outcome.error)
+
+
+# ----- one more on one rank -----
+
+
+def one_more(what: str) -> None:
+    model = DDP(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.ones(1, 5)).sum().backward()
+        if what == "backward" and step == 1 and dist.get_rank() == 1:
+            model(torch.ones(1, 5)).sum().backward()
+        if what == "step" and step == 1 and dist.get_rank() == 1:
+            continue
+        optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_one_backward_pass_or_step_more_on_one_rank_is_an_error_on_every_rank(what: str) -> None:
+    for outcome in try_ranks(one_more, 2, what, timeout=60):
+        assert "on ranks [0], but not on ranks [1]" in str(outcome.error)
+
+
+def fails_in_backward() -> list[str]:
+    model, said = DDP(net()), []
+    x = torch.ones(1, 5)
+    for step in range(2):
+        out = model(x)
+        if step == 0 and dist.get_rank() == 1:
+            out.register_hook(lambda _: 1 / 0)
+            model.module[0].weight.register_hook(lambda _: 1 / 0)
+        try:
+            out.sum().backward()
+        except (RuntimeError, ZeroDivisionError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_error_within_a_backward_pass_is_told() -> None:
+    outcomes = try_ranks(fails_in_backward, 2, timeout=60)
+    assert all(outcome.failed or outcome.value for outcome in outcomes)

@@ -1,0 +1,149 @@
+"""What lies at the edge: huge windows, many heads, no heads, no data, no NVIDIA."""
+
+import itertools
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from against_float64 import results
+from flashattn2 import attention_reference, explain, flash_attention, flash_attention_varlen
+from flashattn2.kernels import configs, launch
+from option_pairs import tensors
+
+BACKENDS = ("torch", "auto", "triton")
+HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
+
+
+@pytest.mark.parametrize(
+    ("backend", "bound"),
+    [*itertools.product(("torch", "auto"), HUGE), ("triton", 2**31 - 1), ("triton", sys.maxsize)],
+)
+def test_a_bound_beyond_every_key_is_no_bound(interpreter, backend, bound):
+    q, k, v = tensors("more keys", 16)
+    grads = torch.randn_like(q), torch.randn(q.shape[:-1])
+
+    def run(q, k, v, **options):
+        return flash_attention(q, k, v, backend=backend, **options)
+
+    for is_causal, window in ((False, (None, bound)), (True, bound)):
+        free = results(run, (q, k, v), torch.float32, grads, is_causal=is_causal)
+        bounded = results(run, (q, k, v), torch.float32, grads, is_causal=is_causal, window=window)
+        for a, b in zip(bounded, free, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bound", [2**30 - 1, 2**29])
+def test_the_largest_bounds_that_reach_a_kernel_hide_nothing_either(interpreter, bound):
+    q, k, v = tensors("fewer keys", 16)
+    for window in ((bound, None), (None, bound), bound):
+        out = flash_attention(q, k, v, window=window, backend="triton")
+        torch.testing.assert_close(out, attention_reference(q, k, v), atol=1e-5, rtol=1e-5)
+
+
+def test_a_bound_may_be_numpy_s_integer_or_a_list_and_packed():
+    numpy = pytest.importorskip("numpy")
+    q, k, v = tensors("square", 16)
+    expected = attention_reference(q, k, v, window=(3, 5))
+    for window in ((numpy.int64(3), numpy.int32(5)), [3, 5]):
+        torch.testing.assert_close(flash_attention(q, k, v, window=window), expected)
+    packed = torch.randn(9, 2, 16)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    free = flash_attention_varlen(packed, packed, packed, cu, cu)
+    bound = flash_attention_varlen(packed, packed, packed, cu, cu, window=sys.maxsize)
+    assert torch.equal(free, bound)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("splits", [1, 16])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_grid_is_within_cuda_s_limits(
+    interpreter, monkeypatch, packed, splits, deterministic
+):
+    """65,535 programs at most on all axes but the first, whatever the batch and the heads."""
+    from triton.runtime import interpreter as of_triton
+
+    interpreter(splits=1 if packed else splits)
+    grids = []
+
+    def only_note(self, *args, grid=None, **kwargs):
+        grids.append(self.grid if grid is None else grid)
+
+    monkeypatch.setattr(of_triton.GridExecutor, "__call__", only_note)
+    heads = 70_000
+    if packed:
+        q = torch.zeros(2, heads, 16, dtype=torch.half, requires_grad=True)
+        cu = torch.tensor([0, 1, 2], dtype=torch.int32)
+        out = flash_attention_varlen(q, q, q, cu, cu, backend="triton", deterministic=deterministic)
+    else:
+        q = torch.zeros(heads, 1, 1, 16, dtype=torch.half, requires_grad=True)
+        out = flash_attention(q, q, q, backend="triton", deterministic=deterministic)
+    out.sum().backward()
+    assert len(grids) >= 3
+    for first, *others in grids:
+        assert heads <= first < 2**31
+        assert all(other <= 65_535 for other in others)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(0, 0), (0, 2)])
+def test_no_heads_give_empty_results_and_zero_gradients(interpreter, backend, heads, kv_heads):
+    q = torch.randn(2, heads, 5, 16, requires_grad=True)
+    k = torch.randn(2, kv_heads, 5, 16, requires_grad=True)
+    out, lse = flash_attention(q, k, k, is_causal=True, return_lse=True, backend=backend)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    (out.sum() + lse.sum()).backward()
+    assert (q.grad.shape, k.grad.shape) == (q.shape, k.shape)
+    assert (k.grad == 0).all()
+    assert attention_reference(q, k, k).shape == q.shape
+
+
+def test_meta_tensors_give_shapes_forward_and_backward():
+    q, k, v = (x.to("meta").requires_grad_() for x in tensors("more keys", 24))
+    out, lse = flash_attention(q, k, v, is_causal=True, window=3, return_lse=True)
+    (out.sum() + lse.sum()).backward()
+    assert out.device.type == lse.device.type == q.grad.device.type == "meta"
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert (q.grad.shape, k.grad.shape, v.grad.shape) == (q.shape, k.shape, v.shape)
+    assert explain(q, k, v).backend == "torch"
+    assert attention_reference(q, k, v).shape == q.shape
+    packed = torch.empty(9, 2, 16, device="meta", requires_grad=True)
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    flash_attention_varlen(packed, packed, packed, cu, cu, is_causal=True).sum().backward()
+    assert packed.grad.shape == packed.shape
+
+
+def test_on_amd_nothing_is_asked_for_that_triton_has_only_for_nvidia(monkeypatch):
+    properties = types.SimpleNamespace(
+        name="MI300", major=9, minor=4, shared_memory_per_block=64 * 1024, multi_processor_count=304
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    launch.device_of.cache_clear()
+    gpu = launch.device_of(torch.device("cuda", 0))
+    launch.device_of.cache_clear()
+    assert not gpu.has_tma
+    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    from flashattn2.problem import Score
+
+    for (_, kind, kernel), dims in configs.TILES.items():
+        dtype = torch.bfloat16 if kind == "half" else torch.float32
+        for dim in dims:
+            x = torch.empty(1, 1, 512, dim, dtype=dtype)
+            plan = launch.plan(kernel, kind, Score(1.0, left=9, softcap=2.0), x, x, x, packed=False)
+            assert not plan.tma
+            assert dtype == torch.bfloat16 or plan.precision == "ieee"
+            assert "maxnreg" not in plan.tile.compiler_options
+            buffers = configs.buffers(kernel, plan.tile, x.element_size(), plan.block_d)
+            assert buffers <= 64 * 1024 or max(plan.tile.block_m, plan.tile.block_n) == 16
+
+
+def test_the_import_warns_of_nothing():
+    """NumPy, without which torch itself would, is among the dependencies."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", "import flashattn2"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,56 @@
+"""Data parallelism as one writes it first: after the backward pass, average every gradient.
+
+    torchrun --nproc-per-node 2 naive_data_parallel.py      or, alone: python naive_data_parallel.py
+
+Every rank holds the whole model and takes its rows of the batch. The mean of the ranks' gradients
+is the gradient of the whole batch, so all ranks take the same step and stay equal. It is slow
+because nothing is computed while the gradients travel, and each of them pays the latency alone.
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from llmsys_suite.data import load_corpus
+from llmsys_suite.model import Decoder, ModelConfig
+
+STEPS, ROWS = 10, 8
+
+
+def main() -> float:
+    """Train; the mean loss of the last step over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)  # the same weights everywhere
+    config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
+    model, corpus = Decoder(config).to(device), load_corpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    begin = time.perf_counter()
+    for step in range(STEPS):
+        where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
+        tokens, targets = corpus.batch(**where, rank=rank, world=world)
+        loss = model.loss(tokens.to(device), targets.to(device))
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world
+        optimizer.step()
+        optimizer.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    if rank == 0:
+        seconds = (time.perf_counter() - begin) / STEPS
+        print(
+            f"naive data parallel, {world} ranks: {seconds:.3f} s a step, loss {total / world:.4f}"
+        )
+    return float(total / world)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # torchrun's
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    main()
+    dist.destroy_process_group()

@@ -1,0 +1,54 @@
+"""Distributed data parallel: buckets of gradients travel while the backward pass still runs.
+
+    torchrun --nproc-per-node 2 overlapped_data_parallel.py  or, alone, with python
+
+The last layers' gradients are ready first. `DDP` sends a bucket as soon as all gradients in it are
+there, so that most of the communication hides behind the computation; the sums are the same as in
+naive_data_parallel.py, and so are the weights.
+"""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from ddp import DDP
+from llmsys_suite.data import load_corpus
+from llmsys_suite.model import Decoder, ModelConfig
+
+STEPS, ROWS = 10, 8
+
+
+def main() -> float:
+    """Train; the mean loss of the last step over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(rank)  # other weights on every rank: DDP sends rank 0's to all
+    config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
+    model, corpus = DDP(Decoder(config).to(device), bucket_size_mb=0.1), load_corpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    begin = time.perf_counter()
+    for step in range(STEPS):
+        where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
+        tokens, targets = corpus.batch(**where, rank=rank, world=world)
+        logits = model(tokens.to(device))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        loss.backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    if rank == 0:
+        seconds = (time.perf_counter() - begin) / STEPS
+        print(f"overlapped, {world} ranks: {seconds:.3f} s a step, loss {total / world:.4f}")
+    return float(total / world)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # torchrun's
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    main()
+    dist.destroy_process_group()

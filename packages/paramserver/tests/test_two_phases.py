@@ -1,0 +1,409 @@
+"""Over several servers a push is applied everywhere or nowhere, and a pull reads one version."""
+
+import os
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    PeerLost,
+    Server,
+    StaleSynchronous,
+    Worker,
+    partition,
+    run,
+)
+from paramserver.connection import RemoteConnection
+from paramserver.ledger import Accept, Join, Leave, Log, Read, Write
+from paramserver.messages import Message
+from paramserver.serving import serve
+from paramserver.transport.shared_memory import channel_pair
+from paramserver_training import SGD, assert_equal_parameters, model, train, train_alone
+
+ONE = partial(torch.optim.SGD, lr=1.0)
+SIZE = 60
+
+
+class Vector(nn.Module):
+    """Every push of ones adds one to all elements: two values in it are two versions in it."""
+
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(size))
+
+    def push_one(self, worker):
+        self.x.grad = torch.full_like(self.x, -1.0)
+        worker.push()
+
+    def value(self):
+        assert self.x.min() == self.x.max(), self.x
+        return int(self.x[0])
+
+
+def servers_of(module, servers, workers, consistency, timeout=0.0):
+    parameters = dict(module.named_parameters())
+    return [
+        Server(
+            parameters, ONE, consistency, workers=workers, shard=shard, timeout=timeout,
+            on_worker_loss="continue",
+        )
+        for shard in partition(parameters, servers)
+    ]  # fmt: skip
+
+
+class Dies(BaseException):
+    """What happens to a worker whose process ends."""
+
+
+class Mortal:
+    """A connection whose worker dies after some requests, the last of them sent."""
+
+    def __init__(self, connection, life):
+        self._connection, self._life = connection, life
+
+        self.parameters, self.gradients = connection.parameters, connection.gradients
+
+    def ask(self, message):
+        if self._life["requests"] == 0:
+            raise Dies
+        self._life["requests"] -= 1
+        return self._connection.ask(message)
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_a_death_at_any_message_leaves_no_half_push(data):
+    servers, workers = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))
+    consistency = data.draw(
+        st.sampled_from([Asynchronous(), StaleSynchronous(1), BulkSynchronous()])
+    )
+    hosts = servers_of(Vector(), servers, workers, consistency)
+    lives = [{"requests": 10**9} for _ in range(workers)]
+    group = [
+        Worker(Vector(), [Mortal(h.connect(rank), lives[rank]) for h in hosts], rank=rank)
+        for rank in range(workers)
+    ]
+    for life in lives[1:]:
+        life["requests"] = data.draw(st.integers(0, 30))
+    alive, newest, may_push = set(range(workers)), 0, [False] * workers
+    for turn in data.draw(st.lists(st.integers(0, workers - 1), min_size=20, max_size=50)):
+        if turn not in alive:
+            continue
+        worker = group[turn]
+        try:
+            if may_push[turn]:
+                worker.module.push_one(worker)
+                may_push[turn] = False
+            elif worker.clock - min(group[w].clock for w in alive) <= consistency.bound:
+                version = worker.pull()
+                assert worker.module.value() == version >= newest  # whole, and never older
+                newest, may_push[turn] = version, True
+        except Dies:
+            alive.remove(turn)
+            for host in data.draw(st.permutations(hosts)):
+                host.lose(turn, "its process has ended")
+    for rank in alive:
+        lives[rank]["requests"] = 10**9
+        if not may_push[rank]:
+            hosts[0].lose(rank, "the end")  # so that nobody waits for it
+    for rank in alive:
+        if may_push[rank]:
+            group[rank].module.push_one(group[rank])
+    log = hosts[0].core.ledger.since(0)
+    for host in hosts:
+        host.core.replica.follow(log)
+    assert len({host.version for host in hosts}) == 1
+    held = torch.cat([host.state_dict()["parameters"].view(torch.float32) for host in hosts])
+    assert set(held.tolist()) <= {0.0, float(hosts[0].version)}  # padding, and one version
+    assert sum(hosts[0].staleness.values()) <= sum(worker.clock for worker in group) + workers
+
+
+def half_a_push(worker):
+    """Worker 1 dies in its third push, when the first server has its gradients."""
+    values = []
+    for step in range(6):
+        worker.pull()
+        values.append(worker.module.value())
+        if worker.rank == 1 and step == 2:
+            worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
+            worker._ask(next(worker._session.push())[0])
+            os._exit(3)
+        worker.module.push_one(worker)
+    return values
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_a_process_that_dies_between_two_servers_leaves_nothing(transport):
+    result = run(
+        half_a_push, Vector(), ONE, Asynchronous(), workers=2, servers=2, transport=transport,
+        on_worker_loss="continue",
+    )  # fmt: skip
+    assert result.versions == [6 + 2] * 2
+    assert result.parameters["x"].unique().tolist() == [8.0]
+    assert result.lost == {1: "worker 1 died with exit code 3"}
+
+
+@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(2), BulkSynchronous()])
+def test_a_pull_over_several_servers_reads_one_version(consistency):
+    hosts = servers_of(Vector(200_000), 3, 3, consistency, timeout=60.0)
+    failures, seen = [], []
+
+    def work(worker):
+        try:
+            for _ in range(25):
+                version = worker.pull()
+                seen.append((worker.module.value(), version))
+                worker.module.push_one(worker)
+            worker.finish()
+            seen.append((worker.module.value(), worker.version))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(Worker(Vector(200_000), hosts, rank=rank),))
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert all(value == version for value, version in seen)
+    assert {host.version for host in hosts} == {25 if consistency.averages else 75}
+
+
+def test_pushes_without_a_pull_between_them_are_all_applied():
+    hosts = servers_of(Vector(), 2, 1, Asynchronous())
+    worker = Worker(Vector(), hosts)
+    for number in range(1, 6):
+        worker.module.x.grad = torch.full((SIZE,), -float(number))
+        worker.push()
+    worker.pull()
+    assert worker.module.value() == 1 + 2 + 3 + 4 + 5
+
+
+def test_the_log_is_forgotten_when_all_have_followed():
+    hosts = servers_of(Vector(), 2, 2, Asynchronous())
+    group = [Worker(Vector(), hosts, rank=rank) for rank in range(2)]
+    for _ in range(50):
+        for worker in group:
+            worker.pull()
+            worker.module.push_one(worker)
+    log = hosts[0].core.ledger.since(0)
+    assert log.stop == 200
+    assert len(log.entries) < 10
+
+
+@settings(max_examples=40)
+@given(
+    servers=st.integers(1, 3),
+    where=st.integers(0, SIZE - 1),
+    value=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
+    kind=st.sampled_from([BulkSynchronous(), StaleSynchronous(0), Asynchronous()]),
+)
+def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, value, kind):
+    hosts = servers_of(Vector(), servers, 2, kind)
+    bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
+    for worker in (bad, good):
+        worker.pull()
+    bad.module.x.grad = torch.full((SIZE,), -1.0)
+    bad.module.x.grad[where] = value
+    with pytest.raises(ValueError, match=r"worker 0's gradient of x is not finite in 1 of"):
+        bad.push()
+    assert bad.module.x.grad is not None  # to be looked at
+    good.module.push_one(good)
+    bad.module.push_one(bad)  # the same step, with a gradient that is good
+    for worker in (bad, good):
+        assert worker.pull() == (1 if kind.averages else 2)
+        assert worker.module.value() == worker.version
+
+
+def test_a_large_finite_gradient_is_taken():
+    server = servers_of(Vector(), 1, 1, Asynchronous())[0]
+    worker = Worker(Vector(), server)
+    worker.module.x.grad = torch.full((SIZE,), -3e38)  # its sum is infinite
+    worker.push()
+    worker.pull()
+    assert worker.module.x[0] == torch.tensor(3e38)
+
+
+def push_nan_once(worker):
+    refused = 0
+    for step in range(4):
+        worker.pull()
+        worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
+        if worker.rank == 1 and step == 2:
+            worker.module.x.grad[-1] = float("nan")
+            with pytest.raises(ValueError, match="not finite in 1 of"):
+                worker.push()
+            refused += 1
+            worker.module.x.grad.fill_(-1.0)
+        worker.push()
+    return refused
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_a_gradient_that_is_not_finite_is_refused_between_processes(transport):
+    result = run(push_nan_once, Vector(), ONE, workers=2, servers=2, transport=transport)
+    assert result.values == [0, 1]
+    assert result.parameters["x"].unique().tolist() == [4.0]
+
+
+def at_own_speed(worker, steps, seconds):
+    for _ in range(steps):
+        worker.pull()
+        worker.module.push_one(worker)
+        if worker.rank == 1:
+            time.sleep(seconds)
+    return worker.rank
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
+    # The fast worker waits at the end for three times the timeout; no step takes that long.
+    result = run(
+        at_own_speed, Vector(), ONE, Asynchronous(), args=(12, 0.5), workers=2, servers=2,
+        transport=transport, timeout=2.0,
+    )  # fmt: skip
+    assert result.values == [0, 1]
+    assert result.versions == [24, 24]
+
+
+def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
+    monkeypatch.setattr("paramserver.server._SIGN_OF_LIFE", 0.1)
+    host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
+    channels = [channel_pair(f"worker {w}", "server 0", host.shard.buffer_bytes) for w in (0, 1)]
+    threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
+    slow, fast = (
+        Worker(Vector(), [RemoteConnection(pair[0], 1.0)], rank=w)
+        for w, pair in enumerate(channels)
+    )
+    fast.pull()
+    fast.module.push_one(fast)
+    pull = threading.Thread(target=fast.pull)
+    pull.start()
+    time.sleep(2.0)  # twice as long as the server may say nothing
+    slow.pull()
+    slow.module.push_one(slow)
+    pull.join(10)
+    assert fast.module.value() == 1
+    for worker in (slow, fast):
+        worker.abort("the end")
+    for thread in threads:
+        thread.join(10)
+
+
+def test_a_worker_that_waits_for_a_third_is_not_silent():
+    # 2 takes its time, 0 and 1 wait for it in a pull and at the end; nobody blames 0 or 1.
+    hosts = servers_of(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
+    failures = []
+
+    def work(worker):
+        try:
+            for _ in range(2 if worker.rank == 0 else 4):
+                worker.pull()
+                if worker.rank == 2:
+                    time.sleep(0.4)
+                worker.module.push_one(worker)
+            worker.finish()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(Worker(Vector(), hosts, rank=rank),))
+        for rank in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    assert hosts[0].version == 4
+
+
+def test_a_silent_worker_is_left_behind_where_that_was_asked_for():
+    host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=0.2)[0]
+    group = [Worker(Vector(), host, rank=rank) for rank in range(2)]
+    for worker in group:
+        worker.pull()
+    group[0].module.push_one(group[0])
+    assert group[0].pull() == 1
+    with pytest.raises(PeerLost, match=r"go on without this worker: worker 1 is gone at clock 0"):
+        group[1].module.push_one(group[1])
+
+
+def test_servers_of_different_versions_are_refused():
+    hosts = servers_of(Vector(), 2, 1, BulkSynchronous())
+    state = hosts[1].state_dict()
+    state["version"] = 7
+    hosts[1].load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the servers begin with versions \[0, 7\]"):
+        Worker(Vector(), hosts)
+
+
+def test_more_servers_than_one_still_equal_one_process_after_a_restart():
+    def serve(states, workers=2):
+        module = model()
+        hosts = [
+            Server(dict(module.named_parameters()), SGD, workers=workers, shard=shard)
+            for shard in partition(dict(module.named_parameters()), 2)
+        ]
+        for host, state in zip(hosts, states, strict=False):
+            host.load_state_dict(state)
+        group = [Worker(model(), hosts, rank=rank) for rank in range(workers)]
+        threads = [threading.Thread(target=lambda w=w: (train(w, 3), w.finish())) for w in group]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return [host.state_dict() for host in hosts], group[0].module
+
+    states, module = serve([])
+    assert_equal_parameters(dict(module.named_parameters()), train_alone(3, 2, SGD))
+    states, _ = serve(states)
+    assert [state["version"] for state in states] == [6, 6]
+
+
+NUMBER = st.integers(0, 10**12)
+PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
+
+
+@given(
+    start=NUMBER,
+    entries=st.lists(
+        st.one_of(
+            st.builds(Join, NUMBER, NUMBER, NUMBER, NUMBER),
+            st.builds(Accept, PUSH),
+            st.builds(Read, NUMBER, NUMBER, NUMBER),
+            st.builds(Leave, NUMBER),
+            st.builds(lambda pushes: Write(tuple(pushes), (3,) * len(pushes)), st.lists(PUSH)),
+        )
+    ),
+)
+def test_a_log_crosses_the_wire_as_it_was(start, entries):
+    log = Log(start, tuple(entries))
+    assert Log.from_text(log.to_text()) == log
+
+
+@pytest.mark.parametrize("text", ['[0,["write",3]]', '[0,["fly",1]]', "[0,3]"])
+def test_a_log_of_garbage_is_refused(text):
+    with pytest.raises(ValueError, match="is no entry of a ledger"):
+        Log.from_text(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "[1,2,3,4,5,6,7]", '[1,2,3,4,5,"x","y"]', "{", ""])
+def test_a_message_of_garbage_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no message|is not a valid Kind|Expecting"):
+        Message.from_text(text)

@@ -1,0 +1,1 @@
+"""The parametric law: variable projection, Newton's method, and the search that proves."""

@@ -1,0 +1,133 @@
+"""The search for the least objective: from a grid of exponents, and back from the family's edge.
+
+Notable: the only place where a start can be lost is where one term has died, and whether that is an
+optimum can be asked outright: if no revival of the term, at any exponent, lowers the objective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from scaling.fit import newton
+from scaling.fit.varpro import GRID, Problem, grid_starts
+from scaling.runs import Array
+
+Loss = Literal["huber", "lad", "squares"]
+
+SAME = 1e-8
+"""Objectives that differ by less, relatively, are one optimum."""
+
+PATIENCE = 1000
+"""Steps after which a start has not converged; almost all need less than a hundred."""
+
+REVIVALS = 4.0 ** -np.arange(13)
+"""Sizes at which a dead term is tried again, in spreads of the loss."""
+
+
+BEST, EVERY = 8, 4
+"""Without a proof: the best points of the grid, and every fourth along each exponent."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What became of the starts: `landed` of the `converged` reached the best objective."""
+
+    starts: int
+    converged: int
+    landed: int
+    complete: bool
+    """Whether the starts were the whole grid, which is what `prove=True` asks for."""
+
+    @property
+    def several(self) -> bool:
+        """Whether starts that converged landed on different optima."""
+        return self.landed < self.converged
+
+    @property
+    def holds(self) -> bool:
+        """Whether every start of the whole grid that converged landed on the same optimum."""
+        return self.complete and self.landed == self.converged > 0
+
+
+def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
+    """(1, 5) the best law from all starts of the grid, or from some of them, and the proof.
+
+    The best points of the grid may all lie in one basin, so that a better one is missed: a coarse
+    lattice goes beside them, and where they end in several places the whole grid is tried.
+    """
+    first = _first(loss, delta)
+    starts = grid_starts(problem)
+    if not prove:
+        lowest = np.argsort(newton.objective(problem, starts, first))[:BEST]
+        lattice = np.arange(len(starts)).reshape(len(GRID), len(GRID))[::EVERY, ::EVERY]
+        starts = starts[np.union1d(lowest, lattice.ravel())]
+    ends = newton.polish(problem, starts, delta=first, max_steps=PATIENCE)
+    for _ in range(3):
+        back, revived = _revive(problem, ends, first)
+        if not len(back):
+            break
+        again = newton.polish(problem, revived, delta=first, max_steps=PATIENCE)
+        ends.theta[back], ends.objective[back] = again.theta, again.objective
+        ends.converged[back] = again.converged
+    if loss == "lad":
+        ends = _shrink(problem, ends, first)
+    best = int(np.argmin(ends.objective))
+    # A residual r is known to a few ulps of 1, which moves the objective by |psi(r)| times that.
+    rounding = 1e-15 * np.abs(np.clip(newton.residuals(problem, ends.theta), -first, first)).sum(1)
+    landed = ends.objective <= ends.objective[best] * (1 + SAME) + 2 * (rounding + rounding[best])
+    converged = int(ends.converged.sum())
+    proof = Proof(len(starts), converged, int((landed & ends.converged).sum()), prove)
+    # Of laws that are equal to the last digit the one that claims the least irreducible loss.
+    best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
+    if proof.several and not prove:
+        return search(problem, loss, delta, prove=True)
+    return ends.theta[[best]], proof
+
+
+def refit(
+    problem: Problem,
+    starts: Array,
+    loss: Loss,
+    delta: float,
+    *,
+    weights: Array | None = None,
+    finest: float = 1e-9,
+) -> newton.Polished:
+    """`newton.polish` for each loss; LAD is Huber with delta shrinking to `finest`."""
+    first = _first(loss, delta)
+    ends = newton.polish(problem, starts, delta=first, weights=weights)
+    return ends if loss != "lad" else _shrink(problem, ends, first, weights, finest)
+
+
+def _first(loss: Loss, delta: float) -> float:
+    return {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
+
+
+def _shrink(
+    problem: Problem,
+    ends: newton.Polished,
+    delta: float,
+    weights: Array | None = None,
+    finest: float = 1e-9,
+) -> newton.Polished:
+    while delta > finest * 1.01:
+        delta /= 10
+        ends = newton.polish(problem, ends.theta, delta=delta, weights=weights)
+    return ends
+
+
+def _revive(problem: Problem, ends: newton.Polished, delta: float) -> tuple[Array, Array]:
+    """Which ends lost a term whose return would lower the objective, and where to go on from."""
+    back, revived = [], []
+    for i, term in np.argwhere(newton.vanished(problem, ends.theta)):
+        size, exponent = np.meshgrid(np.log(REVIVALS * problem.spread), GRID)
+        tried = np.tile(ends.theta[i], (size.size, 1))
+        tried[:, 1 + term], tried[:, 3 + term] = size.ravel(), exponent.ravel()
+        value = newton.objective(problem, tried, delta)
+        if value.min() < ends.objective[i] * (1 - 1e-12):
+            back.append(i)
+            revived.append(tried[np.argmin(value)])
+    return np.array(back, dtype=np.intp), np.array(revived)

@@ -1,0 +1,92 @@
+"""Scaling laws in a hundred lines of scipy: the two fits of Hoffmann et al. 2022, plainly.
+
+Start here. N is parameters, D tokens, C = 6 N D floating-point operations, L the loss in nats.
+The rest of the package finds the same answers faster, and says how sure they are.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+Array = NDArray[np.float64]
+Constants = tuple[float, float, float, float, float]
+
+
+def valley_bottom(n: Array, loss: Array) -> float:
+    """The model size at which a parabola through loss over log N is least: one budget's optimum."""
+    a, b, _ = np.polyfit(np.log(n), loss, 2)
+    return float(np.exp(-b / (2 * a)))
+
+
+def isoflop_law(n: Array, loss: Array, compute: Array) -> tuple[float, float]:
+    """(scale, exponent) of N_opt = scale C^exponent, the line through the bottoms ("Approach 2").
+
+    Every run belongs to a budget: `compute` holds the same number for all runs of one.
+    """
+    budgets = np.unique(compute)
+    bottoms = [valley_bottom(n[compute == c], loss[compute == c]) for c in budgets]
+    exponent, intercept = np.polyfit(np.log(budgets), np.log(bottoms), 1)
+    return float(np.exp(intercept)), float(exponent)
+
+
+def law(constants: Constants, n: Array, d: Array) -> Array:
+    """L(N, D) = E + A / N^alpha + B / D^beta, of log E, log A, log B, alpha and beta."""
+    # Logs keep E, A and B positive; they differ by eight orders of magnitude.
+    e, a, b, alpha, beta = constants
+    loss: Array = np.exp(e) + np.exp(a - alpha * np.log(n)) + np.exp(b - beta * np.log(d))
+    return loss
+
+
+def huber(residual: Array, delta: float = 1e-3) -> Array:
+    """A square near zero, a line beyond: a run that failed pulls no harder than any other."""
+    size = np.abs(residual)
+    return np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
+
+
+def parametric_law(n: Array, d: Array, loss: Array) -> Constants:
+    """(E, A, B, alpha, beta) of least Huber loss between logs, from many starts ("Approach 3").
+
+    One start is not enough: the objective is flat along A and alpha together, and has several
+    minima, so that the answer would be where the search began.
+    """
+
+    def objective(constants: Constants) -> float:
+        return float(huber(np.log(law(constants, n, d)) - np.log(loss)).sum())
+
+    starts = [
+        (e, a, b, alpha, beta)
+        for e in (-1.0, 0.5)
+        for a in (5.0, 10.0)
+        for b in (5.0, 10.0)
+        for alpha in (0.3, 0.6)
+        for beta in (0.3, 0.6)
+    ]
+    box = [(-7, 3), (-5, 30), (-5, 30), (0.02, 2), (0.02, 2)]
+    ends = [minimize(objective, start, method="L-BFGS-B", bounds=box) for start in starts]
+    e, a, b, alpha, beta = min(ends, key=lambda end: end.fun).x
+    return float(np.exp(e)), float(np.exp(a)), float(np.exp(b)), float(alpha), float(beta)
+
+
+def best_model(constants: Constants, compute: float) -> tuple[float, float]:
+    """(N, D) of least loss for `compute` FLOPs, by setting the derivative along 6 N D = C to zero.
+
+    alpha A / N^alpha = beta B / D^beta: the last FLOP gains as much in size as in data.
+    """
+    _, a, b, alpha, beta = constants
+    pairs = compute / 6
+    g = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
+    n = g * pairs ** (beta / (alpha + beta))
+    return n, pairs / n
+
+
+def bootstrap_interval(
+    n: Array, d: Array, loss: Array, compute: float, resamples: int = 100, seed: int = 0
+) -> tuple[float, float]:
+    """(low, high): where the middle 95 % of the best N lie if runs are drawn anew from the runs."""
+    random = np.random.default_rng(seed)
+    sizes = []
+    for _ in range(resamples):
+        drawn = random.integers(len(loss), size=len(loss))
+        sizes.append(best_model(parametric_law(n[drawn], d[drawn], loss[drawn]), compute)[0])
+    low, high = np.quantile(sizes, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,1 @@
+"""Learning rate against batch size, by training."""

@@ -1,0 +1,163 @@
+"""Many small trainings at once: every rate and seed of a batch size is a slice of one tensor.
+
+Notable: parameters are (seed, rate, …) and data (seed, example, input), so the rates of a seed
+share one matrix product; gradients are written out, which is what makes 150 steps take a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from scaling.runs import Array
+
+WIDTH = 64
+"""Hidden units of the MLP and of its teacher."""
+
+DIVERGED = 80.0
+"""The log of a loss that nobody would wait to see grow further."""
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+"""Adam's, as torch has them."""
+
+
+def train(
+    task: str,
+    optimizer: str,
+    *,
+    rates: Array,
+    batch_sizes: Sequence[int],
+    seeds: int,
+    steps: int,
+    dimension: int,
+    noise: float,
+    seed: int,
+    device: str,
+) -> tuple[Array, Array]:
+    """(batch sizes, rates) logs of mean final losses, inf where they diverged, and (batch sizes,)
+    mean first squared gradients."""
+    rate = torch.tensor(rates, device=device)
+    # Without noise a step of SGD on regression multiplies the error: its size may be kept apart.
+    scalable = optimizer == "sgd" and not noise
+    losses, squares = [], []
+    for batch in batch_sizes:
+        # The same starts and teachers at every batch size, but other data.
+        random = torch.Generator(device).manual_seed(seed)
+        model: _Linear | _MLP = (_Linear if task == "linear" else _MLP)(
+            seeds, len(rates), dimension, random
+        )
+        random.manual_seed((seed + 1) * 1_000_003 + batch)
+        rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
+        for step in range(steps):
+            x = draw(seeds, batch, dimension, random=random)
+            errors = draw(seeds, batch, 1, random=random)
+            gradients = model.gradients(x, noise * errors)
+            if step == 0:
+                # Every rate starts from the same parameters.
+                first = sum(g[:, 0].square().sum() for g in gradients) / seeds
+                squares.append(float(first))
+            rule.update(gradients)
+            if scalable and isinstance(model, _Linear):
+                model.rescale()
+        loss = model.log_loss().logsumexp(0) - np.log(seeds)
+        diverged = loss.isnan() | (loss > DIVERGED)
+        losses.append(loss.masked_fill(diverged, np.inf).cpu().numpy())
+    return np.stack(losses), np.array(squares)
+
+
+def draw(*shape: int, random: torch.Generator) -> Tensor:
+    """Normal numbers in float64, since a loss falls by a hundred orders of magnitude."""
+    return torch.randn(*shape, generator=random, device=random.device).double()
+
+
+class _Linear:
+    """Regression on x ~ N(0, I), in terms of the error w - w* (S, R, D) with |w - w*|^2 = D."""
+
+    def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
+        start = draw(seeds, 1, dimension, random=random)
+        start *= dimension**0.5 / start.norm(dim=-1, keepdim=True)
+        self.parameters = [start.repeat(1, rates, 1)]
+        self.log_size = start.new_zeros(seeds, rates)
+
+    def rescale(self) -> None:
+        """Take the size out of the error, which 0.06^400 would carry below any number."""
+        size_SR1 = self.parameters[0].norm(dim=-1, keepdim=True)
+        self.parameters[0] /= size_SR1
+        self.log_size += size_SR1.squeeze(-1).log()
+
+    def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
+        wrong_SBR = x_SBD @ self.parameters[0].mT - noise_SB1
+        return [wrong_SBR.mT @ x_SBD / x_SBD.shape[1]]
+
+    def log_loss(self) -> Tensor:
+        return 2 * self.log_size + (self.parameters[0].square().sum(-1) / 2).log()
+
+
+class _MLP:
+    """A network of ReLUs without biases that learns another of the same width from samples."""
+
+    def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
+        def layers() -> tuple[Tensor, Tensor]:
+            inner = draw(seeds, 1, WIDTH, dimension, random=random)
+            outer = draw(seeds, 1, WIDTH, random=random)
+            return inner * (2 / dimension) ** 0.5, outer / WIDTH**0.5
+
+        self.teacher = layers()
+        self.parameters = [p.repeat(1, rates, *[1] * (p.dim() - 2)) for p in layers()]
+        self.test = draw(seeds, 512, dimension, random=random)
+
+    def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
+        inner, outer = self.parameters
+        hidden_SBRH, out_SBR = _forward(inner, outer, x_SBD)
+        wrong_SBR = (out_SBR - _forward(*self.teacher, x_SBD)[1] - noise_SB1) / x_SBD.shape[1]
+        # d out / d inner = outer * [hidden > 0] x and d out / d outer = inner . [hidden > 0] x.
+        open_SBRH = (hidden_SBRH > 0) * wrong_SBR[..., None]
+        common_SRHD = (open_SBRH.flatten(2).mT @ x_SBD).view_as(inner)
+        return [outer[..., None] * common_SRHD, (inner * common_SRHD).sum(-1)]
+
+    def log_loss(self) -> Tensor:
+        target = _forward(*self.teacher, self.test)[1]
+        inner, outer = self.parameters
+        return ((_forward(inner, outer, self.test)[1] - target).square().mean(1) / 2).log()
+
+
+def _forward(inner_SRHD: Tensor, outer_SRH: Tensor, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden (S, B, R, H) and output (S, B, R)."""
+    hidden = (x_SBD @ inner_SRHD.flatten(1, 2).mT).clamp_(min=0)
+    hidden = hidden.view(*hidden.shape[:2], *outer_SRH.shape[1:])
+    return hidden, (hidden * outer_SRH[:, None]).sum(-1)
+
+
+def _per_rate(rates: Tensor, parameter: Tensor) -> Tensor:
+    """Rates shaped to multiply (S, R, …)."""
+    return rates.view(1, -1, *[1] * (parameter.dim() - 2))
+
+
+class _SGD:
+    def __init__(self, parameters: list[Tensor], rates: Tensor) -> None:
+        self.parameters = parameters
+        self.rates = [_per_rate(rates, p) for p in parameters]
+
+    def update(self, gradients: list[Tensor]) -> None:
+        for p, g, rate in zip(self.parameters, gradients, self.rates, strict=True):
+            p -= rate * g
+
+
+class _Adam(_SGD):
+    def __init__(self, parameters: list[Tensor], rates: Tensor) -> None:
+        super().__init__(parameters, rates)
+        self.first = [torch.zeros_like(p) for p in parameters]
+        self.second = [torch.zeros_like(p) for p in parameters]
+        self.count = 0
+
+    def update(self, gradients: list[Tensor]) -> None:
+        self.count += 1
+        corrections = [1 - beta**self.count for beta in BETAS]
+        for i, g in enumerate(gradients):
+            self.first[i].lerp_(g, 1 - BETAS[0])
+            self.second[i].mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
+            size = (self.second[i] / corrections[1]).sqrt_().add_(EPSILON)
+            self.parameters[i] -= self.rates[i] / corrections[0] * self.first[i] / size

@@ -1,0 +1,114 @@
+"""How sure a fitted law is: refit resampled runs, all at once.
+
+Notable: a resample is a vector of counts over the same runs, so thousands of refits are one batched
+Newton iteration from the full fit; the intervals are corrected for bias and for few runs, without
+which they hold the truth too rarely. (Efron 1981; Hesterberg 2015.)
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtrit
+
+from scaling.fit.estimate import Estimate
+from scaling.fit.newton import vanished
+from scaling.fit.search import refit
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS, Interval, Optimum
+from scaling.runs import Array, ScalingWarning
+from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, optimum, quantity
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted loss in nats and its interval."""
+
+    loss: float
+    interval: Interval
+
+    def __float__(self) -> float:
+        return self.loss
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """A fit's law and the laws of its resamples."""
+
+    fit: Estimate
+    constants: Array
+    """(resamples, 5): E, A, B, alpha, beta."""
+    level: float
+
+    def interval(self, asked: str | Quantity) -> Interval:
+        """Of E, A, B, alpha, beta, "exponent" (that of N_opt in C), or any `Quantity`.
+
+        Quantiles of the resampled values, at ends moved by the bias that the resamples show
+        (Efron 1981) and spread by t sqrt(n / (n - 5)) / z, as n runs lost five degrees of freedom
+        (Hesterberg 2015). Without degrees of freedom the interval is (0, inf).
+        """
+        asked = quantity(asked) if isinstance(asked, str) else asked
+        freedom = len(self.fit.runs) - len(CONSTANTS)
+        if freedom <= 0:
+            return Interval(0.0, math.inf, self.level)
+        values = asked.of(self.constants)
+        estimate = asked.of(self.fit.law.constants[None])[0]
+        below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
+        bias = ndtri(np.clip(below, 0.01, 0.99))
+        half = stdtrit(freedom, 0.5 + self.level / 2) * math.sqrt(1 + len(CONSTANTS) / freedom)
+        low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
+        return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
+
+    def sizes(self, compute: float) -> Array:
+        """(resamples,) the best N of every resampled law."""
+        return optimum("parameters", compute).of(self.constants)
+
+    def losses(self, parameters: float, tokens: float) -> Array:
+        """(resamples,) the loss by every resampled law."""
+        return loss_at(parameters, tokens).of(self.constants)
+
+    def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
+        """The fitted law's optimum, with an interval for its N, D and loss."""
+        best = self.fit.law.optimal(compute, inference_tokens=inference_tokens)
+        asked = {k: optimum(k, compute, inference_tokens=inference_tokens) for k in FIELDS}
+        intervals = {k: self.interval(q) for k, q in asked.items()}
+        return replace(best, intervals=intervals)
+
+    def predict(self, parameters: float, tokens: float) -> Prediction:
+        """The fitted law's loss, with an interval for its mean, not for one more noisy run."""
+        loss = self.fit.law.predict(parameters, tokens)
+        return Prediction(loss, self.interval(loss_at(parameters, tokens)))
+
+
+def bootstrap(
+    fit: Estimate, *, resamples: int = 4000, level: float = 0.95, seed: int = 0
+) -> Bootstrap:
+    """Refit `resamples` samples of the runs, drawn with replacement.
+
+    ScalingWarning where more than one refit in a hundred does not converge.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level = {level}: must lie between 0 and 1")
+    if resamples * (1 - level) < 5:
+        raise ValueError(
+            f"resamples = {resamples}: a {level:.0%} interval needs {math.ceil(5 / (1 - level))}"
+        )
+    n = len(fit.runs)
+    problem = Problem.of(fit.runs)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), resamples)
+    starts = np.tile(problem.centred(fit.law), (resamples, 1))
+    weights = counts.astype(np.float64)
+    ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
+    settled = ends.converged & ~vanished(problem, ends.theta).any(1)
+    failed = int((~settled).sum())
+    if failed * 100 > resamples:
+        warnings.warn(
+            f"{failed} of {resamples} refits did not settle on a law: {n} runs do not fix five "
+            "constants when some are left out; train more, at other sizes and budgets",
+            ScalingWarning,
+            stacklevel=2,
+        )
+    return Bootstrap(fit, problem.natural(ends.theta), level)

@@ -1,0 +1,54 @@
+"""The plain file is right by itself, and the package gives what it gives."""
+
+import numpy as np
+import pytest
+from scaling import Law, fit_isoflop, fit_parametric, isoflop_runs, plain
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return isoflop_runs(noise=2e-3, seed=3, span=20)
+
+
+def test_the_plain_fit_recovers_a_law():
+    truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
+    exact = isoflop_runs(truth)
+    constants = plain.parametric_law(exact.parameters, exact.tokens, exact.loss)
+    n, d = plain.best_model(constants, 1e24)
+    best = truth.optimal(1e24)
+    assert (n, d) == pytest.approx((best.parameters, best.tokens), rel=0.02)
+
+
+def test_the_closed_form_is_the_plain_one():
+    truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
+    best = truth.optimal(1e22)
+    assert plain.best_model(truth.constants, 1e22) == pytest.approx((best.parameters, best.tokens))
+
+
+def test_the_parametric_fit_is_the_plain_one_or_better(runs):
+    """L-BFGS-B stops early in this valley; ours lands at the bottom."""
+    fit = fit_parametric(runs)
+    constants = plain.parametric_law(runs.parameters, runs.tokens, runs.loss)
+    logs = (*np.log(constants[:3]), *constants[3:])
+    residuals = np.log(plain.law(logs, runs.parameters, runs.tokens)) - np.log(runs.loss)
+    objective = plain.huber(residuals).sum()
+    assert fit.objective <= objective * (1 + 1e-9)
+    assert fit.objective >= 0.95 * objective
+    np.testing.assert_allclose(fit.law.constants[3:], constants[3:], rtol=0.1)
+    best = plain.best_model(constants, 1e24)[0]
+    assert best in fit.optimal(1e24).intervals["parameters"]
+
+
+def test_the_plain_parabola_is_degree_two(runs):
+    scale, exponent = plain.isoflop_law(runs.parameters, runs.loss, runs.compute)
+    fit = fit_isoflop(runs, degree=2)
+    assert (fit.scale, fit.exponent) == pytest.approx((scale, exponent), rel=1e-6)
+
+
+def test_the_bootstrap_s_interval_is_about_the_plain_one(runs):
+    few = runs[::2]
+    low, high = plain.bootstrap_interval(few.parameters, few.tokens, few.loss, 1e22, resamples=40)
+    ours = fit_parametric(few).resampled.optimal(1e22).intervals["parameters"]
+    assert np.log(ours.high / ours.low) == pytest.approx(np.log(high / low), rel=0.6)
+    assert ours.low < high
+    assert low < ours.high

@@ -1,0 +1,248 @@
+"""Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
+
+Notable (Hu et al., "LoRA", 2021; names and initialisation are those of the peft library):
+- A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
+  is a point where both gradients vanish; neither zero would change the function from the start;
+- `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back
+  every bit (adding and then subtracting a product does not), and a tied weight stays elsewhere;
+- a state dict holds the base without the update, merged or not: loaded anywhere, the update is
+  applied once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from tinyml.layers import check_finite, is_conv1d, is_of, weight_of
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer or embedding with a trainable update of rank `rank` beside it."""
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int = 8,
+        *,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not is_of(base, (nn.Linear, nn.Embedding)):
+            raise TypeError(f"LoRA adapts nn.Linear and nn.Embedding, not {type(base).__name__}")
+        weight = weight_of(base)
+        self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
+        outputs, inputs = weight.t().shape if self.transposed else weight.shape
+        if not 1 <= rank <= min(inputs, outputs):
+            raise ValueError(
+                f"rank is {rank}; between 1 and {min(inputs, outputs)}, the smaller side of W"
+            )
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"alpha is {alpha}; a finite number")
+        if weight.device.type != "meta":
+            check_finite("the base weight", weight)
+        self.rank = rank
+        self.scaling = (rank if alpha is None else alpha) / rank
+        self.dropout = nn.Dropout(dropout)
+        self.lora_A = nn.Parameter(weight.new_empty(rank, inputs))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        if isinstance(base, nn.Embedding):
+            # One column of A is read at a time: A starts at zero and B does not.
+            nn.init.zeros_(self.lora_A)
+            nn.init.normal_(self.lora_B)
+        self.base = base.requires_grad_(False)  # last: what is refused above stays as it was
+        self._before: tuple[nn.Parameter] | None = None  # a tuple, so that it is not registered
+        hooks: Any = self  # torch's own methods for these have no types
+        hooks.register_state_dict_post_hook(_without_update)
+        hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
+        hooks.register_load_state_dict_post_hook(_merge_what_was_loaded)
+        self._merge_after_loading = False
+
+    @property
+    def merged(self) -> bool:
+        """Whether the update is in the base weight."""
+        return self._before is not None
+
+    @property
+    def update(self) -> Tensor:
+        """The update of the base weight, in its shape."""
+        delta = self.scaling * (self.lora_B @ self.lora_A)
+        return delta.t() if self.transposed else delta
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the layer acts with."""
+        weight = cast(Tensor, self.base.weight)
+        return weight if self.merged else weight + self.update
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(..., in) -> (..., out), or indices -> (..., out) for an embedding."""
+        outputs: Tensor = self.base(inputs)
+        if self.merged:
+            return outputs
+        if isinstance(self.base, nn.Embedding):
+            rows = F.embedding(inputs, self.lora_A.t(), self.base.padding_idx)
+            return outputs + self.scaling * (rows @ self.lora_B.t())
+        low = F.linear(self.dropout(inputs), self.lora_A)
+        return outputs + self.scaling * F.linear(low, self.lora_B)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
+        self.check_mergeable()
+        before = cast(nn.Parameter, self.base.weight)
+        self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
+        self._before = (before,)
+
+    def check_mergeable(self) -> None:
+        """Raise if the update cannot be merged."""
+        if is_parametrized(self.base, "weight"):
+            raise RuntimeError(
+                "the base weight is compressed and cannot take the update; leave the adapter "
+                "beside it, or compress after merging"
+            )
+        if self.merged:
+            raise RuntimeError("the update is merged already; unmerge it first")
+        check_finite("lora_A", self.lora_A)
+        check_finite("lora_B", self.lora_B)
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Give the base weight back, bit for bit; nothing if it was not merged."""
+        if self._before is not None:
+            (before,) = self._before
+            before.data = before.data.to(
+                cast(Tensor, self.base.weight)
+            )  # where the model has moved since
+            self.base.weight = before
+            self._before = None
+
+    def get_extra_state(self) -> Tensor:
+        """What the factors are multiplied with: alpha / r."""
+        return torch.tensor(self.scaling, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Take the saved scaling, which belongs to the saved factors."""
+        self.scaling = float(state)
+
+
+def _without_update(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if layer.merged:
+        (before,) = layer._before
+        like = state[f"{prefix}base.weight"]
+        state[f"{prefix}base.weight"] = before if like.requires_grad else before.detach()
+
+
+def _unmerge_to_load(layer: Any, *_: Any) -> None:
+    layer._merge_after_loading = layer.merged
+    layer.unmerge()
+
+
+def _merge_what_was_loaded(layer: Any, _: Any) -> None:
+    if layer._merge_after_loading:
+        layer._merge_after_loading = False
+        layer.merge()
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int = 8,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: Iterable[str] | None = None,
+    kinds: Sequence[type[nn.Module]] = (nn.Linear,),
+) -> nn.Module:
+    """Freeze `model` and put an adapter at every layer of `kinds`, in place; return the model.
+
+    `targets` keeps those layers whose name is one of them or ends with one after a dot, as
+    "q_proj" does for "blocks.0.q_proj"; each has to be found. A layer that the model holds twice
+    has one adapter. An error leaves the model as it was.
+    """
+    wanted = None if targets is None else tuple(targets)
+    places = _places(model, tuple(kinds), wanted)
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    made: dict[nn.Module, LoRA] = {}
+    try:
+        for parent, name in places:
+            child = parent.get_submodule(name)
+            if child not in made:
+                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)
+    except Exception:
+        for parameter, was in trained.items():
+            parameter.requires_grad_(was)
+        raise
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    for parent, name in places:
+        setattr(parent, name, made[parent.get_submodule(name)])
+    return model
+
+
+def _places(
+    model: nn.Module, kinds: tuple[type[nn.Module], ...], targets: tuple[str, ...] | None
+) -> list[tuple[nn.Module, str]]:
+    """Where adapters go: (parent, name of the child)."""
+    places: list[tuple[nn.Module, str]] = []
+    missed = set(targets or ())
+    for full, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, LoRA):
+            raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
+        matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
+        if full and is_of(module, kinds) and (targets is None or matching):
+            parent, _, name = full.rpartition(".")
+            places.append((model.get_submodule(parent), name))
+            missed -= set(matching)
+    named = [kind.__name__ for kind in kinds]
+    if missed:
+        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}")
+    if not places:
+        raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
+    return places
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Merge every adapter of `model`, in place; it then runs at the speed of the base.
+
+    An adapter that cannot be merged, or is merged already, is an error, and none is merged.
+    """
+    adapters = _adapters(model)
+    for name, adapter in adapters.items():
+        try:
+            adapter.check_mergeable()
+        except (RuntimeError, ValueError) as error:
+            raise type(error)(f"{name or 'the model'}: {error}; nothing was merged") from error
+    for adapter in adapters.values():
+        adapter.merge()
+    return model
+
+
+def unmerge(model: nn.Module) -> nn.Module:
+    """Undo `merge`, bit for bit."""
+    for adapter in _adapters(model).values():
+        adapter.unmerge()
+    return model
+
+
+def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The adapters alone: what there is to save of a fine-tuned model."""
+    return {
+        f"{name}.{key}" if name else key: getattr(adapter, key).detach()
+        for name, adapter in _adapters(model).items()
+        for key in ("lora_A", "lora_B")
+    }
+
+
+def _adapters(model: nn.Module) -> dict[str, LoRA]:
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    if not found:
+        raise ValueError("the model has no adapter; add_lora(model) puts them in")
+    return found

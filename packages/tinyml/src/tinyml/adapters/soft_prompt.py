@@ -1,0 +1,162 @@
+"""Teach a frozen language model a task with a few vectors in front of its input.
+
+Notable (Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021):
+- length x width numbers are trained, nothing else; only the answer's tokens carry loss;
+- attention is causal, so what the prompt does inside the model does not depend on what follows: its
+  keys and values are computed once and shared by every sequence of a batch (`PrefixCache`);
+- a prompt can start where a few steps take it to any of many tasks (`meta_loss`; Finn et al.,
+  "Model-Agnostic Meta-Learning", 2017).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100  # the target that torch's cross entropy leaves out
+
+
+class SoftPrompt(nn.Module):
+    """`length` trainable vectors of width `dim`, put before the embeddings of the tokens.
+
+    `init` (length, dim) is where they start, such as the embeddings of a text; otherwise normal
+    with standard deviation 0.02.
+    """
+
+    def __init__(self, length: int, dim: int, *, init: Tensor | None = None) -> None:
+        super().__init__()
+        if length < 1 or dim < 1:
+            raise ValueError(f"a prompt of {length} vectors of width {dim}; give 1 or more of each")
+        if init is not None and init.shape != (length, dim):
+            raise ValueError(f"init is {tuple(init.shape)}; a prompt of {(length, dim)} needs that")
+        start = torch.randn(length, dim) * 0.02 if init is None else init.detach().clone()
+        self.embeddings = nn.Parameter(start)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """(batch, seq, dim) -> (batch, length + seq, dim)."""
+        prompt = self.embeddings.to(embeddings.dtype).expand(len(embeddings), -1, -1)
+        return torch.cat([prompt, embeddings], dim=1)
+
+    def targets(self, tokens: Tensor, carries_loss: Tensor) -> Tensor:
+        """What each output of the prompted model should predict: (batch, length + seq), int64.
+
+        Output i predicts the token after position i. Only tokens where `carries_loss` (batch, seq)
+        is True are asked for; the rest is -100, which `F.cross_entropy` ignores.
+        """
+        if tokens.shape != carries_loss.shape:
+            raise ValueError(
+                f"tokens are {tuple(tokens.shape)}, carries_loss is {tuple(carries_loss.shape)}; "
+                "one truth value a token"
+            )
+        wanted = torch.where(carries_loss, tokens, IGNORED)
+        prompt = wanted.new_full((len(tokens), len(self.embeddings) - 1), IGNORED)
+        end = wanted.new_full((len(tokens), 1), IGNORED)
+        return torch.cat([prompt, wanted, end], dim=1)
+
+
+class PrefixCache:
+    """What a prompt leaves behind in a causal model: tensors with batch first, size 1.
+
+    `past` may be a tuple, a dict or an object such as transformers' caches, which a model extends
+    as it runs. Each `expand` therefore gives out containers of its own.
+    """
+
+    def __init__(self, past: Any, length: int) -> None:
+        self.past, self.length = past, length
+
+    @staticmethod
+    def of(prompt: SoftPrompt, forward: Callable[[Tensor], Any]) -> PrefixCache:
+        """Run the prompt alone once. `forward` maps (1, length, dim) to keys and values."""
+        return PrefixCache(forward(prompt.embeddings[None]), len(prompt.embeddings))
+
+    def expand(self, batch: int) -> Any:
+        """The same containers anew for `batch` sequences, their tensors without a copy.
+
+        The rows of an expanded tensor share their memory, so torch refuses to write into it. One
+        row alone could be written into, and is a copy.
+        """
+        if batch < 1:
+            raise ValueError(f"a batch of {batch} sequences; give 1 or more")
+        return _rebuilt(self.past, lambda tensor: _for_batch(tensor, batch), {})
+
+
+def _for_batch(tensor: Tensor, batch: int) -> Tensor:
+    if not tensor.dim() or batch == 1:
+        return tensor.clone()
+    if tensor.shape[0] != 1:
+        raise ValueError(
+            f"a cached tensor is {tuple(tensor.shape)}; batch first, size 1, is needed"
+        )
+    return tensor.expand(batch, *tensor.shape[1:])
+
+
+def _rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
+    """`value` with every container and object made anew, and its tensors changed."""
+    if id(value) in done:
+        return done[id(value)]
+    made: Any
+    if isinstance(value, Tensor):
+        made = change(value)
+    elif isinstance(value, tuple):
+        parts = [_rebuilt(part, change, done) for part in value]
+        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    elif isinstance(value, dict | list):
+        made = done[id(value)] = copy.copy(value)
+        for key in value if isinstance(value, dict) else range(len(value)):
+            made[key] = _rebuilt(value[key], change, done)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Callable):
+        made = done[id(value)] = copy.copy(value)
+        for key, part in vars(value).items():
+            made.__dict__[key] = _rebuilt(part, change, done)
+    else:
+        made = value
+    done[id(value)] = made
+    return made
+
+
+def adapt(
+    start: Tensor,
+    loss: Callable[[Tensor], Tensor],
+    *,
+    steps: int,
+    lr: float,
+    first_order: bool = True,
+) -> Tensor:
+    """`steps` of gradient descent on `loss` from `start`; `start` itself does not change.
+
+    With first_order=False the result is differentiable in `start` through the steps; with True
+    through the identity alone, which spares the second derivatives.
+    """
+    prompt = start
+    for _ in range(steps):
+        point = prompt if not first_order else prompt.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(loss(point), point, create_graph=not first_order)
+        prompt = prompt - lr * gradient
+    return prompt
+
+
+def meta_loss(
+    start: Tensor,
+    tasks: Iterable[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]],
+    *,
+    steps: int,
+    lr: float,
+    first_order: bool = False,
+) -> Tensor:
+    """How well `start` does after adapting to each task: minimise this over `start`.
+
+    A task is a pair (support loss, query loss), functions of the prompt: the mean over tasks of
+    query(adapt(start, support)). At deployment, `adapt` with the same steps.
+    """
+    losses = [
+        query(adapt(start, support, steps=steps, lr=lr, first_order=first_order))
+        for support, query in tasks
+    ]
+    if not losses:
+        raise ValueError("there is no task to learn from")
+    return torch.stack(losses).mean()

@@ -1,0 +1,1 @@
+"""Compressed models and adapters as files."""

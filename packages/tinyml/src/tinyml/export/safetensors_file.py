@@ -1,0 +1,176 @@
+"""Compressed models as safetensors files.
+
+Notable:
+- what is packed in memory is packed in the file; a pruned weight is a bit for each element and the
+  elements that are not zero, where that is smaller. `size_of(model).sparse_bytes` is the data's
+  size;
+- how each weight is stored stands in the file's metadata, so `load` needs only the plain model;
+- a file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tinyml.layers import CompressedWeight, compressed_weight
+from tinyml.quantization.int8 import Int8Embedding, Int8Linear
+from tinyml.quantization.kmeans import Palette
+from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.pack import pack, unpack
+
+_FORMAT = "tinyml-1"
+_SPARSE = "!mask", "!values"
+_FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the metadata too
+
+
+def save(model: nn.Module, path: str | Path) -> None:
+    """Write every tensor of `model` once, compressed as it is."""
+    path = Path(path)
+    tensors: dict[str, Tensor] = {}
+    names: dict[tuple[int, torch.Size], str] = {}
+    same: dict[str, str] = {}
+    for name, tensor in model.state_dict().items():
+        if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
+            continue
+        key = (tensor.data_ptr(), tensor.shape)
+        if key in names:
+            same[name] = names[key]
+            continue
+        names[key] = name
+        tensors.update(_sparse_if_smaller(name, tensor.detach().cpu()))
+    metadata = {
+        "format": _FORMAT,
+        "layers": json.dumps(_describe(model)),
+        "same": json.dumps(same),
+        "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save_file(tensors, part, metadata)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@torch.no_grad()
+def load(model: nn.Module, path: str | Path) -> nn.Module:
+    """A copy of `model`, the plain one, with the weights of the file, compressed as they were."""
+    model = copy.deepcopy(model)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"{path} is not a file that tinyml.save wrote")
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    shapes = json.loads(metadata["shapes"])
+    state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
+    state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}
+    shared: dict[str, CompressedWeight] = {}
+    for name, how in json.loads(metadata["layers"]).items():
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(
+                f"the file has a layer {name!r} that the model lacks; load into the model it was "
+                "made from"
+            ) from error
+        _compress_as(model, name, layer, how, state, shared)
+    # A weight that is not kept has no elements, so it is in the model but not in the file.
+    empty = {
+        name: t
+        for name, t in model.state_dict().items()
+        if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
+    }
+    model.load_state_dict(state | empty)
+    return model
+
+
+def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
+    layers: dict[str, dict[str, Any]] = {}
+    first: dict[int, str] = {}
+    named = dict(model.named_modules(remove_duplicate=False))
+    int8 = [n for n, m in named.items() if isinstance(m, Int8Linear)]
+    for name in int8:
+        parent = name.rpartition(".")[0]
+        if not isinstance(named.get(parent), Int8Embedding):
+            same = first.setdefault(id(named[name]), name)
+            layers[name] = {"kind": "int8", "same": same}
+    for name, layer in named.items():
+        if isinstance(layer, Int8Embedding):
+            layers[name] = {"kind": "int8 embedding", "table": first[id(layer.table)]}
+    for name, layer in model.named_modules():
+        if (stored := compressed_weight(layer)) is not None:
+            how = {"same": first.setdefault(id(stored), name)}
+            if isinstance(stored, Palette):
+                layers[name] = how | {"kind": "palette", "bits": stored.bits}
+            elif isinstance(stored, GridWeight):
+                rows = {"rows": list(stored.rows), "low": stored.low}
+                rows |= {"transposed": True} if stored.transposed else {}
+                layers[name] = how | {"kind": "grid", "bits": stored.bits} | rows
+            else:
+                raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
+    return layers
+
+
+def _compress_as(
+    model: nn.Module,
+    name: str,
+    layer: nn.Module,
+    how: dict[str, Any],
+    state: dict[str, Tensor],
+    shared: dict[str, CompressedWeight],
+) -> None:
+    if how["kind"].startswith("int8"):
+        parent, _, child = name.rpartition(".")
+        new: nn.Module
+        if how["kind"] == "int8 embedding":
+            new = Int8Embedding(cast(Int8Linear, model.get_submodule(how["table"])))
+        elif how.get("same", name) != name:
+            new = model.get_submodule(how["same"])
+        else:
+            new = Int8Linear(layer)
+        setattr(model.get_submodule(parent), child, new)
+        return
+    weight = layer.get_parameter("weight").detach()
+    key = f"{name}.parametrizations.weight"
+    if how["same"] not in shared:
+        made = Palette if how["kind"] == "palette" else GridWeight
+        zero = state.get(f"{key}.0.zero")
+        keys = ("bits", "rows", "low", "transposed")
+        arguments: dict[str, Any] = {k: how[k] for k in keys if k in how}
+        if made is GridWeight:
+            arguments["zero"] = zero
+            arguments["scale"] = state[f"{key}.0.scale"]
+        else:
+            arguments["palette"] = state[f"{key}.original"]
+        shared[how["same"]] = made.restore(weight, state[f"{key}.0.codes"], **arguments)
+    parametrize.register_parametrization(layer, "weight", shared[how["same"]], unsafe=True)
+    if how["same"] != name:
+        other = cast(Any, model.get_submodule(how["same"])).parametrizations.weight
+        cast(Any, layer).parametrizations.weight.original = other.original
+
+
+def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    if tensor.is_floating_point():
+        values = tensor[tensor != 0]
+        if -(-tensor.numel() // 8) + values.nbytes < tensor.nbytes:
+            return {name + _SPARSE[0]: pack(tensor != 0, 1), name + _SPARSE[1]: values}
+    return {name: tensor.contiguous()}
+
+
+def _dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
+    if name in stored:
+        return stored[name]
+    mask, values = (stored[name + suffix] for suffix in _SPARSE)
+    dense = values.new_zeros(shape.numel())
+    dense[unpack(mask, 1, shape.numel()).bool()] = values
+    return dense.view(shape)

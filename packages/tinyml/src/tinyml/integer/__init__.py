@@ -1,0 +1,1 @@
+"""Networks that compute with whole numbers from end to end, and their ways out to a device."""

@@ -1,0 +1,382 @@
+"""A float network as a list of steps: what there is to compute, whoever wrote the forward.
+
+Notable:
+- `torch.export` runs the model's own code once, so wrappers, functions and operators count as much
+  as layers do; what does not depend on the input (a palette's lookup, say) is computed here;
+- batch normalisation after a product is folded into it, an activation that only cuts a range off
+  (ReLU, ReLU6) into the step before, because integers are clamped there anyway.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where a convolution or pooling window reads: (rows, columns) each."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+
+@dataclass(eq=False)
+class Step:
+    """One value made of earlier ones; `kind` says how, and which fields count."""
+
+    kind: str
+    """input, product, sum, gate, cat, table, largest, mean or reshape."""
+    name: str
+    sources: list[Step]
+    shape: tuple[int, ...]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    geometry: Geometry | None = None
+    signs: tuple[float, ...] = ()
+    function: Callable[[Tensor], Tensor] | None = None
+    cuts: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
+    """Range-cutting activations that were folded in, in order."""
+    operator: str = ""
+
+    def run(self, *values: Tensor) -> Tensor:
+        """The float value."""
+        result = self._run(*values)
+        for cut in self.cuts:
+            result = cut(result)
+        return result
+
+    def _run(self, *values: Tensor) -> Tensor:
+        first, g = values[0], self.geometry
+        if self.kind == "product":
+            assert self.weight is not None
+            if g is None:
+                return F.linear(first, self.weight, self.bias)
+            return F.conv2d(
+                first, self.weight, self.bias, g.stride, g.padding, g.dilation, g.groups
+            )
+        if self.kind == "sum":
+            return sum(
+                (value * sign for value, sign in zip(values, self.signs, strict=True)),
+                torch.zeros(()),
+            )
+        if self.kind == "gate":
+            return first * values[1]
+        if self.kind == "cat":
+            return torch.cat(values, 1)
+        if self.kind == "table":
+            assert self.function is not None
+            return self.function(first)
+        if self.kind == "reshape":
+            return first.reshape(len(first), *self.shape[1:])
+        assert g is not None
+        if self.kind == "largest":
+            return F.max_pool2d(first, g.kernel, g.stride, g.padding)
+        return F.avg_pool2d(first, g.kernel, g.stride, g.padding)
+
+
+def trace(model: nn.Module, example: Tensor) -> list[Step]:
+    """The steps of `model`, first the input, last the output; an error names what has none."""
+    example = example[:2] if len(example) > 1 else torch.cat([example, example])
+    model = copy.deepcopy(model).eval()
+    try:
+        with torch.no_grad():
+            program = torch.export.export(model, (example,))
+    except Exception as error:  # it runs the model's own code, which may raise anything
+        raise ValueError(
+            f"{type(model).__name__} cannot be exported ({error}); "
+            "take out of it the part that works on tensors alone"
+        ) from error
+    walk = _Walk(program, len(example))
+    for node in program.graph.nodes:
+        walk.visit(node)
+    return _folded(walk.steps, walk.output)
+
+
+class _Walk:
+    """Goes through an exported graph; every node becomes a step or a constant."""
+
+    def __init__(self, program: torch.export.ExportedProgram, batch: int) -> None:
+        signature = program.graph_signature
+        stored = {**program.state_dict, **program.constants}
+        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        names |= signature.inputs_to_lifted_tensor_constants
+        self._constants = {node: stored[name] for node, name in names.items()}
+        self._inputs = set(signature.user_inputs)
+        self._batch = batch
+        self._at: dict[fx.Node, Any] = {}
+        self.steps: list[Step] = []
+        self.output: Step
+
+    def visit(self, node: fx.Node) -> None:
+        """Follow one node."""
+        if node.op == "placeholder":
+            if node.name in self._constants:
+                self._at[node] = self._constants[node.name].detach()
+            elif not self.steps:
+                self._at[node] = self._step("input", node, [])
+            else:
+                raise ValueError(f"the model takes a second input, {node.name}; one is supported")
+        elif node.op == "output":
+            outputs: list[fx.Node] = list(node.all_input_nodes)
+            if len(outputs) != 1 or not isinstance(self._at[outputs[0]], Step):
+                raise ValueError(f"the model returns {len(outputs)} values; one is supported")
+            self.output = self._at[outputs[0]]
+        elif node.op == "call_function":
+            self._at[node] = self._call(node)
+            if str(node.target).split(".")[1].endswith("_"):  # in place: its argument is changed
+                self._at[node.all_input_nodes[0]] = self._at[node]
+
+    def _call(self, node: fx.Node) -> Any:
+        values = [n for n in node.all_input_nodes if isinstance(self._at[n], Step)]
+        arguments = fx.node.map_arg(node.args, lambda n: self._at[n])
+        options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
+        if not values:
+            return node.target(*arguments, **options)  # type: ignore[operator]
+        name = str(node.target).split(".")[1].removesuffix("_")
+        make = getattr(self, f"_{_SAME.get(name, name)}", None)
+        if name in _ELEMENTWISE and len(values) == 1 and isinstance(arguments[0], Step):
+            rest: Any = arguments[1:]
+            function = lambda x, f=node.target, r=rest, o=options: _pure(f)(x, *r, **o)  # noqa: E731
+            return self._step("table", node, [arguments[0]], function=function, operator=name)
+        if make is None:
+            raise self._unknown(node)
+        return make(node, *arguments, **options)
+
+    def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
+        made_by = node.meta.get("nn_module_stack")
+        place = list(made_by.values())[-1][0] if made_by else ""
+        where = f" in {place}" if place else ""
+        return ValueError(
+            f"{node.name} ({node.target}{where}) has no integer form here{why and ': ' + why}; "
+            "see IntegerModel"
+        )
+
+    def _step(self, kind: str, node: fx.Node, sources: Sequence[Step], **fields: Any) -> Step:
+        shape = tuple(node.meta["val"].shape)
+        if not shape or shape[0] != self._batch:
+            raise self._unknown(node, f"its shape {shape} does not keep the batch first")
+        step = Step(kind, node.name, list(sources), shape, **fields)
+        self.steps.append(step)
+        return step
+
+    def _conv2d(
+        self, node: fx.Node, x: Step, weight: Any, bias: Any = None, stride: Any = 1,
+        padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Step:  # fmt: skip
+        if not isinstance(weight, Tensor) or len(x.shape) != 4:
+            raise self._unknown(node, "the weight depends on the input")
+        kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
+        if isinstance(padding, str):
+            total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel)]  # noqa: B905
+            if any(t % 2 for t in total):
+                raise self._unknown(node, "padding='same' of an even kernel is not symmetric")
+            padding = [t // 2 for t in total]
+        geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
+        return self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
+
+    def _linear(self, node: fx.Node, x: Step, weight: Any, bias: Any = None) -> Step:
+        if not isinstance(weight, Tensor) or not isinstance(x, Step):
+            raise self._unknown(node, "the weight depends on the input")
+        return self._step("product", node, [x], weight=weight, bias=bias)
+
+    def _batch_norm(
+        self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
+    ) -> Step:
+        if mean is None or variance is None or rest[0] is True:
+            raise self._unknown(node, "it keeps no statistics")
+        eps = rest[2] if isinstance(rest[0], bool) else rest[1]
+        factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
+        shift = (0 if bias is None else bias.double()) - mean.double() * factor
+        # A normalisation is a product too, with one weight for each channel.
+        like = mean.dtype
+        if len(x.shape) == 4:
+            scale, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(mean))
+        elif len(x.shape) == 2:
+            scale, geometry = factor.diag(), None
+        else:
+            raise self._unknown(node, "2 or 4 dimensions are supported")
+        step = self._step("product", node, [x], weight=scale.to(like), bias=shift.to(like))
+        step.geometry, step.signs = (
+            geometry,
+            (1.0,),
+        )  # signs mark a normalisation until it is folded
+        step.function = lambda w, f=factor: w.double() * f.view(-1, *(1,) * (w.dim() - 1))
+        return step
+
+    def _add(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
+        return self._plus(node, a, b, float(alpha))
+
+    def _sub(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
+        return self._plus(node, a, b, -float(alpha))
+
+    def _plus(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
+        if not isinstance(a, Step) or not isinstance(b, Step):
+            value, constant = (a, b) if isinstance(a, Step) else (b, a)
+            if isinstance(constant, Tensor) and constant.numel() > 1:
+                raise self._unknown(node, "a tensor that is not computed from the input")
+            function = lambda x: x + sign * constant if value is a else constant + sign * x  # noqa: E731
+            return self._step("table", node, [value], function=function)
+        if a.shape != b.shape:
+            raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
+        return self._step("sum", node, [a, b], signs=(1.0, sign))
+
+    def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
+        if isinstance(a, Step) and isinstance(b, Step):
+            if len(a.shape) != len(b.shape) or tuple(node.meta["val"].shape) != a.shape:
+                a, b = b, a
+            return self._step("gate", node, [a, b])
+        value, constant = (a, b) if isinstance(a, Step) else (b, a)
+        if isinstance(constant, Tensor) and constant.numel() > 1:
+            raise self._unknown(node, "a tensor that is not computed from the input")
+        return self._step("table", node, [value], function=lambda x: x * constant)
+
+    def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
+        if not isinstance(a, Step) or isinstance(b, Step | Tensor):
+            raise self._unknown(node, "only a number divides")
+        return self._step("table", node, [a], function=lambda x: x / b)
+
+    def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int = 0) -> Step:
+        if not all(isinstance(part, Step) for part in parts):
+            raise self._unknown(node, "a tensor that is not computed from the input")
+        if dim not in (1, 1 - len(parts[0].shape)):
+            raise self._unknown(node, f"along dimension {dim}; 1 is supported")
+        return self._step("cat", node, parts)
+
+    def _max_pool2d(
+        self, node: fx.Node, x: Step, kernel: Any, stride: Any = (), padding: Any = 0,
+        dilation: Any = 1, ceil_mode: bool = False,
+    ) -> Step:  # fmt: skip
+        if ceil_mode or pair(dilation) != (1, 1) or len(x.shape) != 4:
+            raise self._unknown(node, "no ceil_mode and no dilation are what is supported")
+        geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
+        return self._step("largest", node, [x], geometry=geometry)
+
+    def _avg_pool2d(
+        self, node: fx.Node, x: Step, kernel: Any, stride: Any = (), padding: Any = 0,
+        ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
+    ) -> Step:  # fmt: skip
+        if ceil_mode or divisor_override or len(x.shape) != 4:
+            raise self._unknown(node, "no ceil_mode and no divisor are what is supported")
+        if not count_include_pad and pair(padding) != (0, 0):
+            raise self._unknown(node, "count_include_pad=True is what is supported")
+        geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
+        return self._step("mean", node, [x], geometry=geometry)
+
+    def _adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
+        height, width = pair(size)
+        if len(x.shape) != 4 or x.shape[2] % height or x.shape[3] % width:
+            raise self._unknown(node, f"{x.shape[2:]} does not divide into {height, width}")
+        kernel = x.shape[2] // height, x.shape[3] // width
+        return self._step("mean", node, [x], geometry=Geometry(kernel, kernel))
+
+    def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: bool = False) -> Step:
+        if len(x.shape) != 4 or sorted(d % 4 for d in dims) != [2, 3]:
+            raise self._unknown(node, "the mean over rows and columns is supported")
+        step = Step("mean", node.name, [x], (*x.shape[:2], 1, 1))
+        step.geometry = Geometry((x.shape[2], x.shape[3]))
+        self.steps.append(step)
+        return step if keepdim else self._step("reshape", node, [step])
+
+    def _reshape(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
+        return self._step("reshape", node, [x])
+
+    def _same(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
+        return x
+
+
+_SAME = {
+    "flatten": "reshape", "view": "reshape", "_unsafe_view": "reshape", "squeeze": "reshape",
+    "unsqueeze": "reshape", "dropout": "same", "feature_dropout": "same", "clone": "same",
+    "contiguous": "same", "alias": "same", "detach": "same", "detach_": "same",
+    "lift_fresh_copy": "same", "concat": "cat", "concatenate": "cat",
+    "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",
+}  # fmt: skip
+_ELEMENTWISE = {
+    "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
+    "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
+    "square", "mish", "selu", "celu", "logsigmoid", "softsign", "erf", "sqrt",
+}  # fmt: skip
+_CUT_HERE = {"product", "sum", "cat", "gate"}
+_CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+
+
+def _pure(operator_: Any) -> Callable[..., Tensor]:
+    """The operator that returns what this one, perhaps in place, computes."""
+    name = str(operator_).split(".")[1]
+    if not name.endswith("_"):
+        return operator_  # type: ignore[no-any-return]
+    return getattr(getattr(torch.ops.aten, name[:-1]), str(operator_).split(".")[2])  # type: ignore[no-any-return]
+
+
+def _folded(steps: list[Step], output: Step) -> list[Step]:
+    """Normalisation and cutting activations into the step before, where nobody else reads it."""
+    needed: set[Step] = set()
+    waiting = [output, steps[0]]
+    while waiting:
+        step = waiting.pop()
+        if step not in needed:
+            needed.add(step)
+            waiting += step.sources
+    steps = [step for step in steps if step in needed]
+    readers = {step: [s for s in steps if step in s.sources] for step in steps}
+    replaced: dict[Step, Step] = {}
+    kept = []
+    for step in steps:
+        step.sources = [replaced.get(source, source) for source in step.sources]
+        before = step.sources[0] if step.sources else None
+        alone = before is not None and len(readers.get(before, [])) <= 1
+        if step.kind == "product" and step.signs and before is not None:
+            if alone and before.kind == "product" and not before.cuts and not before.signs:
+                _normalise(before, step)
+                replaced[step], readers[before] = before, readers[step]
+                continue
+        elif before is not None and alone and before.kind in _CUT_HERE and _cuts(step):
+            assert step.function is not None
+            before.cuts.append(step.function)
+            replaced[step], readers[before] = before, readers[step]
+            continue
+        kept.append(step)
+    for step in kept:
+        if step.kind == "product":
+            step.signs = ()
+    return [s for s in kept if s is not replaced.get(output, output)] + [
+        replaced.get(output, output)
+    ]
+
+
+def _cuts(step: Step) -> bool:
+    """Whether a step leaves a range that holds zero as it is, and moves the rest to its ends."""
+    if step.operator not in _CUTS or step.function is None:
+        return False
+    ends = step.function(torch.tensor([-1e30, 1e30]))
+    return float(ends[0]) <= 0 <= float(ends[1])
+
+
+def _normalise(product: Step, norm: Step) -> None:
+    """w' = w f, b' = b f + shift."""
+    assert product.weight is not None
+    assert norm.function is not None
+    assert norm.bias is not None
+    weight = norm.function(product.weight)
+    factor = norm.function(torch.ones(len(weight), 1, dtype=torch.float64)).view(-1)
+    bias = 0 if product.bias is None else product.bias.double() * factor
+    product.bias = (bias + norm.bias.double()).to(product.weight.dtype)
+    product.weight = weight.to(product.weight.dtype)
+
+
+def pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of one number or two."""
+    if isinstance(value, int):
+        return value, value
+    return (operator.index(value[0]), operator.index(value[-1]))

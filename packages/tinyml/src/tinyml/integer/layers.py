@@ -1,0 +1,299 @@
+"""The layers of an integer network: int8 in, int8 out, and no float in between.
+
+Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018):
+- a sum of products is int32; the step to the next layer's int8 is one multiplication by a 31-bit
+  integer and one rounding shift for each channel;
+- what an activation does to 256 codes is a table of 256 codes;
+- values of different scales are added after each was multiplied with an integer of 22 bits.
+
+Everything that the arithmetic needs is a buffer, so a state dict is the whole network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tinyml.integer.convolution import Int8Filters
+from tinyml.integer.graph import Geometry
+from tinyml.quantization.grid import grid_of
+from tinyml.quantization.products import Int8Weights
+
+LOW, HIGH = -128, 127
+SUM_BITS = 22
+"""Bits of the multipliers of a sum: 255 times as much, from 16 inputs, still fits in 34 bits."""
+
+
+class Scale(nn.Module):
+    """The meaning of int8 codes: r = scale (q - zero), in the state dict like any weight."""
+
+    bits_of_scale: Tensor
+    code_of_zero: Tensor
+
+    def __init__(self, scale: float, zero: int) -> None:
+        super().__init__()
+        # The float64 is kept as its 64 bits, so that model.half() leaves it as it is.
+        bits = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
+        self.register_buffer("bits_of_scale", bits)
+        self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
+
+    @property
+    def scale(self) -> float:
+        """The step between two codes."""
+        return float(self.bits_of_scale.view(torch.float64))
+
+    @property
+    def zero(self) -> int:
+        """The code of 0.0."""
+        return int(self.code_of_zero)
+
+    def codes(self, values: Tensor) -> Tensor:
+        """Values as codes, int8."""
+        codes = (values.double() / self.scale).round() + self.zero
+        return codes.clamp(LOW, HIGH).to(torch.int8)
+
+
+class IntegerProduct(nn.Module):
+    """A convolution or a linear layer: Z + (m (sum q_w q_x + b) + 2^(s-1)) >> s."""
+
+    weight: Tensor
+    bias: Tensor
+    multiplier: Tensor
+    shift: Tensor
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None, before: Scale,
+        after: Scale,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.geometry, self.before, self.after = geometry, before, after
+        rows = weight.detach().double().reshape(len(weight), -1)
+        if rows.shape[1] * 128 * 128 >= 2**31:
+            raise ValueError(
+                f"sums of {rows.shape[1]} products do not fit in int32; split the layer"
+            )
+        exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
+        if not torch.isfinite(exact).all():
+            raise ValueError("a bias or batch normalisation holds nan or inf")
+        grid = grid_of(rows, 8)
+        codes = grid.quantize(rows)
+        step = before.scale * grid.scale.view(-1)
+        # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
+        whole = (exact / step).round() - before.zero * codes.sum(1)
+        multiplier, shift = fixed_point(step / after.scale)
+        self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
+        self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
+        self.register_buffer("multiplier", multiplier)
+        self.register_buffer("shift", shift.to(torch.uint8))
+        self._prepared: tuple[object, Int8Weights | Int8Filters] | None = None
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(n, channels, height, width) or (..., features), int8."""
+        product = self.prepared()
+        if isinstance(product, Int8Filters):
+            return self._requantize(product.convolve(codes, self.before.zero), (-1, 1, 1))
+        flat = codes.reshape(-1, codes.shape[-1])
+        out = self._requantize(product.product(flat), (-1,))
+        return out.view(*codes.shape[:-1], len(self.weight))
+
+    def prepared(self) -> Int8Weights | Int8Filters:
+        """The weights as the exact product takes them."""
+        key = self.weight.data_ptr(), self.weight._version
+        if self._prepared is None or self._prepared[0] != key:
+            made = (
+                Int8Weights(self.weight, largest=128)
+                if self.geometry is None
+                else Int8Filters(self.weight, self.geometry)
+            )
+            self._prepared = key, made
+        return self._prepared[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_prepared": None}
+
+    def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if int(self.shift.max()) > 44:
+            whole = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
+            return shifted(
+                whole * self.multiplier.long().view(shape), self.shift.long().view(shape),
+                self.after.zero,
+            )  # fmt: skip
+        # The same in float64, which is exact here: a result that is not clamped is below 2^8, so
+        # it has at most 8 + 44 bits before the rounding; m / 2^s is a float64 as it stands.
+        factor = self.multiplier.double() * torch.exp2(-self.shift.double())
+        scaled = sums.double().add_(self.bias.double().view(shape))
+        scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
+        return scaled.clamp_(LOW, HIGH).to(torch.int8)
+
+
+class IntegerSum(nn.Module):
+    """Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s: values of different scales, added."""
+
+    multiplier: Tensor
+    shift: Tensor
+
+    def __init__(self, before: Sequence[Scale], signs: Sequence[float], after: Scale) -> None:
+        super().__init__()
+        self.before, self.after = nn.ModuleList(before), after
+        multiplier, shift = common_shift(
+            [sign * scale.scale / after.scale for scale, sign in zip(before, signs, strict=True)]
+        )
+        self.register_buffer("multiplier", multiplier)
+        self.register_buffer("shift", shift)
+
+    def forward(self, *codes: Tensor) -> Tensor:
+        """int8 values of one shape."""
+        total = torch.zeros((), dtype=torch.int64)
+        for value, scale, m in zip(codes, self.before, self.multiplier, strict=True):
+            assert isinstance(scale, Scale)
+            total = total + (value.long() - scale.zero) * m.long()
+        return shifted(total, self.shift.long(), self.after.zero)
+
+
+class IntegerCat(nn.Module):
+    """Channels of several values, each brought to one scale."""
+
+    multiplier: Tensor
+    shift: Tensor
+
+    def __init__(self, before: Sequence[Scale], after: Scale) -> None:
+        super().__init__()
+        self.before, self.after = nn.ModuleList(before), after
+        multiplier, shift = common_shift([scale.scale / after.scale for scale in before])
+        self.register_buffer("multiplier", multiplier)
+        self.register_buffer("shift", shift)
+
+    def forward(self, *codes: Tensor) -> Tensor:
+        """int8 values that differ in their channels."""
+        parts = []
+        for value, scale, m in zip(codes, self.before, self.multiplier, strict=True):
+            assert isinstance(scale, Scale)
+            moved = (value.long() - scale.zero) * m.long()
+            parts.append(shifted(moved, self.shift.long(), self.after.zero))
+        return torch.cat(parts, 1)
+
+
+class IntegerGate(nn.Module):
+    """Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s, the second broadcast to the first."""
+
+    multiplier: Tensor
+    shift: Tensor
+
+    def __init__(self, before: Sequence[Scale], after: Scale) -> None:
+        super().__init__()
+        self.before, self.after = nn.ModuleList(before), after
+        factor = torch.tensor([before[0].scale * before[1].scale / after.scale])
+        multiplier, shift = fixed_point(factor.double())
+        self.register_buffer("multiplier", multiplier[0])
+        self.register_buffer("shift", shift[0].to(torch.uint8))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """int8 values."""
+        first, second = self.before
+        assert isinstance(first, Scale)
+        assert isinstance(second, Scale)
+        product = (a.long() - first.zero) * (b.long() - second.zero)
+        return shifted(product * self.multiplier.long(), self.shift.long(), self.after.zero)
+
+
+class IntegerTable(nn.Module):
+    """A function of one number, as the 256 codes that the 256 codes go to."""
+
+    table: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int8 values."""
+        return self.table[codes.int() + 128]
+
+
+class IntegerPool(nn.Module):
+    """The largest or the mean of int8 windows; the mean rounds half up."""
+
+    def __init__(self, geometry: Geometry, largest: bool, scale: Scale) -> None:
+        super().__init__()
+        self.geometry, self.largest, self.scale = geometry, largest, scale
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(n, channels, height, width)."""
+        g = self.geometry
+        rows, columns = g.padding
+        if rows or columns:
+            fill = LOW if self.largest else self.scale.zero
+            codes = F.pad(codes, (columns, columns, rows, rows), value=fill)
+        if self.largest:  # pairwise: a few comparisons of whole planes
+            return self._over_windows(codes, torch.maximum)
+        total = self._over_windows(codes.to(torch.int32), torch.add)
+        count = g.kernel[0] * g.kernel[1]
+        rounded = torch.div(2 * total + count, 2 * count, rounding_mode="floor")
+        return rounded.to(torch.int8)
+
+    def _over_windows(self, values: Tensor, reduce: object) -> Tensor:
+        assert callable(reduce)
+        (rows, columns), (down, right) = self.geometry.kernel, self.geometry.stride
+        for dim, size, step in ((2, rows, down), (3, columns, right)):
+            count = (values.shape[dim] - size) // step + 1
+            end = (count - 1) * step + 1
+            strided = [
+                values.narrow(dim, first, end)[
+                    (slice(None),) * dim + (slice(None, None, step),)
+                ]
+                for first in range(size)
+            ]  # fmt: skip
+            values = strided[0]
+            for other in strided[1:]:
+                values = reduce(values, other)
+        return values
+
+
+class IntegerReshape(nn.Module):
+    """Another shape of the same codes, the batch first."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """int8 values."""
+        return codes.reshape(len(codes), *self.shape)
+
+
+def shifted(scaled: Tensor, shift: Tensor, zero: int) -> Tensor:
+    """zero + round(scaled / 2^shift), halves up, clamped to int8."""
+    half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
+    return (((scaled + half) >> shift) + zero).clamp(LOW, HIGH).to(torch.int8)
+
+
+def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive factors as m / 2^s: m from 2^30 to below 2^31 (int32), s (int64)."""
+    mantissa, exponent = torch.frexp(factors.double())
+    multiplier = (mantissa * 2**31).round().long()
+    shift = 31 - exponent.long()
+    multiplier, shift = (
+        torch.where(multiplier == 2**31, multiplier >> 1, multiplier),
+        torch.where(multiplier == 2**31, shift - 1, shift),
+    )
+    if (shift < 1).any():
+        raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
+    # 62 bits hold any int32 times any multiplier; a longer shift only says zero.
+    return multiplier.to(torch.int32), shift.clamp(max=62)
+
+
+def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Factors as m_i / 2^s with one s, the largest |m_i| of about `SUM_BITS` bits."""
+    largest = max(abs(factor) for factor in factors)
+    exponent = math.frexp(largest)[1]
+    shift = SUM_BITS - exponent
+    if shift < 0:
+        raise ValueError("a scale grows by 2^22 in a sum; the calibration range must be wrong")
+    shift = min(shift, 62)
+    multipliers = [round(factor * 2.0**shift) for factor in factors]
+    return torch.tensor(multipliers, dtype=torch.int32), torch.tensor(shift, dtype=torch.uint8)

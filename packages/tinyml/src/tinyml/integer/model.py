@@ -1,0 +1,179 @@
+"""A network that computes with whole numbers from its first layer to its last.
+
+Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018):
+- there is no ReLU layer: after one the range starts at zero, whose code is the lowest, and clamping
+  to int8 is the ReLU. There is no batch normalisation either: it is folded into the weights;
+- the same integers on every machine: which exact product is fast there is measured, and `to_c`
+  writes the network for a machine without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.integer.convolution import Int8Filters
+from tinyml.integer.graph import Step, trace
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+    Scale,
+    fixed_point,
+)
+from tinyml.quantization.grid import Observer, grid_of
+
+__all__ = ["IntegerModel", "IntegerProduct", "fixed_point"]
+
+
+class IntegerModel(nn.Module):
+    """The int8 form of a float model of images or features, calibrated on batches of inputs.
+
+    The model is traced by `torch.export`, whatever its class. It may hold Conv2d, Linear,
+    BatchNorm, sums and products of values, concatenation along channels, pooling by maximum or
+    mean, flattening, dropout, and any activation that is a function of one number (as a table).
+    `batches` are what the ranges are taken from; the first dimension is the batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Tensor], *, observer: Observer = "minmax"
+    ) -> None:
+        super().__init__()
+        if not batches:
+            raise ValueError("an integer model needs at least one batch of inputs to calibrate on")
+        values = torch.cat([batch.detach() for batch in batches])
+        steps = trace(model, values)
+        scales, shapes = _calibrate(steps, values, observer)
+        self.shape = tuple(values.shape[1:])
+        """Of one input, without the batch."""
+        self.sources: list[list[int]] = []
+        """For each layer, which values it reads: 0 is the input, i + 1 what layer i makes."""
+        self.shapes = shapes
+        self.scales = nn.ModuleList(scales)
+        self.layers = nn.ModuleList()
+        number = {step: i for i, step in enumerate(steps)}
+        for step in steps[1:]:
+            before = [scales[number[source]] for source in step.sources]
+            try:
+                self.layers.append(_layer(step, before, scales[number[step]]))
+            except ValueError as error:
+                raise ValueError(f"{step.name}: {error}") from error
+            self.sources.append([number[source] for source in step.sources])
+        self._last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
+
+    @property
+    def input(self) -> Scale:
+        """What the input's codes mean."""
+        return self._scale(0)
+
+    @property
+    def output(self) -> Scale:
+        """What the output's codes mean."""
+        return self._scale(-1)
+
+    def _scale(self, number: int) -> Scale:
+        scale = self.scales[number]
+        assert isinstance(scale, Scale)
+        return scale
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Float inputs -> float outputs, through whole numbers."""
+        codes = self.integers(self.quantize(inputs))
+        return (codes.float() - self.output.zero) * self.output.scale
+
+    def quantize(self, inputs: Tensor) -> Tensor:
+        """Float inputs as int8; nan is refused, for no code stands for it."""
+        if tuple(inputs.shape[1:]) != self.shape:
+            raise ValueError(f"inputs are {tuple(inputs.shape)}; (batch, *{self.shape}) is needed")
+        if inputs.isnan().any():
+            raise ValueError("the inputs hold nan, which no integer stands for")
+        return self.input.codes(inputs)
+
+    @torch.no_grad()
+    def integers(self, codes: Tensor) -> Tensor:
+        """int8 inputs -> int8 outputs; no float in between."""
+        values: dict[int, Tensor] = {0: codes}
+        for number, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
+            values[number + 1] = layer(*(values[i] for i in sources))
+            for i in set(sources):
+                if self._last_use[i] == number:
+                    del values[i]
+        return values[len(self.layers)].contiguous()
+
+    def explain(self, images: int = 32) -> list[str]:
+        """For so many inputs on this machine: each product's way, and the times that say so."""
+        lines: list[str] = []
+
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+            assert isinstance(layer, IntegerProduct)
+            product = layer.prepared()
+            if isinstance(product, Int8Filters):
+                rows, columns = product.geometry.padding
+                padded = nn.functional.pad(inputs[0], (columns, columns, rows, rows))
+                lines.append(str(product.choice(padded)))
+            else:
+                lines.append(str(product.choice(inputs[0].flatten(0, -2))))
+
+        products = [layer for layer in self.layers if isinstance(layer, IntegerProduct)]
+        handles = [layer.register_forward_hook(note) for layer in products]
+        try:
+            self.integers(torch.zeros((images, *self.shape), dtype=torch.int8))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return lines
+
+
+@torch.no_grad()
+def _calibrate(
+    steps: list[Step], values: Tensor, observer: Observer
+) -> tuple[list[Scale], list[tuple[int, ...]]]:
+    """The scale of every step's value, and the shapes without the batch."""
+    made: dict[Step, Tensor] = {steps[0]: values}
+    scales: dict[Step, Scale] = {steps[0]: scale_of(values, observer)}
+    last = {source: step for step in steps for source in step.sources}
+    for step in steps[1:]:
+        made[step] = step.run(*(made[source] for source in step.sources))
+        if step.kind in ("largest", "mean", "reshape"):  # the codes mean what they meant
+            scales[step] = scales[step.sources[0]]
+        else:
+            try:
+                scales[step] = scale_of(made[step], observer)
+            except ValueError as error:
+                raise ValueError(f"{step.name}: {error}") from error
+        for source in set(step.sources):
+            if last[source] is step:
+                del made[source]
+    return [scales[step] for step in steps], [step.shape[1:] for step in steps]
+
+
+def scale_of(values: Tensor, observer: Observer) -> Scale:
+    """The scale of 8-bit codes for these values."""
+    grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False, observer=observer)
+    return Scale(float(grid.scale), int(grid.zero))
+
+
+def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
+    if step.kind == "product":
+        assert step.weight is not None
+        return IntegerProduct(step.weight, step.bias, step.geometry, before[0], after)
+    if step.kind == "sum":
+        return IntegerSum(before, step.signs, after)
+    if step.kind == "cat":
+        return IntegerCat(before, after)
+    if step.kind == "gate":
+        return IntegerGate(before, after)
+    if step.kind == "reshape":
+        return IntegerReshape(step.shape[1:])
+    if step.kind == "table":
+        codes = torch.arange(-128, 128)
+        return IntegerTable(after.codes(step.run((codes - before[0].zero) * before[0].scale)))
+    assert step.geometry is not None
+    return IntegerPool(step.geometry, step.kind == "largest", before[0])

@@ -1,0 +1,309 @@
+"""An integer network as one C99 file: arrays, one function, a `main`, and no float in between.
+
+Notable:
+- it needs a C compiler and nothing else: no library but stdint, no allocation;
+- the arithmetic is that of `layers`, operation by operation, so the bits are the same;
+- values live in one arena; a value's place is given to another one once nobody reads it any more,
+  so what is counted as RAM is what the program takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+    Scale,
+)
+from tinyml.integer.model import IntegerModel
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True)
+class CProgram:
+    """The source, and what it takes of a device."""
+
+    source: str
+    flash_bytes: int
+    """Weights, biases, multipliers, shifts and tables: all constant arrays."""
+    ram_bytes: int
+    """The arena of int8 values, input and output included."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the source; the file appears whole or not at all."""
+        path = Path(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            part.write_text(self.source)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
+    """`model` as C99. The function is `void NAME(const int8_t *input, int8_t *output)`.
+
+    `main` reads one input after another from its standard input, `NAME_INPUT` bytes of int8 each
+    (channels, rows, columns), and writes `NAME_OUTPUT` for each; -DNAME_NO_MAIN leaves it out.
+    """
+    if not isinstance(model, IntegerModel):
+        raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a C function")
+    sizes = [_count(shape) for shape in model.shapes]
+    places, arena = _places(model, sizes)
+    arrays = _Arrays()
+    body: list[str] = []
+    for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
+        out = f"arena + {places[number + 1]}"
+        inputs = [f"arena + {places[source]}" for source in sources]
+        shapes = [model.shapes[source] for source in sources]
+        body += [f"/* {number}: {type(layer).__name__} */"]
+        body += _layer(layer, number, inputs, out, shapes, model.shapes[number + 1], arrays)
+    upper = name.upper()
+    lines = [
+        f"/* {len(model.layers)} layers, {arrays.bytes} bytes of constants, {arena} of values. */",
+        "#include <stdint.h>",
+        "#include <string.h>",
+        f"#define {upper}_INPUT {sizes[0]}",
+        f"#define {upper}_OUTPUT {sizes[-1]}",
+        _PREAMBLE,
+        *arrays.lines,
+        f"static int8_t arena[{arena}];",
+        f"void {name}(const int8_t *input, int8_t *output);",
+        f"void {name}(const int8_t *input, int8_t *output) {{",
+        f"    memcpy(arena + {places[0]}, input, {sizes[0]});",
+        *(f"    {line}" for line in body),
+        f"    memcpy(output, arena + {places[len(model.layers)]}, {sizes[-1]});",
+        "}",
+        f"#ifndef {upper}_NO_MAIN",
+        "#include <stdio.h>",
+        "int main(void) {",
+        f"    static int8_t input[{upper}_INPUT], output[{upper}_OUTPUT];",
+        "    while (fread(input, 1, sizeof input, stdin) == sizeof input) {",
+        f"        {name}(input, output);",
+        "        if (fwrite(output, 1, sizeof output, stdout) != sizeof output) return 1;",
+        "    }",
+        "    return 0;",
+        "}",
+        "#endif",
+    ]
+    return CProgram("\n".join(lines) + "\n", arrays.bytes, arena)
+
+
+# A right shift of a negative number is the compiler's choice in C99; this is the floor everywhere.
+_PREAMBLE = """
+static int64_t floor_shift(int64_t value, int shift) {
+    return value >= 0 ? value >> shift : -((-value + ((int64_t)1 << shift) - 1) >> shift);
+}
+static int8_t clamped(int64_t value) {
+    return (int8_t)(value < -128 ? -128 : value > 127 ? 127 : value);
+}
+static int8_t requantized(int64_t value, int shift, int zero) {
+    int64_t half = shift ? (int64_t)1 << (shift - 1) : 0;
+    return clamped(floor_shift(value + half, shift) + zero);
+}
+static int32_t saturated(int64_t value) {
+    return (int32_t)(value > INT32_MAX ? INT32_MAX : value < INT32_MIN ? INT32_MIN : value);
+}
+static void convolve(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
+                     const int32_t *multiplier, const uint8_t *shift, int zero_in, int zero_out,
+                     int channels, int height, int width, int filters, int rows, int columns,
+                     int down, int right, int top, int left, int apart, int across, int groups,
+                     int out_height, int out_width) {
+    int each = channels / groups, made = filters / groups;
+    for (int f = 0; f < filters; f++)
+        for (int y = 0; y < out_height; y++)
+            for (int x = 0; x < out_width; x++) {
+                int64_t sum = bias[f];
+                for (int c = 0; c < each; c++) {
+                    const int8_t *plane = in + (f / made * each + c) * height * width;
+                    const int8_t *kernel = weight + ((int64_t)f * each + c) * rows * columns;
+                    for (int i = 0; i < rows; i++)
+                        for (int j = 0; j < columns; j++) {
+                            int v = y * down + i * apart - top, u = x * right + j * across - left;
+                            int inside = v >= 0 && v < height && u >= 0 && u < width;
+                            sum += (int32_t)kernel[i * columns + j] *
+                                   (inside ? plane[v * width + u] : zero_in);
+                        }
+                }
+                out[(f * out_height + y) * out_width + x] =
+                    requantized((int64_t)saturated(sum) * multiplier[f], shift[f], zero_out);
+            }
+}
+static void multiply(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
+                     const int32_t *multiplier, const uint8_t *shift, int zero_out, int rows,
+                     int inputs, int outputs) {
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) {
+            int64_t sum = bias[o];
+            for (int i = 0; i < inputs; i++)
+                sum += (int32_t)weight[(int64_t)o * inputs + i] * in[(int64_t)r * inputs + i];
+            out[(int64_t)r * outputs + o] =
+                requantized((int64_t)saturated(sum) * multiplier[o], shift[o], zero_out);
+        }
+}
+static void pool(const int8_t *in, int8_t *out, int channels, int height, int width, int rows,
+                 int columns, int down, int right, int top, int left, int out_height,
+                 int out_width, int largest, int zero) {
+    int32_t count = rows * columns;
+    for (int c = 0; c < channels; c++)
+        for (int y = 0; y < out_height; y++)
+            for (int x = 0; x < out_width; x++) {
+                int32_t most = -128, total = 0;
+                for (int i = 0; i < rows; i++)
+                    for (int j = 0; j < columns; j++) {
+                        int v = y * down + i - top, u = x * right + j - left;
+                        int inside = v >= 0 && v < height && u >= 0 && u < width;
+                        int value = inside ? in[(c * height + v) * width + u] : zero;
+                        total += value;
+                        if (inside && value > most) most = value;
+                    }
+                int32_t twice = 2 * total + count, both = 2 * count;
+                int32_t mean = twice >= 0 ? twice / both : -((-twice + both - 1) / both);
+                out[(c * out_height + y) * out_width + x] = (int8_t)(largest ? most : mean);
+            }
+}
+"""
+
+
+class _Arrays:
+    """Constant arrays, and how many bytes they are."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.bytes = 0
+
+    def add(self, name: str, kind: str, tensor: Tensor) -> str:
+        values = tensor.flatten().tolist()
+        self.bytes += len(values) * {"int8_t": 1, "uint8_t": 1, "int32_t": 4}[kind]
+        rows = [
+            ",".join(map(_literal, values[first : first + 24]))
+            for first in range(0, len(values), 24)
+        ]
+        joined = ",\n    ".join(rows)
+        self.lines.append(f"static const {kind} {name}[{len(values)}] = {{\n    {joined}}};")
+        return name
+
+
+def _literal(value: int) -> str:
+    return "INT32_MIN" if value == -(2**31) else str(value)
+
+
+def _layer(
+    layer: nn.Module, number: int, inputs: list[str], out: str, before: list[tuple[int, ...]],
+    after: tuple[int, ...], arrays: _Arrays,
+) -> list[str]:  # fmt: skip
+    if isinstance(layer, IntegerProduct):
+        named = {
+            "weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"
+        }  # fmt: skip
+        parts = [
+            arrays.add(f"{key}_{number}", kind, getattr(layer, key)) for key, kind in named.items()
+        ]
+        given = ", ".join([inputs[0], out, *parts])
+        if layer.geometry is None:
+            rows, width = _count(before[0][:-1]), before[0][-1]
+            return [f"multiply({given}, {layer.after.zero}, {rows}, {width}, {after[-1]});"]
+        g = layer.geometry
+        numbers = [
+            layer.before.zero, layer.after.zero, *before[0], after[0], *g.kernel, *g.stride,
+            *g.padding, *g.dilation, g.groups, *after[1:],
+        ]  # fmt: skip
+        return [f"convolve({given}, {_comma(numbers)});"]
+    if isinstance(layer, IntegerPool):
+        g = layer.geometry
+        numbers = [*before[0], *g.kernel, *g.stride, *g.padding, *after[1:], int(layer.largest)]
+        return [f"pool({inputs[0]}, {out}, {_comma([*numbers, layer.scale.zero])});"]
+    if isinstance(layer, IntegerTable):
+        table = arrays.add(f"table_{number}", "int8_t", layer.table)
+        loop = f"for (int i = 0; i < {_count(after)}; i++)"
+        return [f"{loop} ({out})[i] = {table}[({inputs[0]})[i] + 128];"]
+    if isinstance(layer, IntegerReshape):
+        return [f"memmove({out}, {inputs[0]}, {_count(after)});"]
+    if isinstance(layer, IntegerSum):
+        terms = " + ".join(_moved(source, layer, i) for i, source in enumerate(inputs))
+        return [_each(_count(after), out, terms, layer.shift, layer.after)]
+    if isinstance(layer, IntegerCat):
+        lines, start = [], 0
+        for i, (source, shape) in enumerate(zip(inputs, before, strict=True)):
+            place = f"{out} + {start}"
+            term = _moved(source, layer, i)
+            lines.append(_each(_count(shape), place, term, layer.shift, layer.after))
+            start += _count(shape)
+        return lines
+    assert isinstance(layer, IntegerGate)
+    first, second = (scale for scale in layer.before if isinstance(scale, Scale))
+    index = _broadcast(before[0], before[1])
+    term = (
+        f"(int64_t)(({inputs[0]})[i] - ({first.zero})) * "
+        f"(({inputs[1]})[{index}] - ({second.zero})) * {int(layer.multiplier)}"
+    )
+    return [_each(_count(after), out, term, layer.shift, layer.after)]
+
+
+def _each(count: int, out: str, term: str, shift: Tensor, after: Scale) -> str:
+    loop = f"for (int i = 0; i < {count}; i++)"
+    return f"{loop} ({out})[i] = requantized({term}, {int(shift)}, {after.zero});"
+
+
+def _moved(source: str, layer: IntegerSum | IntegerCat, number: int) -> str:
+    scale = layer.before[number]
+    assert isinstance(scale, Scale)
+    zero, multiplier = scale.zero, int(layer.multiplier[number])
+    return f"(int64_t)(({source})[i] - ({zero})) * ({multiplier})"
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
+    """The index in a value of shape `second` that belongs to index i of shape `first`."""
+    terms, inner, stride = [], 1, 1
+    for a, b in zip(reversed(first), reversed(second), strict=True):
+        if b != 1:
+            terms.append(f"i / {inner} % {a} * {stride}")
+        inner, stride = inner * a, stride * b
+    return " + ".join(terms) or "0"
+
+
+def _places(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
+    """Where each value lies, and the bytes of all: first fit among those that live together."""
+    last = dict.fromkeys(range(len(sizes)), 0)
+    for number, sources in enumerate(model.sources):
+        for source in sources:
+            last[source] = number
+    last[len(sizes) - 1] = len(sizes)
+    places: list[int] = []
+    for value, size in enumerate(sizes):
+        # A value is written by layer value - 1, when all that this layer reads is still there.
+        busy = sorted(
+            (places[v], places[v] + sizes[v]) for v in range(value) if last[v] >= value - 1
+        )
+        start = 0
+        for a, b in busy:
+            if start + size <= a:
+                break
+            start = max(start, -(-b // _ALIGN) * _ALIGN)
+        places.append(start)
+    return places, max(place + size for place, size in zip(places, sizes, strict=True))
+
+
+def _count(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _comma(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

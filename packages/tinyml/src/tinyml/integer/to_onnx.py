@@ -1,0 +1,173 @@
+"""An integer network as an ONNX file of quantized operators (QDQ), for runtimes of others.
+
+Notable: in this form a float operator stands between `DequantizeLinear` and `QuantizeLinear`, and
+the runtime makes integers of it. Its rounding is its own (halves to the even, scales in float32),
+so a code may differ by one where a sum falls on a half; `to_c` has every bit. Needs `onnx`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tinyml.integer.layers import (
+    IntegerCat,
+    IntegerGate,
+    IntegerPool,
+    IntegerProduct,
+    IntegerReshape,
+    IntegerSum,
+    IntegerTable,
+    Scale,
+)
+from tinyml.integer.model import IntegerModel
+
+_OPSET, _IR = 17, 10
+
+
+def to_onnx(model: IntegerModel, path: str | Path) -> None:
+    """Write `model`; input "input" and output "output" are int8 codes, the batch first and free."""
+    if not isinstance(model, IntegerModel):
+        raise TypeError(f"to_onnx writes an IntegerModel, not {type(model).__name__}")
+    try:
+        import onnx
+    except ImportError as error:
+        raise ImportError("to_onnx needs the onnx package: pip install onnx") from error
+    writer = _Writer(onnx.helper, onnx.numpy_helper, onnx.TensorProto)
+    scales = [scale for scale in model.scales if isinstance(scale, Scale)]
+    names = ["input"]
+    for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
+        last = number == len(model.layers) - 1
+        inputs = [(names[i], scales[i]) for i in sources]
+        names.append(writer.layer(layer, inputs, scales[number + 1], number, last))
+    proto, int8 = onnx.helper, onnx.TensorProto.INT8
+    graph = proto.make_graph(
+        writer.nodes,
+        "network",
+        [proto.make_tensor_value_info("input", int8, ["batch", *model.shape])],
+        [proto.make_tensor_value_info("output", int8, ["batch", *model.shapes[-1]])],
+        writer.constants,
+    )
+    made = proto.make_model(graph, opset_imports=[proto.make_opsetid("", _OPSET)])
+    made.ir_version = _IR
+    onnx.checker.check_model(made, full_check=True)
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(made.SerializeToString())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class _Writer:
+    def __init__(self, helper: Any, arrays: Any, types: Any) -> None:
+        self._helper, self._arrays, self._types = helper, arrays, types
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+
+    def layer(
+        self, layer: Any, inputs: list[tuple[str, Scale]], after: Scale, number: int, last: bool
+    ) -> str:
+        """The nodes of one layer; the name of its codes."""
+        out = "output" if last else f"codes_{number}"
+        if isinstance(layer, IntegerReshape):
+            # 0 copies a size: that of the batch.
+            shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
+            return self._node("Reshape", [inputs[0][0], shape], out)
+        if isinstance(layer, IntegerTable):
+            table = self._constant(f"table_{number}", layer.table.numpy())
+            wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
+            moved = self._constant(f"moved_{number}", np.array(128, np.int64))
+            index = self._node("Add", [wide, moved], f"index_{number}")
+            return self._node("Gather", [table, index], out)
+        floats = [
+            self._dequantize(name, scale, f"{number}_{i}") for i, (name, scale) in enumerate(inputs)
+        ]
+        result = self._float(layer, floats, number)
+        return self._node("QuantizeLinear", [result, *self._scale(after, number)], out)
+
+    def _float(self, layer: Any, floats: list[str], number: int) -> str:
+        name = f"value_{number}"
+        if isinstance(layer, IntegerProduct):
+            return self._product(layer, floats[0], number)
+        if isinstance(layer, IntegerSum):
+            steps = layer.multiplier.double() * torch.exp2(-layer.shift.double())
+            factors = [
+                float(step) * layer.after.scale / scale.scale
+                for step, scale in zip(steps, layer.before, strict=True)
+                if isinstance(scale, Scale)
+            ]
+            if any(abs(abs(factor) - 1) > 1e-3 for factor in factors):
+                raise ValueError(f"a sum with factors {factors} has no ONNX form here")
+            return self._node("Add" if factors[1] > 0 else "Sub", floats, name)
+        if isinstance(layer, IntegerCat):
+            return self._node("Concat", floats, name, axis=1)
+        if isinstance(layer, IntegerGate):
+            return self._node("Mul", floats, name)
+        assert isinstance(layer, IntegerPool)
+        g = layer.geometry
+        window = {"kernel_shape": list(g.kernel), "strides": list(g.stride)}
+        window["pads"] = [*g.padding, *g.padding]
+        if layer.largest:
+            return self._node("MaxPool", floats, name, **window)
+        mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
+        # Halves are common among means and go up here: a quarter of the least step sees to it.
+        up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
+        return self._node("Add", [mean, self._constant(f"up_{number}", up)], name)
+
+    def _product(self, layer: IntegerProduct, value: str, number: int) -> str:
+        before, after = layer.before, layer.after
+        # m / 2^s = S_w S_in / S_out, and the bias holds -Z sum(w), which is no part of this form.
+        factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
+        weight_scale = (factor * after.scale / before.scale).float().numpy()
+        sums = layer.weight.long().flatten(1).sum(1)
+        bias = (layer.bias.long() + before.zero * sums).clamp(-(2**31), 2**31 - 1).int().numpy()
+        weight = layer.weight
+        axis = 0
+        if layer.geometry is None:
+            weight, axis = weight.t().contiguous(), 1  # MatMul takes (in, out)
+        codes = self._constant(f"weight_{number}", weight.numpy())
+        scale = self._constant(f"weight_scale_{number}", weight_scale)
+        zero = self._constant(f"weight_zero_{number}", np.zeros(len(weight_scale), np.int8))
+        dense = self._node("DequantizeLinear", [codes, scale, zero], f"dense_{number}", axis=axis)
+        bias_scale = weight_scale * np.float32(before.scale)
+        parts = [
+            self._constant(f"bias_{number}", bias),
+            self._constant(f"bias_scale_{number}", bias_scale),
+            self._constant(f"bias_zero_{number}", np.zeros(len(bias), np.int32)),
+        ]
+        added = self._node("DequantizeLinear", parts, f"bias_value_{number}", axis=0)
+        if layer.geometry is None:
+            product = self._node("MatMul", [value, dense], f"product_{number}")
+            return self._node("Add", [product, added], f"value_{number}")
+        g = layer.geometry
+        return self._node(
+            "Conv", [value, dense, added], f"value_{number}", kernel_shape=list(g.kernel),
+            strides=list(g.stride), pads=[*g.padding, *g.padding], dilations=list(g.dilation),
+            group=g.groups,
+        )  # fmt: skip
+
+    def _dequantize(self, name: str, scale: Scale, label: str) -> str:
+        return self._node("DequantizeLinear", [name, *self._scale(scale, label)], f"float_{label}")
+
+    def _scale(self, scale: Scale, label: object) -> list[str]:
+        number = len(self.constants)
+        return [
+            self._constant(f"scale_{label}_{number}", np.array(scale.scale, np.float32)),
+            self._constant(f"zero_{label}_{number}", np.array(scale.zero, np.int8)),
+        ]
+
+    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        self.constants.append(
+            self._arrays.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+        )
+        return name
+
+    def _node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(self._helper.make_node(kind, inputs, [output], **attributes))
+        return output

@@ -1,0 +1,182 @@
+"""Set the weights that matter least to zero.
+
+Notable:
+- exactly the number asked for goes, ties included, where a threshold would drop all of them;
+- what matters is an argument. Magnitude needs nothing; with the norms of the inputs it is Wanda
+  (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023);
+- the model stays dense and runs as before; `size_of` says what a sparse file of it takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import (
+    PRUNABLE,
+    by_layer,
+    check_finite,
+    evaluating,
+    layers_of,
+    make_dense,
+    outputs_first,
+    weight_of,
+)
+
+
+class Masks(Mapping[str, Tensor]):
+    """Which weights remain: name of the parameter -> bool tensor, True for what is kept."""
+
+    def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        self._masks = dict(masks)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._masks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros in all masked weights."""
+        total = sum(mask.numel() for mask in self.values())
+        return 1 - sum(int(mask.sum()) for mask in self.values()) / total
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module) -> None:
+        """Zero what is pruned, in place; names and shapes that do not fit change nothing."""
+        parameters = {name: model.get_parameter(name) for name in self}
+        for name, mask in self.items():
+            if parameters[name].shape != mask.shape:
+                raise ValueError(
+                    f"the mask of {name} is {tuple(mask.shape)}, the parameter "
+                    f"{tuple(parameters[name].shape)}; these are masks of another model"
+                )
+        for name, mask in self.items():
+            parameters[name].mul_(mask)
+
+    def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """From now on, apply the masks after every step of `optimizer`, for fine-tuning."""
+        optimizer.register_step_post_hook(lambda *_: self.apply(model))
+
+
+class Pruned(NamedTuple):
+    """A pruned copy of a model, and its masks."""
+
+    model: nn.Module
+    masks: Masks
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    sparsity: float | Mapping[str, float],
+    *,
+    scope: Literal["layer", "global"] = "layer",
+    pattern: str | None = None,
+    input_norms: Mapping[str, Tensor] | None = None,
+    layers: Sequence[type[nn.Module]] = PRUNABLE,
+) -> Pruned:
+    """A copy of `model` with the least important weights set to zero, and the masks.
+
+    `sparsity` is the share to remove, of every layer or by layer name (others stay). With
+    scope="global" it is the share of all weights together, wherever they are. `pattern` "2:4"
+    keeps 2 of every 4 neighbours along the input instead, whatever `sparsity` says. `input_norms`
+    (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
+    pruned; biases never are.
+    """
+    model = copy.deepcopy(model)
+    chosen = layers_of(model, layers)
+    if isinstance(sparsity, Mapping):
+        chosen = by_layer(sparsity, chosen, model)
+    for name, layer in chosen.items():
+        make_dense(model, layer)
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+    input_norms = input_norms or {}
+    for name in by_layer(input_norms, layers_of(model, layers), model):
+        check_finite(f"the input norm of {name}", input_norms[name])
+    scores = {
+        name: importance(outputs_first(layer, weight_of(layer)), input_norms.get(name))
+        for name, layer in chosen.items()
+    }
+    if pattern is not None:
+        kept = {name: pattern_mask(score, pattern) for name, score in scores.items()}
+    elif scope == "global":
+        if isinstance(sparsity, Mapping):
+            raise ValueError("scope='global' takes one sparsity for all layers, not one for each")
+        flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
+        parts = torch.split(flat, [s.numel() for s in scores.values()])
+        kept = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
+    elif scope == "layer":
+        share = sparsity if isinstance(sparsity, Mapping) else dict.fromkeys(scores, sparsity)
+        kept = {name: smallest_mask(score, share[name]) for name, score in scores.items()}
+    else:
+        raise ValueError(f"scope is {scope!r}; 'layer' or 'global'")
+    masks = Masks(
+        {
+            f"{name}.weight".lstrip("."): outputs_first(chosen[name], mask)
+            for name, mask in kept.items()
+        }
+    )
+    masks.apply(model)
+    return Pruned(model, masks)
+
+
+def importance(weight: Tensor, input_norm: Tensor | None = None) -> Tensor:
+    """|W|, times the norm of each input if given (last dimension of a linear's weight)."""
+    return weight.abs() if input_norm is None else weight.abs() * input_norm
+
+
+def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
+    """True for all but the round(sparsity * n) smallest; among equals the first ones go."""
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity is {sparsity}; it is a share between 0 and 1")
+    order = score.flatten().argsort(stable=True)
+    mask = torch.ones(score.numel(), dtype=torch.bool, device=score.device)
+    mask[order[: round(sparsity * score.numel())]] = False
+    return mask.view_as(score)
+
+
+def pattern_mask(score: Tensor, pattern: str) -> Tensor:
+    """True for the n largest of every m neighbours in a row, pattern "n:m"."""
+    if not (match := re.fullmatch(r"(\d+):(\d+)", pattern)):
+        raise ValueError(f"pattern is {pattern!r}; write n:m, as 2:4")
+    kept, group = map(int, match.groups())
+    width = score[0].numel()
+    if not 0 < kept <= group or width % group:
+        raise ValueError(f"pattern {pattern} does not fit rows of {width}; m has to divide them")
+    groups = score.reshape(-1, group)
+    order = groups.argsort(dim=1, descending=True, stable=True)
+    mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :kept], True)
+    return mask.view_as(score)
+
+
+@torch.no_grad()
+def input_norms(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The 2-norm of every input of every linear layer over `batches`, for Wanda."""
+    squares: dict[str, Tensor] = {}
+
+    def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            flat = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+            squares[name] = squares.get(name, 0) + flat.square().sum(0)
+
+        return layer.register_forward_pre_hook(hook)
+
+    handles = [watch(name, layer) for name, layer in layers_of(model, (nn.Linear,)).items()]
+    try:
+        with evaluating(model):
+            for batch in batches:
+                model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: square.sqrt() for name, square in squares.items()}

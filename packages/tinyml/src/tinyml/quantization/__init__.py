@@ -1,0 +1,1 @@
+"""Weights as palettes or on even grids, and products of whole numbers."""

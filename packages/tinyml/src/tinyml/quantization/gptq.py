@@ -1,0 +1,149 @@
+"""Round weights one column after another, and let the later ones make up for the error.
+
+Notable (Frantar et al., "GPTQ", 2023):
+- the sum over the data of (W x - Q x)^2 is what is kept small; its curvature H = sum x x^T is all
+  that is needed of the data;
+- it is the exact greedy method (optimal brain quantization) in a fixed order: the row of the
+  Cholesky factor of H^-1 is what inverting the rest of H at each step would give;
+- H of few or dependent inputs has no inverse. Its diagonal is raised until it has, never an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import (
+    check_bits,
+    check_finite,
+    compress_weights,
+    evaluating,
+    is_conv1d,
+    layers_of,
+    make_dense,
+    outputs_first,
+    weight_of,
+)
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.in_step import visit_in_step
+from tinyml.quantization.linear import GridWeight
+
+
+@torch.no_grad()
+def gptq(
+    model: nn.Module,
+    batches: Sequence[Any],
+    bits: int = 4,
+    *,
+    granularity: Granularity | None = None,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    observer: Observer = "minmax",
+    damping: float = 0.01,
+) -> nn.Module:
+    """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
+
+    Runs `model(batch)` once for each batch, all batches in step: at each layer they wait until it
+    is rounded, so it is done on the inputs that the rounded ones before it make, and the cost grows
+    with the depth and no faster. A layer that never runs is rounded to the nearest.
+    """
+    if not batches:
+        raise ValueError("gptq needs at least one batch of inputs to calibrate on")
+    granularity = granularity or ("group" if group_size else "channel")
+    check_bits(bits, "a grid has")
+    model = copy.deepcopy(model)
+    layers = layers_of(model, (nn.Linear,))
+    for name, layer in layers.items():
+        make_dense(model, layer)
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
+    done: dict[str, GridWeight] = {}
+
+    def rounded(name: str, hessian: Tensor) -> None:
+        layer = layers[name]
+        weight = weight_of(layer)
+        first = outputs_first(layer, weight)
+        rows = as_rows(first.float(), granularity, group_size)
+        grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
+        codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
+        done[name] = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        weight.copy_(done[name](weight))  # the layers behind it see what it will give
+
+    with evaluating(model):
+        visit_in_step(model, batches, layers, rounded)
+    for name in layers.keys() - done.keys():
+        rounded(name, _identity(outputs_first(layers[name], weight_of(layers[name]))))
+    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name))
+
+
+@torch.no_grad()
+def gptq_codes(
+    weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01, block: int = 128
+) -> Tensor:
+    """The codes (out, in) of a weight (out, in) on `grid`, given H = sum x x^T (in, in).
+
+    `grid` has one row for the tensor, for each output, or for each group of inputs. `damping` is
+    the share of H's mean diagonal that is added to it. Errors are spread inside blocks of columns
+    first, then once to all columns after the block, which is the same sum in less memory traffic.
+    """
+    outputs, inputs = weight.shape
+    if hessian.shape != (inputs, inputs):
+        raise ValueError(
+            f"the hessian is {tuple(hessian.shape)}; {(inputs, inputs)} for this weight"
+        )
+    if not (torch.isfinite(weight).all() and torch.isfinite(hessian).all()):
+        raise ValueError("the weight or the calibration inputs hold nan or inf")
+    scale, zero = (_by_column(part, outputs, inputs) for part in (grid.scale, grid.zero))
+    factor = inverse_factor(hessian, damping)
+    remaining = weight.double().clone()
+    codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
+    for start in range(0, inputs, block):
+        end = min(start + block, inputs)
+        errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
+        for i in range(start, end):
+            column = Grid(scale[:, i], zero[:, i], grid.low, grid.high)
+            codes[:, i] = column.quantize(remaining[:, i])
+            error = (remaining[:, i] - column.dequantize(codes[:, i])) / factor[i, i]
+            remaining[:, i:end] -= error[:, None] * factor[i, i:end]
+            errors[:, i - start] = error
+        remaining[:, end:] -= errors @ factor[start:end, end:]
+    return codes
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U, upper triangular, with U^T U = (H + d I)^-1, for the least d from `damping` on that works.
+
+    d is tried at `damping` times the mean of the diagonal, then at ten times that, and so on.
+    """
+    hessian = hessian.double()
+    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+    mean = float(hessian.diagonal().mean())
+    if mean <= 0:  # no input was ever different from zero
+        return identity
+    share = max(damping, 1e-12)
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(hessian + share * mean * identity)
+        if not failed:
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper
+        share *= 10
+
+
+def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Scales or zero points of rows, as the (out, in) matrix that each column reads."""
+    each = part.double().numel()
+    if each % outputs and each != 1:
+        raise ValueError(f"{each} scales do not fit {outputs} outputs")
+    if each == 1:
+        return part.double().expand(outputs, inputs)
+    per_row = part.double().view(outputs, -1)
+    return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)
+
+
+def _identity(weight: Tensor) -> Tensor:
+    return torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)

@@ -1,0 +1,219 @@
+"""Weights as a palette: 2^b shared values and a b-bit code for each weight.
+
+Notable:
+- in one dimension a cluster is an interval, so after one sort and prefix sums an iteration of
+  Lloyd's algorithm costs k binary searches; it runs to the exact fixed point;
+- from evenly spaced centroids that point can be several times worse than the best there is. So it
+  starts at the exact optimum for a summary of the values, found by dynamic programming (Wang and
+  Song, "Ckmeans.1d.dp", 2011);
+- the palette is a parameter: a weight is looked up in it, so its gradient is the sum over the
+  weights of a cluster, that of "Deep Compression" (Han et al., 2016, section 3.3), from autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import (
+    QUANTIZABLE,
+    CompressedWeight,
+    by_layer,
+    check_bits,
+    compress_weights,
+    layers_of,
+    weight_of,
+)
+from tinyml.quantization.pack import pack, unpack
+
+
+def kmeans_quantize(
+    model: nn.Module,
+    bits: int | Mapping[str, int],
+    *,
+    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+) -> nn.Module:
+    """A copy of `model` in which each weight is one of 2^bits values of its layer.
+
+    `bits` may be given by layer name; other layers stay as they are. The palettes train like any
+    parameter, the codes do not change.
+    """
+
+    if isinstance(bits, Mapping):
+        by_layer(bits, layers_of(model, layers), model)
+
+    def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
+        width = bits.get(name) if isinstance(bits, Mapping) else bits
+        return None if width is None else Palette(weight_of(layer), width)
+
+    return compress_weights(copy.deepcopy(model), layers, compress)
+
+
+class Palette(CompressedWeight):
+    """A weight as `codes` (packed) into a palette, the trainable tensor."""
+
+    codes: Tensor
+
+    def __init__(self, weight: Tensor, bits: int) -> None:
+        super().__init__()
+        check_bits(bits, "a palette has")
+        self.bits, self.shape = bits, weight.shape
+        self._palette, codes = kmeans(weight.detach(), 2**bits)
+        self.register_buffer("codes", pack(codes, bits))
+
+    @staticmethod
+    def restore(weight: Tensor, codes: Tensor, *, bits: int, palette: Tensor) -> Palette:
+        """What was saved, in place of a weight of this shape."""
+        made = Palette(weight.new_zeros(1), 1)
+        made.bits, made.shape, made._palette, made.codes = bits, weight.shape, palette, codes
+        return made
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The palette."""
+        return self._palette.to(weight)
+
+    def format(self) -> list[int]:
+        """Bits."""
+        return [self.bits]
+
+    def forward(self, palette: Tensor) -> Tensor:
+        """The dense weight."""
+        codes = unpack(self.codes, self.bits, self.shape.numel())
+        return palette.index_select(0, codes.int()).view(self.shape)
+
+
+_ALL_OF_THEM = 1024  # so many distinct values are clustered as they are, more by a summary
+
+
+@torch.no_grad()
+def kmeans(
+    values: Tensor, k: int, *, init: Tensor | None = None, max_iterations: int = 10_000
+) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
+
+    The summary is the values themselves if at most 1024 are distinct, so that the result is the
+    optimum, or else the means of about 1024 intervals. Returns the centroids (min(k, distinct
+    values), ascending, float64) and, for each value, the number of its centroid (int16, shaped as
+    `values`).
+    """
+    if k < 1:
+        raise ValueError(f"{k} clusters; give 1 or more")
+    if not values.numel() or not torch.isfinite(values).all():
+        raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
+    # Half precision fits in float32, where sorting takes half the time.
+    flat = values.reshape(-1).to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    ordered = _sorted(flat)
+    if int((ordered[1:] != ordered[:-1]).sum()) < _ALL_OF_THEM:
+        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+        distinct = distinct.double()
+        if distinct.numel() <= k:
+            codes = torch.bucketize(flat, distinct.to(flat))
+            return distinct, codes.to(torch.int16).view(values.shape)
+    else:
+        distinct = counts = None
+    sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
+    torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
+    if init is not None:
+        centroids = init.to(sums)
+    elif distinct is not None and counts is not None:
+        centroids = best_intervals(distinct, counts, k)
+    else:
+        centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
+    edges = None
+    for _ in range(max_iterations):
+        inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
+        new = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
+        if edges is not None and torch.equal(new, edges):
+            break
+        edges, counts = new, new.diff()
+        means = sums[edges].diff() / counts.clamp(min=1)
+        # An empty cluster keeps its place; its neighbours may still move a value to it.
+        centroids = torch.where(counts > 0, means, centroids).sort().values
+    codes = _codes(flat, _boundaries(centroids, flat))
+    return centroids, codes.view(values.shape)
+
+
+def _sorted(flat: Tensor) -> Tensor:
+    if flat.device.type != "cpu":
+        return flat.sort().values
+    return torch.from_numpy(np.sort(flat.numpy()))  # with vector instructions, unlike torch's
+
+
+def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
+    """The middles of neighbours, each as the largest number of `like`'s type that is not above it.
+
+    A value is at most the middle exactly if it is at most that number, so nothing is rounded.
+    """
+    middles = (centroids[1:] + centroids[:-1]) / 2
+    rounded = middles.to(like)
+    below = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+    return torch.where(rounded.double() > middles, below, rounded)
+
+
+def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
+    """How many boundaries each value is above, int16."""
+    if len(boundaries) > 31 or flat.device.type != "cpu":
+        return torch.bucketize(flat, boundaries).to(torch.int16)
+    # A few comparisons of what is in the cache are faster than a search for each value.
+    codes = torch.empty(flat.numel(), dtype=torch.int16)
+    for values, out in zip(flat.split(1 << 15), codes.split(1 << 15), strict=True):
+        above = torch.zeros(len(values), dtype=torch.uint8)
+        for boundary in boundaries:
+            above += values > boundary
+        out.copy_(above)
+    return codes
+
+
+@torch.no_grad()
+def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
+    """The k centroids with the least squared error there is, for sorted points with counts.
+
+    cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean:
+    k n^2 steps and n^2 numbers for n points, which should be some thousands at the most.
+    """
+    n, k = points.numel(), min(k, points.numel())
+    error = _interval_errors(points, counts)
+    cost, starts = error[0], []
+    for _ in range(k - 1):
+        # The last cluster is points j..i; what lies before j is clustered already.
+        before = torch.cat([cost.new_full((1,), torch.inf), cost[:-1]])
+        cost, start = (before[:, None] + error).min(0)
+        starts.append(start)
+    edges = [n]
+    for start in reversed(starts):
+        edges.append(int(start[edges[-1] - 1]))
+    edges = [0, *reversed(edges[1:]), n]
+    return torch.stack(
+        [
+            (points[a:b] * counts[a:b]).sum() / counts[a:b].sum()
+            for a, b in itertools.pairwise(edges)
+        ]
+    )
+
+
+def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """The means and counts of up to 2 bins intervals, half of equal width, half of equal count."""
+    widths = torch.linspace(float(ordered[0]), float(ordered[-1]), bins + 1, dtype=torch.float64)
+    by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered))
+    by_count = torch.arange(bins + 1, device=ordered.device) * ordered.numel() // bins
+    edges = torch.unique(torch.cat([by_width, by_count]))
+    counts = edges.diff()
+    return sums[edges].diff() / counts, counts
+
+
+def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
+    """error[j, i] of the points j..i around their mean; infinite where j > i."""
+    zero = points.new_zeros(1)
+    centred = points - points.mean()  # keeps the differences of prefix sums precise
+    weight = torch.cat([zero, counts.double().cumsum(0)])
+    total = torch.cat([zero, (counts * centred).cumsum(0)])
+    square = torch.cat([zero, (counts * centred.square()).cumsum(0)])
+    w = weight[None, 1:] - weight[:-1, None]
+    t = total[None, 1:] - total[:-1, None]
+    s = square[None, 1:] - square[:-1, None]
+    return torch.where(w > 0, (s - t.square() / w).clamp(min=0), torch.inf)

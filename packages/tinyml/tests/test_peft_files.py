@@ -1,0 +1,124 @@
+"""Adapters go to peft and come from it without a difference."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tinyml import add_lora, load_lora, merge, save_lora
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(20, 16)
+        self.q_proj, self.v_proj = nn.Linear(16, 24), nn.Linear(16, 24, bias=False)
+        self.head = nn.Sequential(nn.Linear(24, 20))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(torch.tanh(self.q_proj(x)) * self.v_proj(x))
+
+
+TOKENS = torch.arange(20)
+KINDS = (nn.Linear, nn.Embedding)
+
+
+def adapted(rank=4, alpha=10.0, targets=("embed", "q_proj", "head.0")):
+    model = add_lora(Model(), rank, alpha=alpha, targets=targets, kinds=KINDS)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2)
+    return model.eval()
+
+
+def test_a_folder_gives_the_adapters_back(tmp_path):
+    saved = adapted()
+    save_lora(saved, tmp_path)
+    back = load_lora(Model(), tmp_path).eval()
+    assert torch.equal(back(TOKENS), saved(TOKENS))
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json",
+    }  # fmt: skip
+    assert not any(p.requires_grad for n, p in back.named_parameters() if "lora_" not in n)
+    expected = saved(TOKENS)
+    save_lora(merge(saved), tmp_path)  # merged or not, the factors are the same
+    assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), expected)
+
+
+def test_ranks_and_alphas_of_their_own(tmp_path):
+    saved = adapted()
+    saved.v_proj = add_lora(nn.Sequential(saved.v_proj), 2, alpha=6)[0]
+    saved.v_proj.lora_B.data.normal_()
+    save_lora(saved, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"v_proj": 2}
+    assert config["alpha_pattern"] == {"v_proj": 6.0}
+    assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), saved(TOKENS))
+
+
+def change(folder, **settings):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"r": 5}, "have rank 4, the settings say 5"),
+    ],
+)
+def test_what_would_be_another_function_is_refused(settings, message, tmp_path):
+    save_lora(adapted(), tmp_path)
+    change(tmp_path, **settings)
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        load_lora(model, tmp_path)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_adapters_of_another_model_change_nothing(tmp_path):
+    save_lora(adapted(), tmp_path)
+    for wrong in (nn.Sequential(nn.Linear(16, 24)), Model()):
+        if isinstance(wrong, Model):
+            wrong.head[0] = nn.Linear(7, 20)  # the last one that is looked at
+        before = str(wrong)
+        with pytest.raises(ValueError, match="another model"):
+            load_lora(wrong, tmp_path)
+        assert str(wrong) == before
+        assert all(parameter.requires_grad for parameter in wrong.parameters())
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="belong together"):
+        load_lora(Model(), tmp_path)
+    with pytest.raises(ValueError, match="adapters already"):
+        load_lora(adapted(), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_peft_reads_and_writes_the_same_function(rslora, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    ours = adapted()
+    save_lora(ours, tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(Model(), tmp_path / "ours").eval()
+    assert torch.equal(theirs(TOKENS), ours(TOKENS))
+    config = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=["embed", "v_proj", "head.0"], use_rslora=rslora,
+        rank_pattern={"v_proj": 2}, alpha_pattern={"head.0": 5},
+    )  # fmt: skip
+    theirs = peft.get_peft_model(copy.deepcopy(Model()), config).eval()
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = load_lora(Model(), tmp_path / "theirs").eval()
+    assert float((back(TOKENS) - theirs(TOKENS)).abs().max()) == 0.0

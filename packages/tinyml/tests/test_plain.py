@@ -1,0 +1,110 @@
+"""The plain file is the specification: the package computes what it says."""
+
+import ast
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tinyml import IntegerModel, LoRA, kmeans, kmeans_quantize, plain, prune, prune_channels
+from tinyml.quantization.grid import grid_of
+from tinyml.quantization.qat import round_through
+from torch import nn
+
+SOURCE = Path(plain.__file__).read_text()
+
+
+def weights(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_it_is_short_and_stands_alone():
+    assert len(SOURCE.splitlines()) <= 120
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(ast.parse(SOURCE))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+        )
+    }
+    assert imported <= {"__future__", "torch", "numpy"}
+
+
+def test_kmeans_ends_where_lloyd_ends_and_starts_no_worse():
+    values = weights(500)
+    centroids, codes = plain.kmeans(values, 3)
+    ours, our_codes = kmeans(values, 8, init=centroids)
+    torch.testing.assert_close(ours, centroids)
+    assert torch.equal(our_codes.long(), codes)
+    best, best_codes = kmeans(values, 8)
+    error = (values - centroids[codes]).square().sum()
+    assert (values - best[best_codes.long()]).square().sum() <= error * (1 + 1e-12)
+
+
+def test_a_palettes_gradient():
+    layer = kmeans_quantize(nn.Linear(9, 7).double(), 2)
+    inputs, stored = weights(5, 9), layer.parametrizations.weight
+    layer(inputs).square().sum().backward()
+    dense = layer.weight.detach().requires_grad_()
+    F.linear(inputs, dense, layer.bias).square().sum().backward()
+    codes = (dense.detach()[..., None] == stored.original).long().argmax(-1)
+    expected = plain.centroid_gradient(dense.grad, codes, 4)
+    torch.testing.assert_close(stored.original.grad, expected)
+
+
+def test_the_grid():
+    values = weights(1, 300) + 0.7
+    for bits in (2, 4, 8):
+        step, zero = plain.grid(float(values.min()), float(values.max()), bits)
+        ours = grid_of(values, bits, symmetric=False)
+        assert float(ours.zero) == zero
+        codes = plain.quantize(values, step, zero, bits)
+        assert torch.equal(ours.quantize(values).long(), codes)
+        torch.testing.assert_close(
+            ours.dequantize(codes), plain.dequantize(codes.double(), step, zero)
+        )
+
+
+def test_an_integer_layer():
+    torch.manual_seed(0)
+    inputs = torch.randn(50, 8)
+    model = IntegerModel(nn.Sequential(nn.Linear(8, 6), nn.ReLU()), [inputs])
+    (layer,) = model.layers
+    codes = model.quantize(inputs)
+    ours = model.integers(codes)
+    without = layer.bias.long() + layer.before.zero * layer.weight.long().sum(1)
+    for n in range(6):
+        expected = plain.integer_linear(
+            codes, layer.weight[n : n + 1], without[n], layer.before.zero,
+            int(layer.multiplier[n]), int(layer.shift[n]), layer.after.zero,
+        )  # fmt: skip
+        assert torch.equal(ours[:, n].long(), expected[:, 0])
+
+
+def test_training_with_rounding():
+    values = (3 * weights(40)).requires_grad_()
+    plain.rounded_to_train(values, 0.5, 3).square().sum().backward()
+    expected = values.grad.clone()
+    values.grad = None
+    round_through(values[None], torch.tensor([[0.5]]).double(), -3, 3).square().sum().backward()
+    torch.testing.assert_close(values.grad, expected)
+
+
+def test_magnitude_and_channels():
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4)).double()
+    masks = prune(model, 0.35).masks
+    for name, mask in masks.items():
+        assert torch.equal(mask, plain.magnitude_mask(model.get_parameter(name), 0.35))
+    small = prune_channels(model, 0.4, weights(2, 6))
+    first, second = plain.remove_channels(model[0].weight, model[2].weight, 6)
+    assert torch.equal(small[0].weight, first)
+    assert torch.equal(small[2].weight, second)
+
+
+def test_low_rank():
+    layer = LoRA(nn.Linear(9, 7, bias=False).double(), 3, alpha=5)
+    layer.lora_B.data.normal_()
+    inputs, parts = weights(4, 9), (layer.base.weight.clone(), layer.lora_A, layer.lora_B, 5)
+    torch.testing.assert_close(layer(inputs), plain.lora(inputs, *parts))
+    layer.merge()
+    torch.testing.assert_close(layer.base.weight, plain.lora_merged(*parts).detach())

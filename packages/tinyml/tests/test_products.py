@@ -1,0 +1,218 @@
+"""Products of int8: the same integers by every way, and by the fastest one here."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinyml import quantize
+from tinyml.quantization.int8 import Int8Linear
+from tinyml.quantization.products import WAYS, Int8Weights, exact_parts, forget_choices
+from torch import nn
+
+# Instruction sets as oneDNN and torch's own kernels are told to pretend, each in a process of its
+# own: the second has no dot products of int8, as about every second machine.
+PROCESSORS = {
+    "as it is": {},
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "plain": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _measure_anew():
+    forget_choices()
+    yield
+    forget_choices()
+
+
+def codes(rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
+
+
+@given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
+def test_the_product_is_exact(m, k, n, seed):
+    a, b = codes(m, k, seed), codes(n, k, seed + 1)
+    sums = Int8Weights(b, largest=128).product(a)
+    assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in ("int8", "int8 halves")])
+@pytest.mark.parametrize("k", [1, 16, 1023, 1025, 5000])
+def test_every_way_is_exact_where_sums_are_largest(name, k):
+    a, b = torch.full((3, k), -128, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
+    sums = WAYS[name](Int8Weights(b, largest=128), a)
+    assert (sums.to(torch.int64) == k * 128 * 128).all()
+
+
+def test_parts_are_exact_and_as_few_as_the_weights_allow():
+    small = torch.randint(-8, 9, (4, 16384), dtype=torch.int8)
+    assert exact_parts(small, 127) == [0, 16384]
+    large = torch.full((4, 4096), 127, dtype=torch.int8)
+    edges = exact_parts(large, 127)
+    assert len(edges) > 2
+    for a, b in itertools.pairwise(edges):
+        assert int(large[:, a:b].long().abs().sum(1).max()) * 127 <= 2**24
+
+
+@pytest.mark.parametrize("broken", ["int8", "int8 halves"])
+def test_a_wrong_product_is_found_out_and_left_out(broken, monkeypatch):
+    right = WAYS[broken]
+    clipped = {broken: lambda w, x: right(w, x).clamp(max=2**20)}
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | clipped)
+    a, b = codes(33, 512, 0), codes(64, 512, 1)
+    weights = Int8Weights(b)
+    assert broken in weights.choice(a).wrong
+    assert torch.equal(weights.product(a).to(torch.int32), a.int() @ b.int().t())
+
+
+def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch):
+    def clipping(weights, inputs):  # u8 times s8, pairs added in 16 bits, as without VNNI
+        shifted = inputs.int() + 128
+        pairs = shifted[:, None] * weights.codes.int()
+        pairs = pairs.view(*pairs.shape[:2], -1, 2).sum(-1).clamp(-(2**15), 2**15 - 1)
+        return pairs.sum(-1) - 128 * weights.codes.int().sum(1)
+
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", WAYS | {"int8": clipping})
+    assert "int8" in Int8Weights(codes(32, 64, 0)).choice(torch.ones(1, 64)).wrong
+
+
+def test_the_fastest_is_chosen_by_time(monkeypatch):
+    def slow(weights, inputs):
+        for _ in range(50):
+            sums = WAYS["float64"](weights, inputs)
+        return sums
+
+    only = {"int8": slow, "float64": WAYS["float64"]}
+    monkeypatch.setattr("tinyml.quantization.products.WAYS", only)
+    choice = Int8Weights(codes(64, 64, 0)).choice(torch.ones(4, 64))
+    assert choice.way == "float64"
+    assert choice.milliseconds["int8"] > 10 * choice.milliseconds["float64"]
+    assert "float64 (" in str(choice)
+
+
+def test_a_choice_is_measured_once_and_kept_for_its_class():
+    weights = Int8Weights(codes(64, 64, 0))
+    first = weights.choice(torch.ones(5, 64))
+    assert weights.choice(torch.ones(8, 64)) is first
+    assert Int8Weights(codes(64, 64, 1)).choice(torch.ones(6, 64)) is first
+    assert weights.choice(torch.ones(9, 64)) is not first
+
+
+PROGRAM = """
+import sys, torch
+from tinyml.quantization.int8 import Int8Linear
+torch.manual_seed(0)
+torch.set_num_threads(1)
+digest = []
+for tokens, inputs, outputs in ((1, 64, 48), (1, 512, 512), (7, 300, 129), (64, 1200, 256)):
+    # Normal numbers differ between instruction sets; whole ones do not.
+    linear = torch.nn.Linear(inputs, outputs)
+    for tensor in linear.parameters():
+        tensor.data = torch.randint(-999, 999, tensor.shape) / 1024
+    layer = Int8Linear(linear)
+    outcome = layer(torch.randint(-999, 999, (tokens, inputs)) / 512)
+    digest.append(outcome.view(torch.int32).long().mul(31).sum().item())
+    print("#", layer.explain([tokens])[0])
+print(digest)
+"""
+
+
+@pytest.mark.parametrize("name", ["AVX2", pytest.param("plain", marks=pytest.mark.exhaustive)])
+def test_the_bits_are_the_same_on_every_processor(name):
+    digests = {}
+    for processor in ("as it is", name):
+        run = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | PROCESSORS[processor] | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        digests[processor] = run.stdout.splitlines()[-1]
+        assert "#" in run.stdout
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_loaded_weights_are_the_ones_that_multiply():
+    torch.manual_seed(0)
+    one, other = (Int8Linear(nn.Linear(64, 32), may_stay_float=f) for f in (False, True))
+    inputs = torch.randn(5, 64)
+    expected = one(inputs)
+    other(inputs)  # whatever it keeps for speed is of the old weights
+    other.load_state_dict(one.state_dict())
+    other.may_stay_float = False
+    assert torch.equal(other(inputs), expected)
+    with torch.no_grad():
+        one.weight_codes.zero_()
+    assert torch.equal(one(inputs), one.bias.expand(5, -1))
+
+
+@pytest.mark.parametrize("wins", ["int8", "float"])
+def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch):
+    times = {"int8": 1.0, "float": 2.0 if wins == "int8" else 0.9}
+    monkeypatch.setattr("tinyml.quantization.int8.fastest", lambda ways: times)
+    monkeypatch.setattr("tinyml.quantization.int8._both_times", {})
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    inputs = torch.randn(4, 64)
+    auto, dynamic = (quantize(model, activations=a) for a in ("auto", "dynamic"))
+    if wins == "float":
+        assert type(auto[0]) is nn.Linear
+        layer = Int8Linear(model[0], may_stay_float=True)
+        expected = nn.functional.linear(inputs, layer.weight, layer.bias)
+        assert torch.equal(layer(inputs), expected)
+        assert "computed in float" in layer.explain([4])[0]
+    else:
+        assert torch.equal(auto(inputs), dynamic(inputs))
+        assert "computed in int8" in auto[0].explain([4])[0]
+
+
+def test_no_tokens_and_odd_shapes():
+    layer = Int8Linear(nn.Linear(64, 32))
+    assert layer(torch.zeros(0, 64)).shape == (0, 32)
+    assert layer(torch.zeros(2, 0, 64)).shape == (2, 0, 32)
+    assert layer(torch.zeros(64)).shape == (32,)
+    assert torch.equal(layer(torch.zeros(1, 64))[0], layer.bias)
+    tiny = torch.full((1, 64), torch.finfo(torch.float32).tiny)
+    assert torch.isfinite(layer(tiny)).all()
+
+
+TIMED = """
+import statistics, time, torch
+from tinyml.quantization.int8 import Int8Linear
+torch.manual_seed(0)
+torch.set_num_threads(1)
+for tokens, inputs, outputs in ((1, 64, 64), (1, 2048, 2048), (32, 1024, 1024), (256, 1024, 1024)):
+    linear = torch.nn.Linear(inputs, outputs).requires_grad_(False)
+    ours = Int8Linear(linear, may_stay_float=True)
+    ours = ours if ours.gains() else linear
+    x = torch.randn(tokens, inputs)
+    repeats = max(1, 2 * 10**7 // (tokens * inputs * outputs))
+    def seconds(call):
+        start = time.process_time()
+        for _ in range(repeats):
+            call(x)
+        return time.process_time() - start
+    seconds(ours)
+    print(statistics.median(seconds(linear) / seconds(ours) for _ in range(21)))
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_auto_is_never_slower_than_float(name):
+    run = subprocess.run(
+        [sys.executable, "-c", TIMED],
+        env=os.environ | PROCESSORS[name] | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ratios = [float(line) for line in run.stdout.splitlines()]
+    assert min(ratios) > 0.95, ratios

@@ -1,0 +1,216 @@
+"""Models as transformers builds them: Conv1D, tied heads, grouped queries; and GPTQ's cost."""
+
+import copy
+
+import pytest
+import torch
+from tinyml import (
+    add_lora,
+    convert,
+    gptq,
+    kmeans_quantize,
+    load,
+    merge,
+    prepare_qat,
+    prune,
+    prune_channels,
+    quantize,
+    save,
+    size_of,
+    unmerge,
+)
+from tinyml.pruning.channels import channel_groups, channel_importance
+from tinyml.pruning.magnitude import input_norms
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+TOKENS = torch.arange(40).view(2, 20)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=97,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def llama(tied=False):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def qwen():
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.Qwen2ForCausalLM(config).eval()
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen}
+EACH = ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen"))]
+# The least share of the dense bytes that each way has to save on a model of this size.
+SMALLER = {
+    "palettes": (lambda m: kmeans_quantize(m, 4), 6.5),
+    "4 bits": (lambda m: quantize(m, 4), 5.0),
+    "int8": (lambda m: quantize(m, activations="dynamic"), 2.5),
+    "gptq": (lambda m: gptq(m, [TOKENS], 4), 2.2),
+    "trained": (lambda m: convert(prepare_qat(m, 4)), 5.0),
+    "half": (lambda m: prune(m, 0.5).model, 1.5),
+    "2:4": (lambda m: prune(m, 0, pattern="2:4").model, 1.5),
+}
+
+
+@pytest.mark.parametrize("model", EACH)
+@pytest.mark.parametrize("way", SMALLER)
+def test_every_way_reaches_every_weight(model, way):
+    dense = MODELS[model]()
+    compress, least = SMALLER[way]
+    small = compress(dense)
+    assert size_of(dense).bytes > least * size_of(small).sparse_bytes
+    with torch.no_grad():
+        exact, ours = dense(TOKENS).logits, small(TOKENS).logits
+    assert (ours - exact).norm() < 0.6 * exact.norm()
+
+
+@pytest.mark.parametrize("way", [way for way in SMALLER if way not in ("gptq", "half", "2:4")])
+@pytest.mark.parametrize("model", [EACH[0], EACH[2]])
+def test_a_tied_head_stays_tied(model, way, tmp_path):
+    dense = MODELS[model]()
+    small = SMALLER[way][0](dense)
+    embedding, head = small.get_input_embeddings(), small.get_output_embeddings()
+    assert torch.equal(embedding.weight, head.weight)
+    untied = copy.deepcopy(dense)
+    untied.lm_head.weight = nn.Parameter(untied.lm_head.weight.detach().clone())
+    assert size_of(small).bytes < size_of(SMALLER[way][0](untied)).bytes
+    save(small, tmp_path / "small.safetensors")
+    back = load(MODELS[model](), tmp_path / "small.safetensors")
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, small(TOKENS).logits)
+    assert size_of(back).bytes == size_of(small).bytes
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_belong_to_outputs_whichever_way_a_weight_is_stored(symmetric):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 24)
+    conv = transformers.pytorch_utils.Conv1D(24, 16)
+    conv.weight.data, conv.bias.data = linear.weight.detach().t().clone(), linear.bias.detach()
+    inputs = torch.randn(5, 16)
+
+    def both(compress):
+        one, other = (compress(nn.Sequential(layer)) for layer in (linear, conv))
+        torch.testing.assert_close(one(inputs), other(inputs))
+        assert torch.equal(one[0].weight, other[0].weight.t()) or "Int8" in str(one)
+
+    both(lambda m: quantize(m, 3, symmetric=symmetric))
+    both(lambda m: quantize(m, 3, symmetric=symmetric, group_size=8))
+    both(lambda m: quantize(m, activations="dynamic"))
+    both(lambda m: prune(m, 0, pattern="1:4").model)
+    both(lambda m: prune(m, 0.5, input_norms=input_norms(m, [inputs])).model)
+    both(lambda m: gptq(m, [torch.randn(64, 16, generator=torch.Generator().manual_seed(1))], 3))
+    both(lambda m: convert(prepare_qat(m, 3, learn_scale=True)))
+
+
+def test_adapters_on_conv1d_merge_and_come_out():
+    model = add_lora(gpt2(), 4, alpha=8, targets=["c_attn", "c_proj"])
+    before = model.transformer.h[0].attn.c_attn.base.weight.clone()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.05)
+    apart = model(TOKENS).logits
+    torch.testing.assert_close(merge(model)(TOKENS).logits, apart, rtol=1e-4, atol=1e-5)
+    unmerge(model)
+    assert torch.equal(model.transformer.h[0].attn.c_attn.base.weight, before)
+
+
+@pytest.mark.parametrize("model", EACH)
+def test_gptq_runs_the_model_once_for_each_batch(model):
+    dense, calls = MODELS[model](), []
+    blocks = ("GPT2Block", "LlamaDecoderLayer", "Qwen2DecoderLayer")
+
+    def count(module, _):
+        if type(module).__name__ in blocks:
+            calls.append(module)
+
+    hook = nn.modules.module.register_module_forward_pre_hook(count)
+    batches = [TOKENS, TOKENS + 1, TOKENS[:1]]
+    try:
+        gptq(dense, batches, 4)
+    finally:
+        hook.remove()
+    assert len(calls) == len(batches) * 2
+
+
+def test_gptq_sees_what_the_rounded_layers_before_make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+    batches = [torch.randn(20, 12) for _ in range(3)]
+    ours = gptq(model, batches, 2)
+    # By the definition: the first layer on the inputs, the second on what the first one gives now.
+    first = gptq(nn.Sequential(model[0]), [torch.cat(batches)], 2)
+    with torch.no_grad():
+        between = torch.tanh(first(torch.cat(batches)))
+    second = gptq(nn.Sequential(model[2]), [between], 2)
+    assert torch.equal(ours[0].weight, first[0].weight)
+    assert torch.equal(ours[2].weight, second[0].weight)
+
+
+@pytest.mark.parametrize("model", ["llama", EACH[2]])
+def test_hidden_units_of_a_decoder_can_be_removed(model):
+    dense = MODELS[model]()
+    groups = channel_groups(dense, TOKENS)
+    names = [f"model.layers.{i}.mlp" for i in range(2)]
+    assert [sorted(g.writers) for g in groups] == [
+        [f"{name}.gate_proj", f"{name}.up_proj"] for name in names
+    ]
+    small = prune_channels(dense, 0.5, TOKENS)
+    assert small.model.layers[0].mlp.up_proj.weight.shape == (32, 32)
+    zeroed = copy.deepcopy(dense)
+    for group in groups:
+        removed = channel_importance(dense, group).argsort(descending=True, stable=True)[32:]
+        for name, _ in group.readers:
+            zeroed.get_submodule(name).weight.data[:, removed] = 0
+    with torch.no_grad():
+        torch.testing.assert_close(small(TOKENS).logits, zeroed(TOKENS).logits)
+
+
+def test_an_error_in_the_model_ends_every_batch():
+    class Failing(nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            if len(x) == 3:
+                raise KeyError("this batch")
+            return x
+
+    model = Failing(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(KeyError, match="this batch"):
+        gptq(model, [torch.randn(n, 4) for n in (2, 3, 4)], 4)
+
+
+def test_what_is_compressed_can_be_compressed_again():
+    model = gpt2()
+    once = quantize(model, 8)
+    before = once.transformer.h[0].mlp.c_fc.weight.clone()
+    again = kmeans_quantize(once, {"transformer.h.0.mlp.c_fc": 2})
+    assert len(again.transformer.h[0].mlp.c_fc.weight.unique()) == 4
+    assert torch.equal(
+        again.transformer.h[1].mlp.c_fc.weight, once.transformer.h[1].mlp.c_fc.weight
+    )
+    assert torch.equal(once.transformer.h[0].mlp.c_fc.weight, before)
+    for compress, _ in SMALLER.values():
+        small = compress(once)
+        with torch.no_grad():
+            assert torch.isfinite(small(TOKENS).logits).all()

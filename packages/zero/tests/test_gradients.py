@@ -1,0 +1,434 @@
+"""What a caller or torch's own tools do to `.grad`, `.data` and `requires_grad` is what happens."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from worker_pool import run_ranks, try_ranks
+from zero import FSDP, ShardedOptimizer
+
+DEADLINE = 300.0
+STAGES = [1, 2, 3]
+WORLDS = [2, 3]
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+
+
+def pair(stage, optimizer_cls=torch.optim.AdamW, **options):
+    """Ours, sharded, and one process's."""
+    options = {"lr": 0.1, **options}
+    model, twin = make_model(), make_model()
+    theirs = optimizer_cls(twin.parameters(), **options)
+    if stage == 3:
+        model = FSDP(model)
+        return model, optimizer_cls(model.parameters(), **options), twin, theirs
+    ours = ShardedOptimizer(
+        model.parameters(),
+        optimizer_cls,
+        shard_gradients=stage == 2,
+        bucket_size_mb=100 / 2**20,
+        **options,
+    )
+    return model, ours, twin, theirs
+
+
+def loss_of(model, step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return model(inputs).square().mean()
+
+
+def backward(model, twin, step, scale=1.0):
+    """This rank's part of the batch, and in one process all parts of it."""
+    (scale * loss_of(model, step, dist.get_rank())).backward()
+    world = dist.get_world_size()
+    for rank in range(world):
+        (scale * loss_of(twin, step, rank) / world).backward()
+
+
+def assert_alike(model, twin):
+    whole = (
+        model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
+    )
+    for name, value in twin.named_parameters():
+        torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-12)
+    return True
+
+
+def multiply_data(parameters):
+    for parameter in parameters:
+        parameter.grad.data.mul_(0.5)
+
+
+def multiply(parameters):
+    for parameter in parameters:
+        parameter.grad *= 3.0
+
+
+def replace(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad * parameter.grad.abs() + 0.1
+
+
+def clip_by_hand(parameters):
+    norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+    for parameter in parameters:
+        parameter.grad.mul_(0.1 / norm)
+
+
+def set_to_zero(parameters):
+    for parameter in parameters:
+        parameter.grad.zero_()
+
+
+EDITS = {
+    "data": multiply_data,
+    "in place": multiply,
+    "clip 2": lambda p: nn.utils.clip_grad_norm_(p, 0.1),
+    "clip 1": lambda p: nn.utils.clip_grad_norm_(p, 0.1, norm_type=1.0),
+    "clip inf": lambda p: nn.utils.clip_grad_norm_(p, 0.01, norm_type=float("inf")),
+    "clip foreach": lambda p: nn.utils.clip_grad_norm_(p, 0.1, foreach=True),
+    "clip value": lambda p: nn.utils.clip_grad_value_(p, 0.01),
+    "finite": lambda p: [
+        q.grad.div_(2.0 if q.grad.isfinite().all() and q.grad.max() >= q.grad.min() else 1.0)
+        for q in p
+    ],
+    "clip by hand": clip_by_hand,
+    "zero": set_to_zero,
+}
+
+
+def edit(stage):
+    """Each way to change gradients between backward and step, then steps after it."""
+    for name, change in EDITS.items():
+        model, ours, twin, theirs = pair(stage)
+        for step in range(3):
+            backward(model, twin, step)
+            for module, optimizer in ((model, ours), (twin, theirs)):
+                change(list(module.parameters()))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert assert_alike(model, twin), name
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_changed_by_any_means_step_as_in_one_process(stage, world):
+    assert all(run_ranks(edit, world, stage, timeout=DEADLINE))
+
+
+def norms(stage):
+    model, ours, twin, _ = pair(stage)
+    assert ours.param_groups
+    backward(model, twin, 0)
+    for order in (2.0, 1.0, float("inf"), 3.0):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=order)
+        expected = nn.utils.clip_grad_norm_(twin.parameters(), 1e9, norm_type=order)
+        torch.testing.assert_close(norm, expected)
+    by_name = dict(twin.named_parameters())
+    shapes = {n: tuple(p.grad.shape) for n, p in by_name.items()}
+    for name, parameter in model.named_parameters():
+        whole = by_name[name.removeprefix("module.")].grad
+        for reduce in ("norm", "sum", "mean", "max", "min"):
+            torch.testing.assert_close(
+                torch.as_tensor(getattr(parameter.grad, reduce)()).as_subclass(torch.Tensor),
+                getattr(whole, reduce)(),
+            )
+        if stage < 3:
+            assert tuple(parameter.grad.shape) == shapes[name]
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+            with pytest.raises(RuntimeError, match="full_tensor"):
+                _ = parameter.grad.reshape(-1)[0]
+            with pytest.raises(RuntimeError, match="mixes an averaged gradient"):
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_norms_and_sums_of_gradients_are_the_whole_ones_on_every_rank(stage):
+    assert all(run_ranks(norms, 3, stage, timeout=DEADLINE))
+
+
+def scale(stage, scaler_cls):
+    """Steps of 0.2, one of them skipped because rank 1 alone overflows."""
+    model, ours, twin, theirs = pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
+    options = {"init_scale": 1024.0, "growth_interval": 2}
+    sharded = scaler_cls is ShardedGradScaler
+    scaler = scaler_cls("cpu", **options)
+    reference = torch.amp.GradScaler("cpu", **options)
+    for step in range(6):
+        bad = step == 2
+        loss = loss_of(model, step, dist.get_rank())
+        if bad and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        world = dist.get_world_size()
+        for rank in range(world):
+            loss = loss_of(twin, step, rank) / world
+            reference.scale(loss * float("inf") if bad and rank == 1 else loss).backward()
+        for s, optimizer, module in ((scaler, ours, model), (reference, theirs, twin)):
+            if step % 2:
+                s.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            s.step(optimizer)
+            s.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == reference.get_scale(), (step, sharded)
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("scaler_cls", [torch.amp.GradScaler, ShardedGradScaler])
+def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, scaler_cls):
+    assert all(run_ranks(scale, 2, stage, scaler_cls, timeout=DEADLINE))
+
+
+def drop(stage):
+    """A batch is skipped by `model.zero_grad()`; another accumulates, for nothing was dropped."""
+    model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+    for step in range(5):
+        backward(model, twin, step)
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            if step == 1:
+                module.zero_grad()
+                continue
+            optimizer.step()
+            if step == 2:
+                continue
+            if step == 3:
+                optimizer.zero_grad(set_to_none=False)
+            module.zero_grad()
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_are_dropped_are_gone_and_kept_ones_stay(stage):
+    assert all(run_ranks(drop, 2, stage, timeout=DEADLINE))
+
+
+def accumulate(stage):
+    """Every order of backwards with and without no_sync, and an edit after the last of them."""
+    for synced in ((True, True), (False, True), (True, False, True), (False, False)):
+        if stage == 3 and not synced[-1]:
+            continue
+        model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+        for step in range(2):
+            for number, sync in enumerate(synced):
+                holder = model if stage == 3 else ours
+                with nullcontext() if sync else holder.no_sync():
+                    loss_of(model, 10 * step + number, dist.get_rank()).backward()
+                for rank in range(dist.get_world_size()):
+                    loss = loss_of(twin, 10 * step + number, rank)
+                    (loss / dist.get_world_size()).backward()
+            if synced[-1]:
+                multiply(model.parameters())
+                multiply(twin.parameters())
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_alike(model, twin)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backwards_accumulate_in_any_order_of_no_sync(stage):
+    assert all(run_ranks(accumulate, 2, stage, timeout=DEADLINE))
+
+
+def double_gradient(parameter):
+    parameter.grad.mul_(2.0)
+
+
+def hook(stage):
+    """Hooks that run before and after ours see what they may; linear ones act as in one process."""
+    model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+    seen = []
+    for step in range(3):
+        if step == 1:
+            for module in (model, twin):
+                for parameter in module.parameters():
+                    parameter.register_post_accumulate_grad_hook(double_gradient)
+                    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+        # One backward, so that the hooks run as often.
+        loss_of(model, step, dist.get_rank()).backward()
+        world = dist.get_world_size()
+        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(seen) == 2 * 2 * len(list(twin.parameters())), len(seen)
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_hooks_after_accumulation_run_whenever_they_were_registered(stage):
+    assert all(run_ranks(hook, 2, stage, timeout=DEADLINE))
+
+
+def give_other_memory(stage):
+    model, ours, twin, theirs = pair(stage)
+    for step in range(4):
+        if step in (1, 3):
+            for module in (model, twin):
+                for parameter in module.parameters():
+                    parameter.data = parameter.data.clone()
+                    parameter.data.mul_(0.5)
+        backward(model, twin, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        # Between forwards, and unseen by version counters.
+        loss_of(model, step, 0)
+        for module in (model, twin):
+            for parameter in module.parameters():
+                parameter.data.mul_(1.5)
+    return assert_alike(model, twin)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_that_were_given_other_memory_are_trained(stage):
+    assert all(run_ranks(give_other_memory, 2, stage, timeout=DEADLINE))
+
+
+def change_dtype(stage):
+    model, ours, _, _ = pair(stage)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    if stage == 3:
+        loss_of(model, 0, 0)
+    ours.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dtype_changed_after_wrapping_is_refused(stage):
+    for outcome in try_ranks(change_dtype, 2, stage, timeout=DEADLINE):
+        assert "now" in str(outcome.error)
+        assert "float32" in str(outcome.error)
+        assert "float64" in str(outcome.error)
+
+
+def freeze(stage):
+    """Layers frozen and unfrozen on the way, and one that was frozen when it was wrapped."""
+    world = dist.get_world_size()
+    model, twin = make_model(), make_model()
+    for module in (model, twin):
+        module[3].requires_grad_(False)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    if stage == 3:
+        model = FSDP(model)
+        ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+        layers = model.module
+    else:
+        ours = ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, lr=0.1
+        )
+        layers = model
+    for step in range(5):
+        for module in (layers, twin):
+            module[3].weight.requires_grad_(step in (1, 2, 4))
+            module[3].bias.requires_grad_(step > 1)
+            module[0].requires_grad_(step != 3)
+            module[2].requires_grad_(step != 2)
+        loss_of(model, step, dist.get_rank()).backward()
+        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(model, twin)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_and_unfrozen_after_wrapping_trains_as_in_one_process(stage):
+    assert all(run_ranks(freeze, 2, stage, timeout=DEADLINE))
+
+
+def copy_it():
+    """A copy computes alike, trains by itself, and leaves the original as it was."""
+    model, ours, twin, theirs = pair(3)
+    backward(model, twin, 0)
+    ours.step()
+    theirs.step()
+    copied, before = copy.deepcopy(model), model.gather_full_params()
+    other = torch.optim.AdamW(copied.parameters(), lr=0.1)
+    average = copy.deepcopy(model)
+    for step in range(1, 3):
+        loss_of(copied, step, dist.get_rank()).backward()
+        other.step()
+        other.zero_grad()
+    after = model.gather_full_params()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trained = copied.gather_full_params()
+    assert all(not torch.equal(before[name], trained[name]) for name in before)
+    ours.zero_grad()
+    theirs.zero_grad()
+    backward(model, twin, 5)
+    ours.step()
+    theirs.step()
+    with torch.no_grad():
+        for mean, value in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(value, 0.1)
+    with pytest.raises(TypeError, match="save_checkpoint"):
+        torch.save(model, "/dev/null")
+    return assert_alike(model, twin)
+
+
+def test_a_deep_copy_of_a_sharded_model_is_a_model_of_its_own():
+    assert all(run_ranks(copy_it, 2, timeout=DEADLINE))
+
+
+class Tied(nn.Module):
+    """The head reads the embedding's weight, a scale reads a layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * block.weight.mean()
+        return x @ self.embed.weight.T
+
+
+def read_without_calling():
+    make_layer = lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)  # noqa: E731
+    words = torch.randint(11, (4, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
+    vectors = torch.nn.functional.one_hot(words % 8, 8).double()
+    cases = [
+        (make_layer, vectors, {}),
+        (make_layer, vectors, {"shard": (nn.Linear, nn.MultiheadAttention)}),
+        (make_layer, vectors, {"shard": (nn.TransformerEncoderLayer,)}),
+        (lambda: nn.TransformerEncoder(make_layer(), 2), vectors, {}),
+        (Tied, words, {}),
+    ]
+    for make, inputs, options in cases:
+        torch.manual_seed(0)
+        twin = make().double()
+        model = FSDP(copy.deepcopy(twin), **options)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        for _ in range(4):
+            model(inputs).square().sum().backward()
+            every = [torch.empty_like(inputs) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, inputs)
+            sum(twin(x).square().sum() / len(every) for x in every).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_alike(model, twin)
+            assert all(unit.unsharded_bytes == 0 for unit in model.units)
+        torch.testing.assert_close(model.eval()(inputs), twin.eval()(inputs))
+    return True
+
+
+def test_weights_that_are_read_without_calling_their_module_are_whole():
+    assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
