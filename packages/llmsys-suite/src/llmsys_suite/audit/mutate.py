@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import collectives.bench
-
 from llmsys_suite import worker
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
@@ -31,7 +29,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import launch
 from llmsys_suite.progress import Progress
 from llmsys_suite.run import Run
-from llmsys_suite.stages import memory, parallel, plan, profile, scale, train
+from llmsys_suite.stages import links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.variants import variants_here
 
 #: The ten that `make test` plants: one or two of each family, quick ones.
@@ -133,7 +131,7 @@ def shortened() -> Iterator[None]:
     with ExitStack() as stack:
         for module, values in (
             (plan, {"PRODUCTS_SECONDS": 0.05}),
-            (collectives.bench, {"QUICK": (1 << 20,)}),
+            (links, {"SIZES": (1 << 20,)}),
             (profile, {"WARMUPS": (0, 1), "STEPS": 4, "SIZES_TIMED": ()}),
             (parallel, {"ITERATIONS": 4}),
             (memory, {"DRAWN_BESIDE": ()}),
