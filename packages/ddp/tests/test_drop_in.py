@@ -7,6 +7,7 @@ all batches; afterwards gradients and weights are those of the one process on ev
 import copy
 import io
 from collections import OrderedDict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -453,6 +454,29 @@ def copies(kind: str) -> bool:
 @pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
 def test_a_copy_trains_on_its_own(kind: str) -> None:
     assert run_ranks(copies, 2, kind) == [True, True]
+
+
+def first_step_of_a_copy(way: str) -> float:
+    copied = copy.deepcopy(DDP(nn.Linear(5, 1, bias=False)))
+    with torch.no_grad():
+        copied.module.weight.fill_(1.0)
+    steps = dist.get_rank() + 1 if way == "join" else 1
+    with copied.join() if way == "join" else nullcontext():
+        for _ in range(steps):
+            with copied.no_sync() if way == "finish" else nullcontext():
+                copied(torch.ones(1, 5)).sum().backward()
+            if way == "finish":
+                copied.finish_gradient_synchronization()
+            with torch.no_grad():
+                copied.module.weight -= copied.module.weight.grad
+            copied.module.weight.grad = None
+    return float(copied.module.weight.sum().detach())
+
+
+@pytest.mark.parametrize("way", ["backward", "finish", "join"])
+def test_a_copy_meets_the_others_once_however_it_begins(way: str) -> None:
+    # Five weights of 1, a gradient of 1 each; in a rank's absence half of it.
+    assert run_ranks(first_step_of_a_copy, 2, way, timeout=60) == [-2.5 if way == "join" else 0] * 2
 
 
 def copies_that_differ() -> None:

@@ -207,7 +207,7 @@ class DDP(nn.Module, Joinable):
         part in the others' step. Raises what `backward()` would.
         """
         if self._reducer is None:
-            self._connect(same_model=True)
+            self._meet()
         self._blame.check()
         if not self._synchronised:
             self._begin()
@@ -247,7 +247,7 @@ class DDP(nn.Module, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join`."""
         if self._reducer is None:
-            self._connect(same_model=True)
+            self._meet()
         self._look()
         if not divide_by_initial_world_size and self._link.world > MOST_EXACT_RANKS:
             raise ValueError(
@@ -467,11 +467,15 @@ class DDP(nn.Module, Joinable):
         # A module that outlives its wrapper, and is maybe wrapped again, sends nothing for it.
         self._removal = weakref.finalize(self, _remove, handles)
 
-    def _late(self, parameter: Tensor) -> None:
-        """The first gradient of a copy: only now do its ranks meet."""
+    def _meet(self) -> None:
+        """A copy's first collective; until then it only waits for gradients, which it stops now."""
         self._removal()
         self._connect(same_model=True)
         check_same_weights(self.module, self._link.group)
+
+    def _late(self, parameter: Tensor) -> None:
+        """The first gradient of a copy: only now do its ranks meet."""
+        self._meet()
         for index, one in enumerate(self._reducer.parameters):
             if one is parameter:
                 self._reducer.arrive(index, parameter)
