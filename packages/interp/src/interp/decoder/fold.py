@@ -16,7 +16,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.gpt2 import GPT2
+from interp.decoder.gpt2 import GPT2
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ Nanda 2023, "Attribution Patching"; Goldowsky-Dill et al. 2023, "Path Patching".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +60,8 @@ def patch_streams(
     Raises ValueError if a block does not feed the next one, or gives something else when called
     again.
     """
+    if batch < 1:
+        raise ValueError(f"batch {batch} holds no position; give at least 1")
     if clean.shape != corrupted.shape or len(clean) != 1:
         raise ValueError(
             f"runs are {tuple(clean.shape)} and {tuple(corrupted.shape)}; both must be (1, seq)"
@@ -67,9 +70,9 @@ def patch_streams(
     modules = [model.get_submodule(name) for name in names]
     calls = _Calls(modules)
     with record(model, *(f"{name}:input" for name in names), *names, clone=True) as seen, calls:
-        model(clean)
+        _forward(model, clean)
         clean_streams = dict(seen)
-        model(corrupted)
+        _forward(model, corrupted)
     streams, last = [seen[f"{name}:input"] for name in names], seen[names[-1]]
     for name, following in zip(names, streams[1:], strict=False):
         if not torch.equal(seen[name], following):
@@ -83,11 +86,19 @@ def patch_streams(
             x = calls.again(index, x)
         return x
 
-    if not torch.allclose(run(streams[0], 0), last, rtol=1e-3, atol=1e-4 * float(last.abs().max())):
-        raise ValueError(
-            f"called again, {names[0]} ... {names[-1]} give another stream; they must not keep "
-            "a state (a cache, dropout): use eval() and turn caches off"
-        )
+    stateful = (
+        f"called again, {names[0]} ... {names[-1]} give another stream; they must not keep "
+        "a state (a cache, dropout): use eval() and turn caches off"
+    )
+    # A cache that grew makes keys longer than masks: the error of a shape deep inside a block.
+    try:
+        again = run(streams[0], 0)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise ValueError(stateful) from error
+    if again.shape != last.shape or not torch.allclose(
+        again, last, rtol=1e-3, atol=1e-4 * float(last.abs().max())
+    ):
+        raise ValueError(stateful)
     positions = torch.arange(clean.shape[1], device=last.device)
     values = []
     for start, (name, stream) in enumerate(zip(names, streams, strict=True)):
@@ -96,7 +107,13 @@ def patch_streams(
             patched = stream.repeat(len(chosen), 1, 1)
             rows = torch.arange(len(chosen), device=last.device)
             patched[rows, chosen] = clean_streams[f"{name}:input"][0, chosen]
-            results.append(metric(run(patched, start)))
+            result = metric(run(patched, start))
+            if result.shape != (len(chosen),):
+                raise ValueError(
+                    f"the metric gave {tuple(result.shape)} for {len(chosen)} streams "
+                    f"{tuple(patched.shape)}; it must give one number each"
+                )
+            results.append(result)
         values.append(torch.cat(results))
     ends = metric(torch.cat([clean_streams[names[-1]], last]))
     return StreamScan(tuple(names), torch.stack(values), ends[0].item(), ends[1].item())
@@ -136,14 +153,17 @@ def attribution_patching(
     to one number. The error against real patches is of second order in clean - corrupted.
     """
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
-        model(clean)
+        _forward(model, clean)
         before = dict(seen)
-        model(corrupted)
+        _forward(model, corrupted)
+    _require_equal_shapes(before, seen)
     # An added zero is a place to differentiate at, also where no parameter asks for gradients.
     zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
-    with torch.enable_grad(), patch(model, added):
-        result = metric(model(corrupted))
+    with torch.enable_grad(), patch(model, added), record(model, *sites, clone=True) as again:
+        result = metric(_forward(model, corrupted))
+        _require_repeatable(seen, again)
+        _require_one_number(result)
         gradients = torch.autograd.grad(result, list(zeros.values()))
     return {
         site: ((before[site] - seen[site]) * gradient).sum(-1)
@@ -163,12 +183,17 @@ def path_patching(
     sees the corrupted run.
     """
     with record(model, sender, clone=True) as seen:
-        model(clean)
+        _forward(model, clean)
         before = seen[sender]
-        model(corrupted)
+        _forward(model, corrupted)
+    _require_equal_shapes({sender: before}, seen)
     change = before - seen[sender]
-    with patch(model, {site: partial(torch.add, change) for site in receivers}):
-        out: Tensor = model(corrupted)
+    with (
+        patch(model, {site: partial(torch.add, change) for site in receivers}),
+        record(model, sender, clone=True) as again,
+    ):
+        out: Tensor = _forward(model, corrupted)
+    _require_repeatable(seen, again)
     return out
 
 
@@ -182,6 +207,41 @@ def drop_heads(*dropped: int, heads: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([p * (i not in dropped) for i, p in enumerate(parts)], -1)
 
     return drop
+
+
+def _forward(model: nn.Module, tokens: Tensor) -> Any:
+    """The model's output; a cache that `use_cache` turns off would make blocks remember."""
+    parameters = inspect.signature(model.forward).parameters
+    return model(tokens, use_cache=False) if "use_cache" in parameters else model(tokens)
+
+
+def _require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
+    for site, x in clean.items():
+        if x.shape != corrupted[site].shape:
+            raise ValueError(
+                f"at {site!r} the runs are {tuple(x.shape)} and {tuple(corrupted[site].shape)}; "
+                "give prompts of the same number and length"
+            )
+
+
+def _require_repeatable(seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    """The same tokens must give the same activations: not so with a cache or dropout."""
+    for site, x in again.items():
+        old = seen[site]
+        if x.shape != old.shape or not torch.allclose(
+            x, old, rtol=1e-3, atol=1e-4 * float(old.abs().max())
+        ):
+            raise ValueError(
+                f"{site!r} differs when the corrupted run is repeated: either the model keeps a "
+                "state (a cache, dropout): use eval() and turn caches off, or a receiver comes "
+                "before its sender"
+            )
+
+
+def _require_one_number(result: object) -> None:
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")
 
 
 class _Calls:

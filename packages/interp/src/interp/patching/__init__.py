@@ -1,0 +1,21 @@
+"""Which activation carries the answer: patches of streams and paths, exact and to first order."""
+
+from interp.patching.streams import (
+    Metric,
+    StreamScan,
+    attribution_patching,
+    drop_heads,
+    logit_difference,
+    patch_streams,
+    path_patching,
+)
+
+__all__ = [
+    "Metric",
+    "StreamScan",
+    "attribution_patching",
+    "drop_heads",
+    "logit_difference",
+    "patch_streams",
+    "path_patching",
+]
