@@ -127,9 +127,7 @@ def test_a_cache_in_the_blocks_ends_in_the_message_that_says_what_to_do() -> Non
             CachedModel(clears=False), ["blocks.0"], CLEAN, CORRUPTED, lambda x: x.sum()
         )
     with pytest.raises(ValueError, match=r"keeps a state"):
-        path_patching(
-            CachedModel(clears=False), "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED
-        )
+        path_patching(CachedModel(clears=False), "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])

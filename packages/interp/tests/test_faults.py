@@ -20,8 +20,8 @@ from interp import (
 )
 from interp.circuits.heads import attention_pattern
 from interp.circuits.induction import repeated_tokens
-from interp.patching import drop_heads
 from interp.circuits.vocabulary import diagonal_rank, top_entries
+from interp.patching import drop_heads
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])

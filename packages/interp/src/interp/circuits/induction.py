@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.composition import composition_scores
-from interp.detect import FoundHead, detect_heads
 from interp.decoder.attention_only import AttentionOnly
+from interp.detect import FoundHead, detect_heads
 from interp.patching.streams import drop_heads
 from interp.tap import patch, record
 
