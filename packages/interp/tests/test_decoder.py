@@ -275,6 +275,37 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
+def test_torch_s_own_attention_and_generation_are_tapped() -> None:
+    torch.manual_seed(0)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+    with record_patterns(attention) as patterns:
+        attention(x, x, x, need_weights=False)
+    expected = attention(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(patterns[""], expected)
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    with record_patterns(layer) as patterns:
+        layer(x)
+    assert patterns["self_attn"].shape == (1, 2, 5, 5)
+    model = peer("LlamaForCausalLM", "sdpa")
+    with record_patterns(model) as patterns:
+        model.generate(TOKENS[:, :5], max_new_tokens=4, do_sample=False)
+    # The last token generated looks at the 7 before it and itself, through the cache.
+    assert {p.shape for p in patterns.values()} == {(2, 4, 1, 8)}
+
+
+@torch.no_grad()
+def test_padding_is_seen_in_the_patterns() -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    model = peer("LlamaForCausalLM", "sdpa")
+    expected = model(TOKENS, attention_mask=mask).logits
+    with record_patterns(model) as patterns:
+        assert torch.equal(model(TOKENS, attention_mask=mask).logits, expected)
+    theirs = peer("LlamaForCausalLM")(TOKENS, attention_mask=mask, output_attentions=True)
+    for ours, pattern in zip(patterns.values(), theirs.attentions, strict=True):
+        torch.testing.assert_close(ours[:, :, 4:], pattern[:, :, 4:], rtol=1e-5, atol=1e-6)
+
+
 def test_nothing_stays_behind_when_a_block_that_taps_patterns_fails() -> None:
     model = peer("LlamaForCausalLM")
     with pytest.raises(ZeroDivisionError), record_patterns(model):

@@ -37,6 +37,7 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
 
     Seen are softmax over the last of four dimensions and `scaled_dot_product_attention`. Raises
     RuntimeError at the end if there was none: kernels of one's own and compiled graphs hide theirs.
+    While watched, `nn.MultiheadAttention` takes its ordinary path, not that of inference alone.
     """
     patterns = Patterns()
     inside: list[str] = []
@@ -86,10 +87,15 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         out = func(*args, **kwargs)
-        if not self.inside:
+        if not self.inside:  # outside the model: the user's own softmax
             return out
         if func is F.scaled_dot_product_attention:
             self.keep(sdpa_pattern(*args, **kwargs))
+        elif func is F.multi_head_attention_forward:
+            # Watching ends at functions of Python that torch hands over whole: ask it for the rest.
+            asked = {"need_weights": True, "average_attn_weights": False, "training": False}
+            pattern = func(*args, **{**kwargs, **asked})[1]
+            self.keep(pattern if pattern.ndim == 4 else pattern[None])
         elif func in (F.softmax, torch.softmax, Tensor.softmax) and _over_keys(out, args, kwargs):
             # Cloned: what the model does with it in place is the model's own affair.
             self.keep(out.clone())
