@@ -33,7 +33,7 @@ test-timing: sync  ## Run those that assert a ratio of times: they need an idle 
 	$(UV) run pytest -m timing $(ARGS)
 
 test-exhaustive: sync  ## Run those that try every combination and seed, for many minutes
-	$(UV) run pytest -m exhaustive $(ARGS)
+	$(UV) run --group oracles pytest -m exhaustive $(ARGS)
 
 test-isolated: sync  ## Run each package's tests in an environment that holds that package alone
 	@for leaf in $(LEAVES); do \
@@ -42,7 +42,7 @@ test-isolated: sync  ## Run each package's tests in an environment that holds th
 			pytest -o "pythonpath=. tests" -m "$(USUAL)" packages/$$leaf || exit 1; \
 	done
 
-test-gpu:  ## Run the GPU tests and benches with plain python, pytest and torch: no uv, no index
+test-gpu:  ## Run the GPU tests and benches with what python has there: no uv, no index
 	tests/gpu.sh $(ARGS)
 
 lint: sync  ## Check style

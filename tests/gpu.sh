@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The GPU tests and benches on a machine that has python, pytest and torch, and neither uv nor an index.
+# The GPU tests and benches on a machine with neither uv nor an index. Besides torch and pytest they need numpy and
+# hypothesis; the whole run at the end needs matplotlib, rich, safetensors, scipy and typer too. What is missing is said first.
 # Results go to $OUT (default: docs/results/DATE-gpu), in the form that docs/measure.py --write-only makes
 # the READMEs' tables from. Each bench is limited to $LIMIT seconds (1800), so that one that hangs does not take
 # the others with it.
@@ -16,7 +17,11 @@ done
 export PYTHONPATH="$PWD/tests:$PYTHONPATH"
 
 "$PYTHON" - "$DEVICE" <<'CHECK' || exit 2
-import sys, torch
+import importlib.util, sys
+missing = [m for m in ("torch", "pytest", "numpy", "hypothesis") if not importlib.util.find_spec(m)]
+if missing:
+    sys.exit("make test-gpu needs " + ", ".join(missing) + " besides what this python has")
+import torch
 if sys.argv[1] == "cuda" and not torch.cuda.is_available():
     sys.exit("make test-gpu needs a CUDA device and this machine shows none")
 print(torch.cuda.get_device_name() if sys.argv[1] == "cuda" else sys.argv[1], "torch", torch.__version__)
@@ -57,7 +62,11 @@ for name in ${BENCHES:-flashattn2 zero ddp collectives}; do
     echo "== $name.bench"
     keep "$name" -m "$name.bench" --device "$DEVICE" ${QUICK:+--quick} || status=1
 done
-if [ "$DEVICE" = cuda ]; then
+missing="$("$PYTHON" -c 'import importlib.util as u
+print(*(m for m in ("matplotlib", "rich", "safetensors", "scipy", "typer") if not u.find_spec(m)))')"
+if [ -n "$missing" ]; then
+    echo "== the whole run is left out: this python lacks $missing"
+elif [ "$DEVICE" = cuda ]; then
     timeout 600 "$PYTHON" -m llmsys_suite run --preset gpu --out "$OUT/run" || status=1
 fi
 exit $status

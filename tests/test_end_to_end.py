@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,18 +96,27 @@ def test_no_process_takes_more_than_two_gibibytes(finished):
     assert max(stage["peak_process_mib"] for stage in stages.values()) < 2048
 
 
-def test_a_tampered_record_is_red_and_fails(finished, tmp_path):
+def test_a_tampered_record_is_red_and_fails(finished):
     out, _ = finished
-    from llmsys_suite.audit import audit
+    from llmsys_suite.audit import training
     from llmsys_suite.folder import RunFolder
 
-    folder = RunFolder(out)
-    stages = folder.summary["stages"]
-    samples = folder.samples()
+    folder = RunFolder.open(out)
+    stages, samples = folder.summary["stages"], folder.samples()
     victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
-    victim["loss"] *= 1.01
-    checks = audit(folder.config, stages["plan"], stages["train"], samples)
-    assert [c.name for c in checks if not c.passed] == ["zero 1: every loss = one process's"]
+    victim["loss"] *= 1.001
+    evidence = folder.read_json("evidence.json")
+    checks = training.checks(folder.config, stages["plan"], stages["train"], samples, evidence)
+    assert [c.name for c in checks if not c.passed] == ["first losses", "all losses"]
+
+
+def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path):
+    out, _ = finished
+    copy = shutil.copytree(out, tmp_path / "copy")
+    (copy / "samples.jsonl").write_text("")
+    done = llmsys("compare", out, copy)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("samples.jsonl was changed since its run wrote it")
 
 
 def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
@@ -118,7 +128,9 @@ def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
     assert (out / "report.html").read_text().count("<svg") == before.count("<svg")
     compared = llmsys("compare", out, out, "--fail-above", 5)
     assert compared.returncode == 0, compared.stderr
-    assert "not distinguishable" in compared.stdout
+    assert compared.stdout.count("cannot tell") == 11
+    equal = llmsys("compare", out, out, "--assert-equal")
+    assert (equal.returncode, equal.stdout) == (0, "losses and counts are equal\n")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +140,9 @@ def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
         ["run", "--size", "huge"],
         ["run", "--data", "nowhere"],
         ["run", "--size", "10B"],
+        ["run", "--out", "/proc/llmsys/run"],
         ["report", "nowhere"],
+        ["compare", "nowhere", "nowhere"],
     ],
 )
 def test_bad_input_is_one_line_and_status_2_and_writes_nothing(arguments, tmp_path):

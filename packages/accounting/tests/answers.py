@@ -21,16 +21,16 @@ from accounting import (
     parameters,
     training_memory,
 )
-from accounting.activations import activations
 from accounting.flops import utilisation
 from accounting.kv_cache import kv_entries
-from accounting.memory import model_states
-from accounting.mesh import best_mesh, compute_bound_batch
+from accounting.memory.activations import activations
+from accounting.memory.peak import tensor_bytes
+from accounting.memory.training import model_states
 from accounting.parameters import lora_parameters, soft_prompt_parameters
-from accounting.peak import tensor_bytes
-from accounting.roofline import intensity
-from accounting.search import fewest_devices
-from accounting.step_time import bucket_overhead_seconds, optimal_bucket_bytes
+from accounting.search.plans import fewest_devices
+from accounting.time.mesh import best_mesh, compute_bound_batch
+from accounting.time.roofline import intensity
+from accounting.time.step import bucket_overhead_seconds, optimal_bucket_bytes
 from published_models import PUBLISHED
 
 
@@ -438,6 +438,18 @@ ANSWERS = [
         38,
         "devices",
         "ceil(3517.58 / 95)",
+    ),
+    *(
+        Answer(
+            f"x.b3.{tokens}",
+            f"the same with the activations of {tokens} tokens a device, half of them sharded",
+            f"fewest_devices(XXL, memory_bytes=95e9, activation_bytes={tokens} * 17_547_264, "
+            "sharded_activations=0.5)",
+            value,
+            "devices",
+            "16P/N + A/2 + A/(2N) <= 95e9, A = 17,547,264 a token",
+        )
+        for tokens, value in ((1024, 41), (2048, 46), (4096, 61), (8192, 156))
     ),
     Answer(
         "x.c0",

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from accounting import Plan, Transformer, communication, parameters
-from accounting.collective import Collective
+from accounting.model.records import Experts
+from accounting.time.collective import Collective
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_memory import even
@@ -12,7 +13,11 @@ from test_parameters import shapes
 
 SMALL = Transformer(layers=4, d_model=64, heads=8, kv_heads=4, vocab_size=96)
 SPARSE = Transformer(
-    layers=4, d_model=64, heads=8, vocab_size=96, experts=8, experts_per_token=2, moe_layers=(1, 3)
+    layers=4,
+    d_model=64,
+    heads=8,
+    vocab_size=96,
+    experts=Experts(count=8, per_token=2, layers=(1, 3)),
 )
 
 

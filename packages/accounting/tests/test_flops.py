@@ -4,6 +4,7 @@ import pytest
 import torch
 from accounting import Transformer, flops, hfu, mfu
 from accounting.flops import pairs, utilisation
+from accounting.model.records import MLA, Experts, Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Model
@@ -35,7 +36,9 @@ def test_full_attention_equals_torchs_counter_forward_and_training(shape: Transf
 
 @given(seq=st.integers(1, 40), window=st.integers(0, 50))
 def test_pairs_are_the_ones_that_the_mask_lets_through(seq: int, window: int) -> None:
-    shape = Transformer(layers=2, d_model=8, heads=2, vocab_size=0, window=window)
+    shape = Transformer(
+        layers=2, d_model=8, heads=2, vocab_size=0, window=Window(size=window) if window else None
+    )
     causal = torch.ones(seq, seq).tril()
     band = causal.triu(-(window - 1)) if window else causal
     assert pairs(shape, seq) == (causal.sum(), band.sum())
@@ -51,8 +54,7 @@ def test_decoding_token_by_token_costs_what_prefilling_costs(seq: int, window: i
         heads=3,
         kv_heads=1,
         vocab_size=19,
-        window=window,
-        window_layers=(1,) if window else None,
+        window=Window(size=window, layers=(1,)) if window else None,
     )
     one_by_one = sum(flops(shape, seq=i, phase="decode").total for i in range(1, seq + 1))
     assert one_by_one == flops(shape, seq=seq, phase="forward").total
@@ -88,7 +90,11 @@ def test_recomputation_adds_a_forward_of_the_blocks() -> None:
 def test_experts_cost_what_a_token_visits() -> None:
     dense = Transformer(layers=2, d_model=8, heads=2, d_ff=24, vocab_size=0)
     sparse = Transformer(
-        layers=2, d_model=8, heads=2, d_expert=8, experts=7, experts_per_token=3, vocab_size=0
+        layers=2,
+        d_model=8,
+        heads=2,
+        experts=Experts(count=7, per_token=3, width=8),
+        vocab_size=0,
     )
     router = 3 * 2 * 2 * 8 * 7 * 5
     assert flops(sparse, seq=5).total == flops(dense, seq=5).total + router
@@ -101,8 +107,7 @@ def test_latent_attention_decodes_on_the_latent() -> None:
         heads=4,
         head_dim=8,
         v_head_dim=6,
-        rope_head_dim=4,
-        kv_lora_rank=10,
+        mla=MLA(kv_rank=10, rope_head_dim=4),
         vocab_size=0,
     )
     a, b = (flops(shape, seq=s, phase="decode").total for s in (50, 51))

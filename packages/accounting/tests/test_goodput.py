@@ -2,7 +2,7 @@ import math
 import statistics
 
 import pytest
-from accounting.goodput import (
+from accounting.time.goodput import (
     LLAMA3_405B,
     OPT_175B,
     Run,

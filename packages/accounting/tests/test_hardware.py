@@ -4,8 +4,8 @@ import pytest
 from accounting import HARDWARE, fermi, roofline
 from accounting.fermi import Range
 from accounting.hardware import find
-from accounting.mesh import best_mesh, compute_bound_batch
-from accounting.roofline import intensity, plot
+from accounting.time.mesh import best_mesh, compute_bound_batch
+from accounting.time.roofline import intensity, plot
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,10 @@
 from fractions import Fraction
+from typing import Any
 
 import torch
 from accounting import Transformer, kv_cache
 from accounting.kv_cache import kv_entries
+from accounting.model.records import MLA, Window
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,18 +18,22 @@ def test_a_cache_holds_the_tensors_that_decoding_keeps() -> None:
 
 @given(heads=st.sampled_from([4, 8]), seq=st.integers(1, 100))
 def test_grouping_divides_and_a_latent_does_without_heads(heads: int, seq: int) -> None:
-    def cache(**sizes: int) -> float:
+    def cache(**sizes: Any) -> float:
         shape = Transformer(layers=2, d_model=64, heads=heads, vocab_size=0, **sizes)
         return kv_cache(shape, seq=seq).total
 
     assert cache() == 2 * cache(kv_heads=heads // 2) == heads * cache(kv_heads=1)
-    assert cache(kv_lora_rank=20, rope_head_dim=4) == 2 * seq * 24 * 2
+    assert cache(mla=MLA(kv_rank=20, rope_head_dim=4)) == 2 * seq * 24 * 2
 
 
 @given(seq=st.integers(1, 60), window=st.integers(1, 40))
 def test_windowed_layers_saturate_and_the_others_do_not(seq: int, window: int) -> None:
     shape = Transformer(
-        layers=6, d_model=16, heads=2, vocab_size=0, window=window, window_layers=(0, 1, 3, 4)
+        layers=6,
+        d_model=16,
+        heads=2,
+        vocab_size=0,
+        window=Window(size=window, layers=(0, 1, 3, 4)),
     )
     token = 2 * 16 * 2
     assert kv_cache(shape, seq=seq).total == token * (2 * seq + 4 * min(seq, window))

@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 import torch
 from accounting import PRECISIONS, Plan, Transformer, parameters, training_memory
-from accounting.activations import activations, head_activations
 from accounting.breakdown import Breakdown
-from accounting.memory import device_parameters, model_states
+from accounting.memory.activations import activations, head_activations
+from accounting.memory.peak import peak_memory, tensor_bytes
+from accounting.memory.training import device_parameters, model_states
+from accounting.model.records import Experts
 from accounting.parameters import block_parameters
-from accounting.peak import peak_memory, tensor_bytes
-from accounting.search import fewest_devices, plans_that_fit, smallest_machine
+from accounting.search.plans import fewest_devices, plans_that_fit, smallest_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import Model
@@ -201,6 +202,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
         "amp_bf16": 16,
         "mixed_bf16": 16,
         "mixed_fp16": 16,
+        "fsdp_bf16": 16,
         "megatron_bf16": 18,
         "deepseek_v3": 13,
         "adam_8bit": 10 + Fraction(8, 256),
@@ -222,10 +224,13 @@ def even(shape: Transformer) -> Transformer:
         heads=shape.heads * 4,
         kv_heads=shape.kv_heads * 4,
         d_ff=shape.d_ff * 4,
-        d_expert=shape.d_expert * 4,
+        experts=Experts(count=4, per_token=2, width=shape.d_ff * 4, layers=(1, 2))
+        if shape.experts
+        else None,
+        attention_layers=None,
+        mlp_layers=None,
         vocab_size=shape.vocab_size * 4,
-        moe_layers=(1, 2) if shape.experts else None,
-        window_layers=None,
+        window=None,
     )
 
 
@@ -277,7 +282,8 @@ def test_memory_is_a_sum_and_grows_with_every_size(
     assert need(shape, seq=seq + 1) >= least
     for field in ("d_model", "d_ff", "vocab_size", "head_dim"):
         assert need(replace(shape, **{field: getattr(shape, field) + 1})) >= least
-    assert need(replace(shape, layers=shape.layers + 1)) > least
+    one_more = {"layers": shape.layers + 1, "attention_layers": None, "mlp_layers": None}
+    assert need(replace(shape, **one_more)) > least
 
 
 def test_more_sharding_and_less_keeping_need_less_memory() -> None:

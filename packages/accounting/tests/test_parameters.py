@@ -1,5 +1,6 @@
 import torch
 from accounting import Transformer, parameters
+from accounting.model.records import Experts, Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,7 +16,7 @@ def shapes() -> st.SearchStrategy[Transformer]:
             draw(st.integers(1, 3)),
             draw(st.integers(1, 3)),
         )
-        experts = draw(st.sampled_from([0, 4]))
+        experts = draw(st.booleans())
         return Transformer(
             layers=layers,
             d_model=draw(st.integers(1, 40)),
@@ -29,10 +30,10 @@ def shapes() -> st.SearchStrategy[Transformer]:
             tied=draw(st.booleans()),
             qkv_bias=draw(st.booleans()),
             mlp_bias=draw(st.booleans()),
-            experts=experts,
-            experts_per_token=2 if experts else 0,
-            moe_layers=tuple(range(1, layers)) if experts else None,
-            window=draw(st.sampled_from([0, 5])),
+            experts=Experts(count=4, per_token=2, layers=tuple(range(1, layers)))
+            if experts
+            else None,
+            window=draw(st.sampled_from([None, Window(size=5)])),
         )
 
     return build()
@@ -83,7 +84,10 @@ def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer)
 @given(shapes())
 def test_active_is_all_without_the_experts_not_chosen(shape: Transformer) -> None:
     everything, active = parameters(shape).total, parameters(shape, active=True).total
-    idle = (shape.experts - shape.experts_per_token) * len(shape.expert_layers)
-    bias = (shape.mlp_matrices - 1) * shape.d_expert + shape.d_model if shape.mlp_bias else 0
-    each = shape.mlp_matrices * shape.d_model * shape.d_expert + bias
-    assert everything - active == idle * each
+    if shape.experts is None:
+        assert everything == active
+        return
+    idle = (shape.experts.count - shape.experts.per_token) * len(shape.expert_layers)
+    width = shape.experts.width
+    bias = (shape.mlp_matrices - 1) * width + shape.d_model if shape.mlp_bias else 0
+    assert everything - active == idle * (shape.mlp_matrices * shape.d_model * width + bias)

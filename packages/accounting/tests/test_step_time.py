@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
-from accounting.collective import Collective
 from accounting.hardware import Link
-from accounting.step_time import (
+from accounting.time.collective import Collective
+from accounting.time.step import (
     bucket_overhead_seconds,
     fastest,
     group_link,
@@ -38,7 +38,7 @@ def test_the_bubble_is_that_of_its_paper() -> None:
     def bubble(**plan: object) -> float:
         plan = Plan(pipeline=4, microbatches=16, **plan)
         seconds = step_time(shape, plan, batch=16, seq=1024, hardware=NO_NETWORK)
-        return seconds["bubble"].total / seconds["compute"].total
+        return seconds["bubble"].total / (seconds["compute"].total + seconds["bandwidth"].total)
 
     assert bubble() == pytest.approx(3 / 16)
     assert bubble(schedule="gpipe") == pytest.approx(3 / 16)
@@ -68,9 +68,11 @@ def test_groups_take_the_link_they_span() -> None:
 
 
 def test_curves_run_from_one_device_to_a_hundred_thousand() -> None:
-    weak = scaling_curve(MODEL, hardware="H100", batch=1, seq=512)
+    weak = scaling_curve(MODEL, hardware="H100", batch=1, seq=512, efficiency=0.5)
     assert [point.devices for point in weak] == [1, 10, 100, 1_000, 10_000, 100_000]
-    strong = scaling_curve(MODEL, hardware="H100", batch=100_000, seq=512, mode="strong")
+    strong = scaling_curve(
+        MODEL, hardware="H100", batch=100_000, seq=512, mode="strong", efficiency=0.5
+    )
     assert [p.batch for p in weak] == [p.devices for p in weak]
     for curve in (weak, strong):
         shares = [round(point.efficiency, 9) for point in curve]
@@ -85,7 +87,13 @@ def test_curves_run_from_one_device_to_a_hundred_thousand() -> None:
 def test_without_a_network_scaling_is_perfect() -> None:
     for mode in ("weak", "strong"):
         curve = scaling_curve(
-            MODEL, hardware=NO_NETWORK, batch=1000, seq=64, mode=mode, devices=(1, 10, 1000)
+            MODEL,
+            hardware=NO_NETWORK,
+            batch=1000,
+            seq=64,
+            mode=mode,
+            devices=(1, 10, 1000),
+            efficiency=0.5,
         )
         assert [point.efficiency for point in curve] == pytest.approx([1, 1, 1])
 
@@ -105,15 +113,15 @@ def test_the_best_bucket_beats_twice_and_half_as_many(s: float, w: float, o: flo
 def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:
     def seconds(precision: str, hardware: str = "H100") -> float:
         run = {"batch": 1, "seq": 4096, "hardware": hardware, "precision": precision}
+        run |= {"efficiency": 0.5}
         return step_time(MODEL, Plan(), **run)["compute"].total
 
     peak = H100.peak
     assert seconds("fp32") / seconds("mixed_bf16") == pytest.approx(peak("bf16") / peak("fp32"))
     # Linear layers run in 8 bits, attention does not.
-    eight = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100", precision="deepseek_v3")[
-        "compute"
-    ]
-    sixteen = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100")["compute"]
+    run = {"batch": 1, "seq": 4096, "hardware": "H100", "efficiency": 0.5}
+    eight = step_time(MODEL, Plan(), precision="deepseek_v3", **run)["compute"]
+    sixteen = step_time(MODEL, Plan(), **run)["compute"]
     assert eight["matrices"].total == pytest.approx(sixteen["matrices"].total / 2)
     assert eight["attention"].total == sixteen["attention"].total
     with pytest.raises(ValueError, match="dtype is 'fp8'; A100 lists"):

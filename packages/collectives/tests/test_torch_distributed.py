@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("expecttest", reason="torch's own tests need the wheel expecttest")
 HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src"
 ALL = "not cuda and not nccl"

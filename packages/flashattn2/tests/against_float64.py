@@ -10,7 +10,8 @@ NAMES = ("output", "lse", "dq", "dk", "dv")
 
 
 def textbook(
-    q, k, v, *, is_causal=False, scale=None, window=None, softcap=None, return_lse=False
+    q, k, v, *, is_causal=False, scale=None, window=None, softcap=None, sinks=None,
+    return_lse=False,
 ):  # fmt: skip
     """Plain PyTorch: attention as anyone would write it, matrix product, softmax, matrix product.
 
@@ -23,6 +24,10 @@ def textbook(
         s = softcap * torch.tanh(s / softcap)
     queries, keys = (torch.arange(n, device=q.device) for n in s.shape[-2:])
     hidden = score.hidden(queries, keys, len(keys) - len(queries))
+    if sinks is not None:
+        s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)), -1)
+        hidden = torch.nn.functional.pad(hidden, (0, 1))
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     blind = hidden.all(-1)[:, None]
     s = s.masked_fill(hidden & ~blind, -torch.inf)
     out = (s.softmax(-1) @ v).masked_fill(blind, 0.0)
@@ -62,7 +67,7 @@ def assert_as_good_as_plain(
             tensors = [torch.randn(x.shape, device=device).to(dtype) for x in tensors]
         # Cotangents that the dtype holds exactly, so that all three compute the same thing.
         grads = (
-            torch.randn(tensors[0].shape, device=device).to(dtype),
+            torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=device).to(dtype),
             torch.randn(lse_shape or tensors[0].shape[:-1], device=device),
         )
         exact = results(exactly, tensors, torch.float64, grads, **options)

@@ -8,6 +8,7 @@ attention that are compiled in: left, right (so causal), softcap, packed, splits
 """
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def compile_job(job):
     flags = {
         "D": job["dim"],
         "BLOCK_D": block_d(job),
+        "DV": job["dim"],
+        "BLOCK_DV": block_d(job),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "LEFT": job.get("left", False),
@@ -50,6 +53,8 @@ def compile_job(job):
     constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
     if not constants["PACKED"]:
         constants |= dict.fromkeys(("places", "cu_q", "cu_k"))
+    if "maxima" in kernel.arg_names:
+        constants["maxima"] = None
     if "norm" in kernel.arg_names and not constants["EXACT"]:
         constants["norm"] = None
     signature, attributes = {}, {}
@@ -71,12 +76,40 @@ def compile_job(job):
     ptx = compiled.asm["ptx"]
     return {
         **job,
+        "work": issued_flops(ptx, tile.num_warps) / (loops(constants) * flops_of_a_tile(job, tile)),
+        "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "shared_bytes": compiled.metadata.shared,
         **_resources(compiled.asm["cubin"]),
     }
+
+
+def issued_flops(ptx, num_warps):
+    """FLOPs of all matrix instructions, each once, as all of a program's warps issue them.
+
+    `wgmma` is issued by a warpgroup of four warps, `mma.sync` by each warp.  Where a product has
+    fewer rows than the warps were laid out for, several compute the same: that is work done twice.
+    """
+    of_groups = re.findall(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)", ptx)
+    of_warps = re.findall(r"mma\.sync\S*\.m(\d+)n(\d+)k(\d+)", ptx)
+    return sum(
+        2 * units * math.prod(map(int, shape))
+        for units, shapes in ((num_warps // 4, of_groups), (num_warps, of_warps))
+        for shape in shapes
+    )
+
+
+def flops_of_a_tile(job, tile):
+    """FLOPs that the algorithm needs for one tile of scores: two products, three, four or five."""
+    products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4, "atomic": 5}[job["kernel"]]
+    return products * 2 * tile.block_m * tile.block_n * block_d(job)
+
+
+def loops(flags):
+    """How many times the loop over tiles stands in a kernel: see `flashattn2.kernels.forward`."""
+    return 3 if flags["LEFT"] else 2
 
 
 def block_d(job):

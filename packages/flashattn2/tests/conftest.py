@@ -48,7 +48,7 @@ def interpreter(monkeypatch):
 
     monkeypatch.setattr(of_triton.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(
-        launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), given[4], given[1])
+        launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), "tma" in given[4], given[1])
     )
 
     def use(*, splits=1, tma=True):

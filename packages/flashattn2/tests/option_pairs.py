@@ -17,7 +17,8 @@ OPTIONS = {
     "window": (None, (19, 3), (None, 5), 1, (40, None)),
     "softcap": (None, 2.0),
     "scale": (None, 0.7),
-    "dim": (16, 24, 40),
+    "dim": (16, 24, (40, 24), (16, 48)),
+    "sinks": (False, True),
     "shape": tuple(SHAPES),
     "tma": (True, False),
     "splits": (1, 3),
@@ -48,8 +49,14 @@ def pairwise(options):
     return rows
 
 
+def sinks(asked, shape):
+    """A sink a head, some above every score and some below."""
+    return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if asked else {}
+
+
 def tensors(shape, dim, dtype=torch.float32):
     batch, heads, kv_heads, seq_q, seq_k = SHAPES[shape]
+    dim, v_dim = dim if isinstance(dim, tuple) else (dim, dim)
     q = torch.randn(batch, heads, seq_q, dim)
-    k, v = (torch.randn(batch, kv_heads, seq_k, dim) for _ in "kv")
+    k, v = (torch.randn(batch, kv_heads, seq_k, d) for d in (dim, v_dim))
     return [x.to(dtype) for x in (q, k, v)]

@@ -7,6 +7,14 @@ import itertools
 
 from flashattn2.kernels import configs
 
+# Hopper has tables of its own in half precision.
+ARCHITECTURES = {
+    ("tma", True): (90,),
+    ("tma", False): (90,),
+    ("hopper", True): (90,),
+    ("pointers", True): (80,),
+    ("pointers", False): (90, 80),
+}
 # What a launch compiles in; causal where it does not say otherwise.
 LEFT, SOFTCAP, NOT_CAUSAL = {"left": True}, {"softcap": True}, {"right": False}
 SPLITS, PACKED, NARROW = {"splits": 2}, {"packed": True}, {"narrow": True}
@@ -23,6 +31,7 @@ OPTIONS = (
 # Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}),
+    ("hopper", "half"): (128, 90, PACKED),
     ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
     ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
     ("pointers", "tf32"): (64, 80, PACKED),
@@ -46,6 +55,8 @@ def sample():
     """The same for the head dims and options of `SAMPLE`."""
     for key in configs.TILES:
         block_d, arch, options = SAMPLE[key[:2]]
+        if block_d not in configs.TILES[key]:
+            continue
         tile = serving(key, block_d, options)[-1]
         yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
 
@@ -59,14 +70,14 @@ def can_occur(path, block_d, options):
 
 def serving(key, block_d, options):
     """The tiles for these options; what was planned to be split may end as one part."""
-    burden = options.get("left", 0) + options.get("softcap", 0)
-    burdens = (burden + configs.SPLIT_BURDEN, burden)
+    rich = bool(options.get("left") or options.get("softcap"))
+    kinds = (True, rich)
     if options.get("packed"):
-        burdens = burdens[1:]
+        kinds = (rich,)
     elif options.get("splits"):
-        burdens = burdens[:1]
+        kinds = (True,)
     # In order, each once.
-    tiles = dict.fromkeys(configs.sizes(key, block_d, b) for b in burdens)
+    tiles = dict.fromkeys(configs.sizes(key, block_d, kind) for kind in kinds)
     return [tile for tile in tiles if tile is not None]
 
 
@@ -77,7 +88,7 @@ def jobs(key, block_d, tile, options):
     dim = block_d - 8 if options.pop("narrow", False) else block_d
     # The sums over rows go with dQ: the same tiles, no precision but this.
     kernels = ("sums", "dq") if (kind, kernel) == ("ieee", "dq") else (kernel,)
-    for kernel, arch in itertools.product(kernels, (90,) if path == "tma" else (90, 80)):
+    for kernel, arch in itertools.product(kernels, ARCHITECTURES[path, kind == "half"]):
         yield {
             "kernel": kernel, "tile": tile, "dim": dim, "arch": arch, "tma": path == "tma",
             "kind": kind, "precision": "ieee" if half else kind,

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from flashattn2 import bench, record
+from flashattn2 import bench
+from flashattn2.bench import record
 
 
 @pytest.fixture(scope="module")

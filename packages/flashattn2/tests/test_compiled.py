@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import shipped
-import torch
-from flashattn2.kernels import configs, launch
-from flashattn2.problem import UNBOUNDED, Score
+from flashattn2.kernels import configs
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -48,8 +46,12 @@ def results(request):
     return results
 
 
-def test_no_shipped_tile_spills_registers(results):
-    assert [r for r in results if r["stack_bytes"]] == []
+# Rather these few bytes than a smaller tile whose products are done twice.
+FEW_BYTES = 48
+
+
+def test_no_shipped_tile_spills_more_than_a_few_bytes(results):
+    assert [r for r in results if r["stack_bytes"] > FEW_BYTES] == []
 
 
 def test_every_shipped_tile_fits_in_shared_memory(results):
@@ -69,29 +71,38 @@ def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results)
         assert r["tma_loads"] > 0, r
 
 
-def test_smaller_tiles_stand_in_for_one_that_is_there_each_from_a_higher_burden_on():
-    for key, dims in configs.CROWDED.items():
-        for dim, tiles in dims.items():
-            assert list(tiles) == sorted(tiles)
-            chosen = [configs.TILES[key][dim], *tiles.values()]
-            assert len(set(chosen)) == len(chosen)
-            assert configs.sizes(key, dim, min(tiles) - 1)[:4] == configs.TILES[key][dim]
+def test_hopper_s_half_precision_does_no_product_twice(results):
+    """Every FLOP of the algorithm is issued once, up to head dim 128: see the README for 256."""
+    half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
+    assert half
+    for r in half:
+        assert r["work"] == pytest.approx(1.0, abs=0.02), r
 
 
-def test_what_tma_has_no_tile_for_is_loaded_by_pointers_or_not_split(monkeypatch):
-    heavy = configs.SPLIT_BURDEN + 2
-    tile, tma, _ = configs.choose("atomic", "ieee", 2, 128, True, 227 * 1024, heavy)
-    assert not tma
-    assert tile == configs.Tile(*configs.sizes(("pointers", "half", "atomic"), 128, heavy))
-    assert configs.choose("atomic", "ieee", 2, 256, True, 227 * 1024, heavy) is None
+def test_the_count_of_work_sees_what_is_done_twice():
+    """Eight warps and 64 rows of keys: S and dP by both warpgroups, six products for four."""
+    job = {
+        "kernel": "dkdv", "dim": 128, "arch": 90, "tma": True, "kind": "half",
+        "precision": "ieee", "dtype": "bf16", "tile": [32, 64, 8, 2],
+    }  # fmt: skip
+    (result,) = compiled([job])
+    assert result["work"] == pytest.approx(1.5, abs=0.02)
 
-    hopper = launch.Device("Hopper", 227 * 1024, 132, True)
-    monkeypatch.setattr(launch, "device_of", lambda _: hopper)
-    x = torch.empty(1, 1, 512, 256, dtype=torch.bfloat16)
-    for left, is_split in ((UNBOUNDED, True), (100, False)):
-        score = Score(1.0, left=left)
-        plan = launch.plan("atomic", "ieee", score, x, x, x, packed=False)
-        assert (plan.splits > 1) == is_split
+
+def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
+    hopper = ("tma", "hopper", "pointers")
+    for kernel, rich, tma in (
+        ("dkdv", False, True),
+        ("dkdv", True, False),
+        ("atomic", True, False),
+    ):
+        tile, by_tma, _ = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
+        assert by_tma == tma
+        path = "tma" if tma else "hopper"
+        assert tile == configs.Tile(*configs.sizes((path, "half", kernel), 128, rich))
+    for key, dims in configs.RICH.items():
+        for dim, tile in dims.items():
+            assert tile != configs.TILES[key][dim]
 
 
 def test_a_smaller_shared_memory_prunes_stages_then_rows():

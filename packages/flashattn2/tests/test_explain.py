@@ -72,7 +72,7 @@ def test_precision_follows_torch_s_own_switch():
     from flashattn2.problem import Score
 
     def chosen():
-        return choose(q(), q(), Score(1.0)).method.precision
+        return choose(q(), q(), q(), Score(1.0)).method.precision
 
     assert chosen() == "ieee"
     torch.set_float32_matmul_precision("high")
@@ -112,9 +112,9 @@ def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monk
     x = q(dim=32, dtype=torch.bfloat16)
     plain = configs.TILES["tma", "half", "dkdv"][32]
     for options, sizes in (
-        ({"window": 3}, plain),
-        ({"softcap": 2.0, "window": (None, 3)}, plain),
-        ({"softcap": 2.0, "window": 3}, configs.CROWDED["tma", "half", "dkdv"][32][2]),
+        ({}, plain),
+        ({"window": (None, 3)}, plain),
+        ({"softcap": 2.0, "window": 3}, configs.RICH["tma", "half", "dkdv"][32]),
     ):
         block_m, block_n, *_ = sizes
         tile = explain(x, x, x, backend="triton", **options).tiles[1]
@@ -130,6 +130,6 @@ def test_so_do_splits(monkeypatch):
     # Two heads of 32 tiles of keys, and 132 processors.
     x = q(dim=32, dtype=torch.bfloat16, seq=4096)
     tile = explain(x, x, x, backend="triton").tiles[1]
-    block_m, block_n, *_ = configs.CROWDED["tma", "half", "dkdv"][32][configs.SPLIT_BURDEN]
+    block_m, block_n, *_ = configs.RICH["tma", "half", "dkdv"][32]
     assert f"dkdv: {block_m} queries by {block_n} keys" in tile
     assert "2 splits" in tile

@@ -3,6 +3,7 @@
 import inspect
 from typing import Literal, get_overloads
 
+import flashattn2.attention as attention
 import pytest
 import torch
 from flashattn2 import (
@@ -47,6 +48,37 @@ def test_wrong_tensors_and_options(function, change, message):
     arguments = {"q": Q, "k": KV, "v": KV, **change}
     with pytest.raises(ValueError, match=message):
         function(**arguments)
+
+
+def test_a_signature_that_was_checked_once_vouches_for_no_other():
+    flash_attention(Q, KV, KV, window=1, scale=1.0)
+    flash_attention(Q, KV, KV, window=1, scale=1.0)
+    for wrong, error in (
+        ({"window": 1.5}, ValueError),
+        ({"window": True}, ValueError),
+        ({"scale": True, "softcap": "1"}, TypeError),
+        ({"v": KV[:, :, :7]}, ValueError),
+        ({"v": KV.half()}, ValueError),
+        ({"k": None}, TypeError),
+        ({"backend": "cuda"}, ValueError),
+        ({"sinks": torch.zeros(3)}, ValueError),
+    ):
+        for _ in range(2):
+            with pytest.raises(error):
+                flash_attention(**{"q": Q, "k": KV, "v": KV, "window": 1, "scale": 1.0, **wrong})
+
+
+def test_what_torch_s_precision_asks_for_is_asked_anew():
+    seen = []
+    attention.PLANS.clear()
+    try:
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            flash_attention(Q, KV, KV)
+            seen.append([method.precision for _, method in attention.PLANS.values()])
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [["ieee"], ["ieee", "tf32"]]
 
 
 NO_TENSORS = (None, [[1.0]], Q.numpy(), 3.0)
@@ -158,5 +190,5 @@ def test_the_type_of_the_result_follows_return_lse(function):
     assert {s.parameters["return_lse"].annotation: s.return_annotation for s in signatures} == {
         Literal[False]: torch.Tensor,
         Literal[True]: pair,
-        bool: torch.Tensor | pair,
+        bool: torch.Tensor | tuple[torch.Tensor, ...],
     }

@@ -124,7 +124,7 @@ def test_tf32_precisions_are_as_good_as_their_bits(precision, bits):
 
 
 def test_memory_grows_with_the_sequence():
-    from flashattn2.measure import peak_extra_bytes
+    from flashattn2.bench.measure import peak_extra_bytes
 
     def extra(seq):
         q, k, v = (x.requires_grad_() for x in tensors(64, seq, seq))

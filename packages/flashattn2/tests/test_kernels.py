@@ -5,7 +5,7 @@ import torch
 from against_float64 import assert_as_good_as_plain
 from flashattn2 import FlashAttentionTriton, attention_reference, flash_attention
 from flashattn2.kernels import launch
-from option_pairs import OPTIONS, pairwise, tensors
+from option_pairs import OPTIONS, pairwise, sinks, tensors
 
 
 def triton(deterministic=True):
@@ -17,6 +17,7 @@ def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     case = dict(case)
     interpreter(splits=case.pop("splits"), tma=case.pop("tma"))
     run = triton(case.pop("deterministic"))
+    case |= sinks(case.pop("sinks"), case["shape"])
     assert_as_good_as_plain(run, tensors(case.pop("shape"), case.pop("dim")), **case)
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention
-from flashattn2.measure import peak_extra_bytes
+from flashattn2.bench.measure import peak_extra_bytes
 from torch.autograd import forward_ad
 
 pytestmark = pytest.mark.filterwarnings(

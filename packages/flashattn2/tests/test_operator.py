@@ -27,10 +27,10 @@ def tensors(layout="heads first", requires_grad=False):
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])
 def test_opcheck(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
-    method = (backend, "ieee", True)
+    method = (backend, "ieee", True, 0, False)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
     q, k, v = (x.detach() for x in (q, k, v))
-    out, lse = forward_op(q, k, v, None, None, *SCALARS, *method)
+    out, lse, _ = forward_op(q, k, v, None, None, *SCALARS, *method)
     for grad_lse in (None, torch.randn_like(lse)):
         arguments = (q, k, v, out, lse, torch.randn_like(out), grad_lse, None, None)
         torch.library.opcheck(backward_op, (*arguments, *SCALARS, *method))
@@ -39,7 +39,7 @@ def test_opcheck(interpreter, backend, layout):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck_of_packed_sequences(interpreter, backend):
     q, k, v = (x[:1].detach().requires_grad_() for x in tensors())
-    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True)
+    arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True, 0, False)
     torch.library.opcheck(forward_op, arguments)
 
 

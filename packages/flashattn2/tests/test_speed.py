@@ -40,6 +40,22 @@ def test_tiled_takes_a_third_of_plain_attention_s_time_at_4096():
     assert median_ratio(tiled, passes(attention_reference, 4096), 5) <= 1 / 3
 
 
+def test_the_python_around_a_small_call_takes_at_most_sixty_microseconds_of_the_processor():
+    q, k, v = (torch.randn(1, 1, 2, 16) for _ in "qkv")
+
+    def microseconds(function):
+        start = time.process_time_ns()
+        function(q, k, v, is_causal=True)
+        return (time.process_time_ns() - start) / 1e3
+
+    microseconds(flash_attention)
+    ours, sdpa = (
+        statistics.median(microseconds(f) for _ in range(500))
+        for f in (flash_attention, F.scaled_dot_product_attention)
+    )
+    assert ours - sdpa <= 60
+
+
 def test_auto_on_a_cpu_takes_sdpa_s_time():
     ours = passes(flash_attention, 2048)
     sdpa = passes(F.scaled_dot_product_attention, 2048)

@@ -7,7 +7,7 @@ from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
 from flashattn2.problem import Score
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from option_pairs import OPTIONS, pairwise, tensors
+from option_pairs import OPTIONS, pairwise, sinks, tensors
 
 
 @pytest.fixture
@@ -58,6 +58,7 @@ TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma", 
 @pytest.mark.parametrize("case", pairwise(TILED_OPTIONS), ids=str)
 def test_every_pair_of_options_is_as_good_as_plain(case):
     case = dict(case)
+    case |= sinks(case.pop("sinks"), case["shape"])
     shape = tensors(case.pop("shape"), case.pop("dim"))
     assert_as_good_as_plain(run("torch"), shape, draws=9, **case)
 
@@ -103,7 +104,7 @@ def test_the_paper_s_function_saves_one_tensor_a_row():
 def test_the_tiled_backward_compiles_to_the_same_gradients():
     q, k, v = (torch.randn(1, 1, 16, 4) for _ in "qkv")
     score = Score(0.5, right=0)
-    out, lse = tiled.forward(q, k, v, score)
+    out, lse, _ = tiled.forward(q, k, v, score)
     arguments = (q, k, v, out, lse, torch.randn_like(out), None, score)
     compiled = torch.compile(tiled.backward, fullgraph=True)
     for ours, theirs in zip(compiled(*arguments), tiled.backward(*arguments), strict=True):

@@ -1,140 +1,370 @@
-"""Every audit check passes on an honest record and fails on one that was tampered with."""
+"""Every check of plan and train passes on an honest record and fails on a tampered one."""
 
 import copy
+import hashlib
 
 import pytest
-from llmsys_suite.audit import audit
-from llmsys_suite.config import RunConfig
-from llmsys_suite.samples import summarize
+from llmsys_suite.audit import training
+from llmsys_suite.audit.check import Check, closest, furthest, none, within
+from llmsys_suite.audit.records import check_again
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.samples import PEER, SINGLE, summarize, utilisation
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
+NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
 PLAN = {
     "parameters": 100,
-    "actual_parameters": 100,
     "step_flops_full": 600,
     "step_flops_causal": 500,
-    "counted_flops": 600,
     "gradient_bytes": 400,
+    "ddp_wire_bytes_per_rank": 400,
     "training_peak_bytes": 1000,
+    "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
     "measured_peak_bytes": 1040,
     "peak": 1e6,
 }
+BATCHES = [
+    [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
+]
 
 
-def honest():
-    samples = []
-    for variant, ranks in (("single process", 1), ("ddp flat", 2)):
-        for step in range(4):
+def honest_samples():
+    samples, clock = [], 1000.0
+    for step in range(4):
+        for variant in NAMES:
+            ranks = 1 if variant == SINGLE else 2
             for rank in range(ranks):
                 row = {
-                    "stage": "train",
-                    "variant": variant,
-                    "step": step,
-                    "warmup": step < 1,
+                    "stage": "train", "variant": variant, "step": step, "warmup": step < 1,
                     "rank": rank,
-                }
+                }  # fmt: skip
                 parts = {"forward": 0.03, "backward": 0.05 + 0.01 * rank, "optimizer": 0.02}
-                samples += [row | {"phase": k, "seconds": s} for k, s in parts.items()]
+                seconds = sum(parts.values()) + 0.001
+                samples += [
+                    row | {"phase": k, "seconds": s, "core_s": 0.9 * s} for k, s in parts.items()
+                ]
+                share = 8 // ranks
                 samples.append(
                     row
                     | {
                         "phase": "step",
-                        "seconds": sum(parts.values()) + 0.001,
+                        "seconds": seconds,
                         "tokens": 8 * 16 // ranks,
                         "loss": 5.0 - step + 0.1 * (2 * rank - 1) * (ranks - 1),
+                        "began": clock,
+                        "ended": clock + seconds,
+                        "core_s": 0.9 * seconds,
+                        "yardstick_s": 0.001,
+                        "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
                 )
+            clock += 0.2
     return samples
 
 
-def checks(config=CONFIG, plan=PLAN, samples=None, change=lambda train: None):
-    train = summarize(honest()) | {"gradient_bytes": {"ddp flat": 400.0}}
-    change(train)
-    return audit(config, plan, train, honest() if samples is None else samples)
+def probed(ranks, wire=400):
+    return {
+        "gradients": [[6e-7, "q: norm 1 beside 1"]] * ranks,
+        "weights": [[6e-7, "q: norm 1 beside 1"]] * ranks,
+        "loss": [5.5] * ranks,
+        "received": [wire] * ranks,
+        "planned_wire": [[wire, wire]] * ranks,
+    }
 
 
-def failed(found):
-    return [check.name for check in found if not check.passed]
+def honest():
+    """(plan, train, samples, evidence) of a run with nothing wrong."""
+    samples = honest_samples()
+    train = summarize(samples) | {
+        "gradient_bytes": {"ddp flat": 400.0},
+        "final_weights": {
+            n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES
+        },
+    }
+    for row in train["rows"]:
+        row["mfu"] = utilisation(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+    evidence = {
+        "probe": {
+            "exact_loss": 5.5,
+            "replayed_losses": [5.0, 4.0, 3.0],
+            "variants": {
+                n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
+            },
+        },
+        "text": {"row_digests": BATCHES, "distinct": True},
+        "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
+        "matmul_flops_per_second": 1.1e6,
+        "step_yardsticks": 95.0,
+        "kept_bytes": 1200,
+        "one_host": True,
+        "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
+        "sockets_count": True,
+    }
+    return copy.deepcopy((PLAN, train, samples, evidence))
 
 
-def test_an_honest_record_passes_every_check():
-    found = checks()
-    assert failed(found) == []
-    assert len(found) == 16
+def red(plan, train, samples, evidence):
+    return [c.name for c in training.checks(CONFIG, plan, train, samples, evidence) if not c.passed]
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("actual_parameters", "predicted parameters = the model's"),
-        ("counted_flops", "analytic FLOPs = counted FLOPs"),
-    ],
-)
-def test_a_wrong_prediction_fails(key, name):
-    assert failed(checks(plan=PLAN | {key: PLAN[key] + 1})) == [name]
-
-
-def test_a_peak_beyond_its_tolerance_fails():
-    names = failed(checks(plan=PLAN | {"measured_peak_bytes": 1110}))
-    assert names == ["predicted peak memory = a real step's"]
-
-
-def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
-    samples = copy.deepcopy(honest())
-    late = next(s for s in samples if s["phase"] == "step" and not s["warmup"])
-    late["seconds"] *= 3
-    assert not any("phases" in name for name in failed(checks(samples=samples)))
-
-
-def test_bytes_that_were_not_handed_over_fail():
-    found = checks(change=lambda train: train["gradient_bytes"].update({"ddp flat": 396.0}))
-    assert failed(found) == ["ddp flat: predicted gradient bytes = bytes handed to the collective"]
-
-
-def test_a_missing_rank_fails_and_so_do_its_tokens():
-    samples = [s for s in honest() if not (s["rank"] == 1 and s["step"] == 2)]
-    names = failed(checks(samples=samples))
-    assert "ddp flat: no rank's samples are missing" in names
-    assert "ddp flat: tokens = steps x global batch" in names
-
-
-def test_a_step_time_that_is_not_the_slowest_ranks_fails():
-    def flatter(train):
-        train["rows"][1]["step_ms"] *= 0.9
-
-    assert failed(checks(change=flatter)) == ["ddp flat: step time = the slowest rank's"]
-
-
-def test_time_outside_the_phases_fails():
-    samples = [s for s in honest() if s["phase"] != "optimizer"]
-    assert failed(checks(samples=samples)) == [
-        "single process: phases sum to the step",
-        "ddp flat: phases sum to the step",
+def steps(samples, variant, *, rank=None):
+    return [
+        s
+        for s in samples
+        if s["variant"] == variant and s["phase"] == "step" and rank in (None, s["rank"])
     ]
 
 
-def test_a_utilisation_above_the_peak_fails():
-    names = failed(checks(plan=PLAN | {"peak": 4000.0}))
-    assert names == ["single process: MFU in % of the measured peak"]
+def test_an_honest_record_passes_every_check_and_each_names_two_sources():
+    found = list(training.checks(CONFIG, *honest()))
+    assert [str(check) for check in found if not check.passed] == []
+    assert len({check.name for check in found}) == len(found) > 40
+    assert all(check.source and check.against and check.source != check.against for check in found)
 
 
-def test_a_loss_that_departs_from_one_process_fails():
-    samples = copy.deepcopy(honest())
-    for sample in samples:
-        if sample["variant"] == "ddp flat" and sample["step"] == 3 and "loss" in sample:
-            sample["loss"] += 0.05
-    assert failed(checks(samples=samples)) == ["ddp flat: every loss = one process's"]
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("parameters", 101, "parameters"),
+        ("step_flops_full", 601, "FLOPs a step, full attention"),
+        ("step_flops_causal", 501, "FLOPs a step, causal"),
+        ("training_peak_bytes", 900, "peak memory of a step"),
+        ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
+        ("gradient_bytes", 1200, "gradient bytes"),
+        ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes a rank"),
+        ("peak", 2.2e6, "rate of a matrix product, FLOP/s"),
+    ],
+)
+def test_a_wrong_prediction_fails(key, value, name):
+    plan, *rest = honest()
+    assert name in red(plan | {key: value}, *rest)
 
 
-def test_a_loss_that_is_nan_fails():
-    samples = copy.deepcopy(honest())
-    samples[-1]["loss"] = float("nan")
-    assert "ddp flat: every loss = one process's" in failed(checks(samples=samples))
+def tampered(change):
+    plan, train, samples, evidence = honest()
+    change(train, samples, evidence)
+    return red(plan, train, samples, evidence)
+
+
+def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
+    plan, train, samples, evidence = honest()
+    where = "blocks.0.attention.q.weight: norm 0.25 beside 0.125"
+    evidence["probe"]["variants"]["ddp flat"]["gradients"][1] = [1.0, where]
+    (check,) = (c for c in training.checks(CONFIG, plan, train, samples, evidence) if not c.passed)
+    assert "ddp flat: averaged gradients" in str(check)
+    assert f"rank 1 {where}" in str(check)
+
+
+@pytest.mark.parametrize("distance", [1e-5, float("nan"), float("inf")])
+def test_weights_that_a_probe_moved_wrongly_fail(distance):
+    def change(train, samples, evidence):
+        evidence["probe"]["variants"]["parameter server"]["weights"][0] = [distance, "q"]
+
+    assert tampered(change) == ["parameter server: what SGD moved"]
+
+
+def test_ranks_whose_weights_differ_in_a_bit_fail():
+    def change(train, samples, evidence):
+        train["final_weights"]["ddp flat"]["differ"].append("rank 1 norm.weight")
+
+    assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
+
+
+def test_a_rank_without_weights_fails():
+    def change(train, samples, evidence):
+        train["final_weights"]["ddp flat"]["ranks"] = 1
+
+    assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
+
+
+def test_training_that_went_elsewhere_fails():
+    def change(train, samples, evidence):
+        train["final_weights"][PEER]["from_one_process"] = [0.04, "q"]
+
+    assert tampered(change) == [f"{PEER}: what training moved"]
+
+
+def test_rows_that_are_not_the_samplers_fail():
+    def change(train, samples, evidence):
+        steps(samples, "ddp flat", rank=1)[2]["row_digests"][0] = "000000000000"
+
+    assert tampered(change) == ["ranks' rows are the global batch"]
+
+
+def test_a_batch_that_comes_twice_fails():
+    def change(train, samples, evidence):
+        rows = steps(samples, SINGLE)
+        rows[1]["row_digests"] = rows[0]["row_digests"]
+
+    assert tampered(change) == ["ranks' rows are the global batch", "no batch twice"]
+
+
+def test_a_missing_rank_fails_and_so_do_its_tokens():
+    def change(train, samples, evidence):
+        samples.remove(steps(samples, "ddp flat", rank=1)[2])
+
+    assert {"every step of every rank", "tokens"} <= set(tampered(change))
+
+
+def test_a_warm_up_step_that_is_counted_fails():
+    def change(train, samples, evidence):
+        steps(samples, "ddp flat", rank=1)[0]["warmup"] = False
+
+    assert "every step of every rank" in tampered(change)
+
+
+def test_a_rank_that_reports_half_its_time_fails():
+    def change(train, samples, evidence):
+        for sample in steps(samples, "ddp flat", rank=1):
+            sample["seconds"] /= 2
+
+    assert "time of a step" in tampered(change)
+
+
+def test_a_step_time_that_is_not_the_slowest_ranks_fails():
+    def change(train, samples, evidence):
+        train["rows"][2]["step_ms"] *= 0.9
+
+    assert {"reported step time", "utilisation"} >= set(tampered(change)) >= {"reported step time"}
+
+
+def test_a_ratio_upside_down_fails():
+    def change(train, samples, evidence):
+        train["rows"][0]["ratio_p50"] = 1 / train["rows"][0]["ratio_p50"]
+
+    assert tampered(change) == ["reported ratio to the peer"]
+
+
+def test_a_step_that_ends_before_another_rank_begins_it_fails_but_at_the_server():
+    def too_early(variant):
+        def change(train, samples, evidence):
+            for s in steps(samples, variant, rank=0):
+                s["began"], s["ended"] = s["began"] - 1, s["ended"] - 1
+
+        return change
+
+    name = "no rank ends a step before all have begun it"
+    assert tampered(too_early("ddp flat")) == [name]
+    assert tampered(too_early("parameter server")) == []
+
+
+def test_a_phase_that_is_not_recorded_fails():
+    def change(train, samples, evidence):
+        samples[:] = [s for s in samples if s["phase"] != "optimizer"]
+
+    assert tampered(change) == ["work in the phases of a step"]
+
+
+def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
+    def change(train, samples, evidence):
+        late = steps(samples, "ddp flat", rank=0)[1]
+        late["seconds"] *= 3
+        late["ended"] = late["began"] + late["seconds"]
+
+    def longer(train, samples, evidence):
+        next(s for s in samples if s["phase"] == "forward" and not s["warmup"])["seconds"] *= 3
+
+    assert tampered(longer) == ["time in the phases of a step"]
+    assert not any("phases" in name for name in tampered(change))
+
+
+def test_a_stage_whose_clock_is_not_the_launchers_fails():
+    def change(train, samples, evidence):
+        evidence["stage_clocks"][1][2] = 2.5
+
+    assert tampered(change) == ["time of a stage"]
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
+    def change(train, samples, evidence):
+        evidence["step_yardsticks"] *= factor
+
+    assert tampered(change) == ["time of one process's step, in yardsticks"]
+
+
+def test_a_doubled_utilisation_fails():
+    def change(train, samples, evidence):
+        train["rows"][1]["mfu"] *= 2
+
+    assert tampered(change) == ["utilisation"]
+
+
+def test_a_thread_busier_than_the_step_is_long_fails():
+    def change(train, samples, evidence):
+        for sample in steps(samples, SINGLE):
+            sample["core_s"] = 0.2
+
+    assert "a thread's time is within the step's" in tampered(change)
+
+
+@pytest.mark.parametrize("nbytes", [1200.0, 396.0])
+def test_bytes_that_were_not_handed_over_fail(nbytes):
+    def change(train, samples, evidence):
+        train["gradient_bytes"]["ddp flat"] = nbytes
+
+    assert tampered(change) == ["gradient bytes handed over"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 200, 1200])
+def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
+    def change(train, samples, evidence):
+        evidence["probe"]["variants"]["ddp flat"]["received"][1] = nbytes
+
+    assert tampered(change) == ["ddp flat: bytes received, rank 1"]
+
+
+@pytest.mark.parametrize("loss", [5.01, float("nan")])
+def test_a_loss_that_departs_fails(loss):
+    def change(train, samples, evidence):
+        steps(samples, "ddp flat", rank=0)[1]["loss"] = loss
+
+    assert {"first losses", "all losses"} <= set(tampered(change))
 
 
 def test_a_loss_that_does_not_fall_fails():
-    samples = copy.deepcopy(honest())
-    for sample in samples:
-        if "loss" in sample:
-            sample["loss"] = 5.0 + sample["step"]
-    assert failed(checks(samples=samples)) == ["the loss falls: last over first"]
+    def change(train, samples, evidence):
+        for sample in samples:
+            if "loss" in sample:
+                sample["loss"] = 5.0 + sample["step"]
+
+    assert "the loss falls" in tampered(change)
+
+
+def test_a_check_with_nothing_recorded_is_red():
+    assert not furthest("a", "b", "c", [], 1.0).passed
+    assert not closest("a", "b", "c", [], 1.0).passed
+    assert not within("a", "b", "c", 1.0, float("nan"), 2.0).passed
+    assert not none("a", "b", "c", ["x"]).passed
+    assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
+
+
+def finished(path, change=lambda samples: None):
+    plan, train, samples, evidence = honest()
+    folder = RunFolder.create(RunConfig(**{**vars(CONFIG), "out": path}), {})
+    change(samples)
+    folder.append_samples(samples)
+    folder.add_stage("plan", plan)
+    folder.add_stage("train", train)
+    folder.write_json("evidence.json", evidence)
+    checks = training.checks(CONFIG, *honest())
+    folder.write_json("checks.json", [check.to_json() for check in checks])
+    folder.add_stage("audit", {"checks": 0, "failed": []})
+    folder.finish()
+    return folder
+
+
+def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
+    def wrong(samples):
+        steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
+
+    assert all(check.passed for check in check_again(finished(tmp_path / "a")))
+    red = [c.name for c in check_again(finished(tmp_path / "b", wrong)) if not c.passed]
+    assert {"first losses", "all losses"} <= set(red)
+
+
+def test_a_run_without_an_audit_says_so(tmp_path):
+    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    with pytest.raises(UsageError, match="was not audited"):
+        check_again(folder)

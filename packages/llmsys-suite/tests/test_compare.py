@@ -1,48 +1,148 @@
 """Two runs are told apart only where their samples can tell them apart."""
 
-import random
+import json
+import re
 
+import numpy as np
 import pytest
-from llmsys_suite.compare import compare_runs, too_slow
+from llmsys_suite.compare import (
+    compare_ratios,
+    compare_runs,
+    differences,
+    round_ratios,
+    too_slow,
+    warnings,
+)
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.samples import PEER, SINGLE
 
-ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": []}
+ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
+OURS = ("ddp flat", "zero 1", "fsdp")
 
 
-def make_run(path, *, scale=1.0, seed=0, environment=ENVIRONMENT, finish=True, **config):
-    folder = RunFolder.create(RunConfig(out=path, **config), environment)
-    generator = random.Random(seed)
-    folder.append_samples(
-        {
-            "stage": "train",
-            "variant": "ddp flat",
-            "phase": "step",
-            "step": step,
-            "rank": 0,
-            "warmup": False,
-            "seconds": scale * generator.uniform(0.9, 1.1),
-        }
-        for step in range(30)
-    )
+def make_run(
+    path, *, scale=1.0, load=1.0, seed=0, rounds=30, noise=0.02, queued=0.0,
+    environment=ENVIRONMENT, finish=True, loss=3.0, **config,
+):  # fmt: skip
+    """A run whose seconds are slow or fast together, each with a noise of its own."""
+    folder = RunFolder.create(RunConfig(out=path, steps=rounds, **config), environment)
+    random = np.random.default_rng(seed)
+    rows = []
+    for step in range(rounds):
+        # The machine's own mood: all that runs in this round feels it.
+        mood = load * np.exp(random.normal(0, 0.3))
+        for name in (SINGLE, PEER, *OURS):
+            for rank in range(1 if name == SINGLE else 2):
+                slower = scale if name == "ddp flat" else 1.0
+                rows.append(
+                    {
+                        "stage": "train", "variant": name, "phase": "step", "step": step,
+                        "rank": rank, "warmup": False, "loss": loss - 0.01 * step,
+                        "seconds": 0.1 * mood * slower * np.exp(random.normal(0, noise)),
+                        "queued_s": 0.1 * mood * queued,
+                    }
+                )  # fmt: skip
+    folder.append_samples(rows)
+    folder.add_stage("train", {"rows": []})
+    folder.add_stage("plan", {"parameters": 7, "peak": 1e9 * load, "measured_peak_bytes": seed})
     if finish:
         folder.finish()
     return folder
 
 
-def test_the_same_speed_is_not_distinguishable(tmp_path):
-    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1))
-    assert [row.verdict for row in rows] == ["not distinguishable"]
+def verdicts(rows):
+    return {row.variant: row.verdict for row in rows}
+
+
+def test_the_same_code_under_three_times_the_load_cannot_be_told_apart(tmp_path):
+    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=1))
+    assert set(verdicts(rows).values()) == {"cannot tell"}
     assert not too_slow(rows, 0.0)
 
 
+def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
+    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1))
+    assert {row.variant for row in rows} == {SINGLE, *OURS}
+
+
 @pytest.mark.parametrize(("scale", "verdict"), [(1.5, "slower"), (0.7, "faster")])
-def test_a_difference_beyond_the_noise_is_found(tmp_path, scale, verdict):
+def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
+    tmp_path, scale, verdict
+):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=scale, seed=1)
-    (row,) = compare_runs(before, after)
-    assert row.verdict == verdict
-    assert row.low < scale < row.high or abs(row.ratio - scale) < 0.1
-    assert too_slow([row], 5.0) == (verdict == "slower")
+    rows = compare_runs(before, after)
+    found = verdicts(rows)
+    assert found.pop("ddp flat") == verdict
+    assert set(found.values()) == {"cannot tell"}
+    row = next(row for row in rows if row.variant == "ddp flat")
+    assert row.low < scale < row.high
+    assert too_slow(rows, 5.0) == (verdict == "slower")
+
+
+def ratios(rounds, seed, *, scale=1.0, noise=0.08):
+    """Logs of ratios of twelve variants, whose noise outlasts a round a little."""
+    random = np.random.default_rng(seed)
+    fresh = random.normal(0, noise, (12, rounds + 1))
+    logs = (fresh[:, 1:] + 0.3 * fresh[:, :-1]) / 1.3
+    logs[0] += np.log(scale)
+    return {str(i): (row, 0) for i, row in enumerate(logs)}
+
+
+def pairs(rounds, *, scale=1.0):
+    return [
+        compare_ratios(ratios(rounds, 2 * pair), ratios(rounds, 2 * pair + 1, scale=scale))
+        for pair in range(100)
+    ]
+
+
+@pytest.mark.parametrize("rounds", [10, 20, 60])
+def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds):
+    same = [all(row.verdict == "cannot tell" for row in rows) for rows in pairs(rounds)]
+    assert sum(same) >= 95
+
+
+def test_of_a_hundred_true_differences_of_the_asked_size_ninety_are_found():
+    # As many rounds as compare itself asks for, beginning with a run of forty.
+    needed = [
+        float(re.search(r"5% needs about --steps (\d+)", str(rows[0]))[1]) for rows in pairs(40)
+    ]
+    rounds = int(np.median(needed))
+    assert 100 < rounds < 1000
+    rows = [rows[0] for rows in pairs(rounds, scale=1.05)]
+    assert sum(row.verdict == "slower" for row in rows) >= 90
+    rows = [rows[0] for rows in pairs(rounds, scale=1 / 1.05)]
+    assert sum(row.verdict == "faster" for row in rows) >= 90
+
+
+def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
+    rows = compare_runs(
+        make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)
+    )
+    assert set(verdicts(rows).values()) == {"cannot tell"}
+    assert all("other programs had the cores in 30 of 30 rounds" in str(row) for row in rows)
+
+
+def test_a_ratio_is_of_one_round_and_one_rank():
+    def sample(variant, rank, step, seconds, warmup=False):
+        return {
+            "stage": "train", "variant": variant, "phase": "step", "step": step, "rank": rank,
+            "warmup": warmup, "seconds": seconds,
+        }  # fmt: skip
+
+    logs, disturbed = round_ratios(
+        [
+            sample(PEER, 0, 0, 1.0),
+            sample(PEER, 1, 0, 2.0),
+            sample(PEER, 0, 1, 4.0),
+            sample("fsdp", 0, 0, 2.0),
+            sample("fsdp", 1, 0, 2.0),
+            sample("fsdp", 0, 1, 4.0),
+            sample("fsdp", 0, 9, 100.0, warmup=True),
+        ]
+    )["fsdp"]
+    np.testing.assert_allclose(np.exp(logs), [2**0.5, 1.0])
+    assert disturbed == 0
 
 
 @pytest.mark.parametrize(
@@ -56,3 +156,48 @@ def test_a_difference_beyond_the_noise_is_found(tmp_path, scale, verdict):
 def test_runs_that_do_not_compare_are_refused(tmp_path, difference, complaint):
     with pytest.raises(UsageError, match=complaint):
         compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference))
+
+
+def test_an_edited_run_is_refused(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    lines = (b.path / "samples.jsonl").read_text().splitlines()
+    (b.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(UsageError, match="was changed since its run wrote it"):
+        compare_runs(a, b)
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ({"environment": ENVIRONMENT | {"cpu_flags": ["avx2", "fma", "amx_int8"]}}, "amx_int8"),
+        ({"environment": ENVIRONMENT | {"torch": "3.0"}}, "torch"),
+        ({"environment": ENVIRONMENT | {"text": "another"}}, "text"),
+        ({"learning_rate": 1.0}, "learning_rate"),
+    ],
+)
+def test_what_times_may_depend_on_is_warned_of(tmp_path, difference, named):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference)
+    (warning,) = warnings(a, b)
+    assert named in warning
+    assert warnings(a, a) == []
+
+
+def test_equal_runs_have_no_differences_whatever_their_times(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=5)
+    assert list(differences(a, b)) == []
+
+
+def test_other_losses_counts_and_lengths_are_differences(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", loss=3.1, rounds=29)
+    found = " ".join(differences(a, b))
+    assert "ddp flat, loss of step 0: 3 and 3.1" in found
+    assert "steps: 30 and 29" in found
+    b.add_stage("plan", {"parameters": 8})
+    b.finish()
+    assert "plan.parameters: 7 and 8" in " ".join(differences(a, b))
+
+
+def test_losses_that_are_not_numbers_are_never_equal(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", loss=float("nan"))
+    assert any("loss of step 0" in line for line in differences(a, b))
+    assert json.loads((a.path / "manifest.json").read_text())["format"] == 2

@@ -1,9 +1,13 @@
 """What a run is asked for is refused, in one line, where it cannot be done."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from llmsys_suite.config import STAGES, UsageError, resolve, with_dependencies
-from llmsys_suite.start import execute
+from llmsys_suite.config import STAGES, UsageError, percentage, resolve, with_dependencies
+from llmsys_suite.stages.plan import predict
+from llmsys_suite.start import _require_writable, execute
+from llmsys_suite.text import read_text, require_text
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
@@ -68,9 +72,56 @@ def test_a_size_that_cannot_fit_is_known_before_anything_is_allocated(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_world_larger_than_the_data_allows(tmp_path):
-    (tmp_path / "short").write_bytes(b"to be or not to be " * 200)
-    config = resolve([], preset="cpu", world=64, data=tmp_path / "short", out=tmp_path / "run")
-    with pytest.raises(UsageError, match="training bytes"):
+@pytest.mark.parametrize("text", [b"to be or not to be " * 3, b"x" * 200])
+def test_text_that_holds_no_row_is_refused(tmp_path, text):
+    (tmp_path / "short").write_bytes(text)
+    config = resolve([], preset="cpu", data=tmp_path / "short", out=tmp_path / "run")
+    with pytest.raises(UsageError, match="give more text with --data"):
         execute(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_shorter_than_the_run_is_read_more_than_once(tmp_path):
+    (tmp_path / "short").write_bytes(b"to be or not to be, that is the question " * 300)
+    config = resolve([], preset="cpu", world=2, steps=1000, data=tmp_path / "short")
+    text = read_text(config.data)
+    assert len(text.train) < config.rows * config.context * config.steps
+    require_text(text, context=config.context)
+
+
+@pytest.mark.parametrize("world", [1, 8, 16, 64])
+def test_the_gpu_preset_fits_eighty_gigabytes_at_any_world_size(monkeypatch, world):
+    monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: world)
+    config = resolve([], preset="gpu")
+    assert config.world == world
+    assert predict(config)["host_peak_bytes"] < 79e9
+    assert config.rows % config.parts == config.rows % world == 0
+    # Two nodes of eight read more than the standard library holds: more than once, then.
+    require_text(read_text(), context=config.context)
+
+
+@pytest.mark.parametrize("out", ["/proc/llmsys/run", "/dev/null/run", "file/run", "n" * 300])
+def test_an_out_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot be written \(.*--out"):
+        execute(resolve(["plan"], preset="cpu", out=Path(out)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_trying_to_write_leaves_nothing_behind(tmp_path):
+    _require_writable(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("5%", 0.05), ("5", 0.05), ("0.05", 0.05), ("12.5%", 0.125)]
+)
+def test_percentages_are_read_as_people_write_them(text, value):
+    assert percentage(text, "--resolve") == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["five", "0%", "-3%", "100%", ""])
+def test_what_is_no_percentage_is_refused(text):
+    with pytest.raises(UsageError, match="--resolve"):
+        percentage(text, "--resolve")

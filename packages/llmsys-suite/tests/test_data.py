@@ -4,7 +4,7 @@ import pytest
 import torch
 from llmsys_suite.config import UsageError
 from llmsys_suite.data import load_corpus
-from llmsys_suite.text import read_text, require_tokens
+from llmsys_suite.text import read_text, require_text
 
 
 def test_the_standard_library_is_text_of_this_interpreter():
@@ -58,5 +58,5 @@ def test_nothing_to_read_is_said(tmp_path, name):
 def test_too_little_text_is_said_with_both_numbers(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 1000)
     text = read_text(tmp_path / "short")
-    with pytest.raises(UsageError, match=r"900 training bytes.*10240"):
-        require_tokens(text, rows=8, context=128, steps=10, world=2)
+    with pytest.raises(UsageError, match=r"900 training bytes.*10320"):
+        require_text(text, context=128)

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 
 
@@ -39,3 +39,48 @@ def test_a_write_that_fails_leaves_the_file_before_it(folder):
     with pytest.raises(TypeError):
         folder.write_json("summary.json", {"status": object()})
     assert json.loads((folder.path / "summary.json").read_text())["status"] == "incomplete"
+
+
+@pytest.fixture
+def finished(folder):
+    folder.append_samples([{"step": 0}, {"step": 1}])
+    folder.finish()
+    return folder
+
+
+def test_a_finished_folder_opens_as_it_was_written(finished):
+    assert RunFolder.open(finished.path).samples() == [{"step": 0}, {"step": 1}]
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "summary.json", "config.json", "env.json"])
+def test_an_edited_file_is_named(finished, name):
+    path = finished.path / name
+    path.write_text(path.read_text().replace("1", "2", 1) + " ")
+    with pytest.raises(UsageError, match=rf"{name} was changed"):
+        RunFolder.open(finished.path)
+
+
+def test_a_missing_file_is_named(finished):
+    (finished.path / "samples.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"samples.jsonl is missing"):
+        RunFolder.open(finished.path)
+
+
+def test_a_folder_of_another_version_is_said(finished):
+    (finished.path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
+    with pytest.raises(UsageError, match="format 1 and this version reads"):
+        RunFolder.open(finished.path)
+    (finished.path / "manifest.json").unlink()
+    with pytest.raises(UsageError, match="another version wrote it"):
+        RunFolder.open(finished.path)
+
+
+def test_a_file_that_is_no_json_is_named(folder):
+    (folder.path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"config.json cannot be read"):
+        _ = folder.config
+
+
+def test_what_is_no_run_folder_is_said(tmp_path):
+    with pytest.raises(UsageError, match="no run folder"):
+        RunFolder.open(tmp_path)

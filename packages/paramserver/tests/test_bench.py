@@ -2,8 +2,9 @@
 
 import os
 
+import pytest
 import torch.distributed as dist
-from paramserver.bench import _consistency, bench, table
+from paramserver.bench import _consistency, _local_steps, bench, table
 from worker_pool import run_ranks
 
 
@@ -29,3 +30,12 @@ def test_rows_of_a_group_come_from_rank_0():
     assert others == []
     assert rows[0]["case"] == "exchange_in_group"
     assert rows[0]["push_gbps"] > 0
+
+
+@pytest.mark.exhaustive
+def test_local_steps_rows():
+    every, local, _, four, _ = _local_steps(50)
+    assert every["times_fewer_bytes"] == 1
+    assert local["times_fewer_bytes"] > 45
+    assert four["times_fewer_bytes"] > local["times_fewer_bytes"]
+    assert all(row["held_out_loss"] < 5 for row in (every, local))

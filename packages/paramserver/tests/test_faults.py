@@ -24,6 +24,9 @@ from paramserver import (
     join,
     run,
 )
+from paramserver.connection import RemoteConnection
+from paramserver.messages import Kind, Message
+from paramserver.transport.shared_memory import channel_pair
 from paramserver.worker import trainable
 from paramserver_training import SGD, batch, fail, model, train
 
@@ -101,17 +104,15 @@ def test_an_error_of_the_optimizer_reaches_the_workers():
 
 
 def test_workers_see_a_dead_server():
-    from paramserver.connection import Kind, Message, RemoteConnection
-    from paramserver.transport.shared_memory import channel_pair
-
+    pull = Message(Kind.PULL)
     ours, theirs = channel_pair("worker 0", "server 7", 64)
     theirs.close()
     with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
-        RemoteConnection(ours, 1.0).pull(0)
+        RemoteConnection(ours, 1.0).ask(pull)
     ours, theirs = channel_pair("worker 0", "server 7", 64)
     with pytest.raises(TimeoutError, match=r"server 7 did not answer for 0\.1 s"):
-        RemoteConnection(ours, 0.1).pull(0)
-    assert theirs.receive() == Message(Kind.PULL, 0)
+        RemoteConnection(ours, 0.1).ask(pull)
+    assert theirs.receive() == pull
 
 
 def join_and_fail(how):
@@ -190,13 +191,13 @@ def test_a_loss_that_is_survived_completes_the_step_of_the_others():
 
 
 def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
-    server, workers = pair(BulkSynchronous(), timeout=20.0)
+    _, workers = pair(BulkSynchronous(), timeout=20.0)
     workers[0].pull()
     push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushes twice in one bulk-synchronous step"):
         push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
-        server.push(0, 1, torch.zeros(server.shard.buffer_bytes, dtype=torch.uint8))
+        workers[0]._drive(workers[0]._session.push())  # without the look beforehand
     workers[1].pull()
     push(workers[1])
     assert workers[1].pull() == workers[0].pull() == 1
@@ -211,7 +212,7 @@ def test_a_finished_or_unknown_worker_cannot_take_part():
     with pytest.raises(RuntimeError, match="worker 0 has finished"):
         workers[0].pull()
     with pytest.raises(ValueError, match="worker 2 is unknown; there are 2 workers"):
-        Worker(model(), [server], rank=2).pull()
+        Worker(model(), [server], rank=2)
 
 
 def test_two_workers_with_one_number_are_found_out():
@@ -232,7 +233,7 @@ def test_bad_arguments_say_what_to_give():
         Server(trainable(model()), SGD, workers=0)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable(model()), SGD, workers=1, on_worker_loss="ignore")
-    with pytest.raises(ValueError, match="'shared_memory', 'distributed' or 'ray'"):
+    with pytest.raises(ValueError, match="'shared_memory', 'distributed', 'zeromq' or 'ray'"):
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="nothing to serve"):
         run(train, nn.ReLU(), SGD)

@@ -1,9 +1,11 @@
 """The same training over every transport, and in a process group that exists already."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from worker_pool import run_ranks
 
@@ -21,6 +23,24 @@ def test_run_equals_one_process(transport):
     assert result.values == [[0, 1, 2, 3, 4]] * 3
     assert result.versions == [5, 5]
     assert result.staleness == {0: 30}
+
+
+def keep_own_parameters(worker):
+    """Whether what one worker writes into its module stays there while others write theirs."""
+    with torch.no_grad():
+        worker.module[0].bias.fill_(worker.rank)
+    worker.pull()
+    worker.push()
+    worker.pull()  # bulk-synchronous: by now all have written
+    with torch.no_grad():
+        worker.module[0].bias.fill_(worker.rank)
+    worker.push()
+    time.sleep(0.5)
+    return bool((worker.module[0].bias == worker.rank).all())
+
+
+def test_workers_have_modules_of_their_own():
+    assert run(keep_own_parameters, model(), SGD, workers=3).values == [True] * 3
 
 
 @pytest.mark.parametrize("consistency", [StaleSynchronous(1), Asynchronous()], ids=repr)

@@ -26,7 +26,8 @@ from paramserver import (
     run,
 )
 from paramserver.connection import RemoteConnection
-from paramserver.ledger import Leave, Log, Read, Write
+from paramserver.ledger import Accept, Join, Leave, Log, Read, Write
+from paramserver.messages import Message
 from paramserver.serving import serve
 from paramserver.transport.shared_memory import channel_pair
 from paramserver_training import SGD, assert_equal_parameters, model, train, train_alone
@@ -72,18 +73,13 @@ class Mortal:
     def __init__(self, connection, life):
         self._connection, self._life = connection, life
 
-    def __getattr__(self, name):
-        attribute = getattr(self._connection, name)
-        if not callable(attribute) or name == "abort":
-            return attribute
+        self.parameters, self.gradients = connection.parameters, connection.gradients
 
-        def request(*args):
-            if self._life["requests"] == 0:
-                raise Dies
-            self._life["requests"] -= 1
-            return attribute(*args)
-
-        return request
+    def ask(self, message):
+        if self._life["requests"] == 0:
+            raise Dies
+        self._life["requests"] -= 1
+        return self._connection.ask(message)
 
 
 @settings(max_examples=80)
@@ -119,14 +115,15 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
             for host in data.draw(st.permutations(hosts)):
                 host.lose(turn, "its process has ended")
     for rank in alive:
+        lives[rank]["requests"] = 10**9
         if not may_push[rank]:
             hosts[0].lose(rank, "the end")  # so that nobody waits for it
     for rank in alive:
         if may_push[rank]:
             group[rank].module.push_one(group[rank])
-    log = hosts[0].sync(-1, 0)[1]
-    for host in hosts[1:]:
-        host.follow(-1, log)
+    log = hosts[0].core.ledger.since(0)
+    for host in hosts:
+        host.core.replica.follow(log)
     assert len({host.version for host in hosts}) == 1
     held = torch.cat([host.state_dict()["parameters"].view(torch.float32) for host in hosts])
     assert set(held.tolist()) <= {0.0, float(hosts[0].version)}  # padding, and one version
@@ -141,7 +138,7 @@ def half_a_push(worker):
         values.append(worker.module.value())
         if worker.rank == 1 and step == 2:
             worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
-            worker._push(0, {"x": worker.module.x.grad})
+            worker._ask(next(worker._session.push())[0])
             os._exit(3)
         worker.module.push_one(worker)
     return values
@@ -170,7 +167,7 @@ def test_a_pull_over_several_servers_reads_one_version(consistency):
                 seen.append((worker.module.value(), version))
                 worker.module.push_one(worker)
             worker.finish()
-            seen.append((worker.module.value(), worker.versions[0]))
+            seen.append((worker.module.value(), worker.version))
         except BaseException as error:
             failures.append(error)
 
@@ -204,7 +201,7 @@ def test_the_log_is_forgotten_when_all_have_followed():
         for worker in group:
             worker.pull()
             worker.module.push_one(worker)
-    log = hosts[0].sync(0, 0)[1]
+    log = hosts[0].core.ledger.since(0)
     assert log.stop == 200
     assert len(log.entries) < 10
 
@@ -230,7 +227,7 @@ def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, val
     bad.module.push_one(bad)  # the same step, with a gradient that is good
     for worker in (bad, good):
         assert worker.pull() == (1 if kind.averages else 2)
-        assert worker.module.value() == worker.versions[0]
+        assert worker.module.value() == worker.version
 
 
 def test_a_large_finite_gradient_is_taken():
@@ -379,13 +376,19 @@ def test_more_servers_than_one_still_equal_one_process_after_a_restart():
     assert [state["version"] for state in states] == [6, 6]
 
 
+NUMBER = st.integers(0, 10**12)
+PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
+
+
 @given(
-    start=st.integers(0, 10**12),
+    start=NUMBER,
     entries=st.lists(
         st.one_of(
-            st.builds(Read, st.integers(0, 99)),
-            st.builds(Leave, st.integers(0, 99)),
-            st.builds(lambda w: Write(tuple(w), (3,) * len(w)), st.lists(st.integers(0, 9))),
+            st.builds(Join, NUMBER, NUMBER, NUMBER, NUMBER),
+            st.builds(Accept, PUSH),
+            st.builds(Read, NUMBER, NUMBER, NUMBER),
+            st.builds(Leave, NUMBER),
+            st.builds(lambda pushes: Write(tuple(pushes), (3,) * len(pushes)), st.lists(PUSH)),
         )
     ),
 )
@@ -394,6 +397,13 @@ def test_a_log_crosses_the_wire_as_it_was(start, entries):
     assert Log.from_text(log.to_text()) == log
 
 
-def test_a_log_of_garbage_is_refused():
+@pytest.mark.parametrize("text", ['[0,["write",3]]', '[0,["fly",1]]', "[0,3]"])
+def test_a_log_of_garbage_is_refused(text):
     with pytest.raises(ValueError, match="is no entry of a ledger"):
-        Log.from_text('[0,["write",3]]')
+        Log.from_text(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", "[1,2,3,4,5,6,7]", '[1,2,3,4,5,"x","y"]', "{", ""])
+def test_a_message_of_garbage_is_refused(text):
+    with pytest.raises(ValueError, match=r"is no message|is not a valid Kind|Expecting"):
+        Message.from_text(text)

@@ -194,5 +194,5 @@ def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
     # Four-byte flags: what became of each gradient, and whether a bucket must be sent again.
     assert optimizer.wire.take() == {"reduce_scatter": size, "all_gather": size, "all_reduce": 16}
     # Gathered for forward and for backward: the first step does not know yet which layer is last.
-    assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size}
+    assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size, "all_reduce": 4}
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8

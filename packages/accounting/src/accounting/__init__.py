@@ -1,37 +1,68 @@
-"""What a language model costs, before it runs: size, arithmetic, memory, traffic, time, money."""
+"""What a language model costs, before it runs"""
+
+from typing import TYPE_CHECKING, Any
 
 from accounting import fermi
 from accounting.breakdown import Breakdown
-from accounting.communication import communication
 from accounting.flops import flops, hfu, mfu
 from accounting.hardware import HARDWARE, Hardware
 from accounting.kv_cache import kv_cache
-from accounting.memory import training_memory
+from accounting.memory.peak import peak_memory
+from accounting.memory.training import training_memory
+from accounting.model.records import MLA, Experts, Window
+from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
-from accounting.peak import peak_memory
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS, Precision
-from accounting.roofline import roofline
-from accounting.search import plans_that_fit
-from accounting.step_time import step_time
-from accounting.transformer import Transformer
+from accounting.time.communication import communication
+from accounting.time.roofline import roofline
+from accounting.time.step import step_time
+
+if TYPE_CHECKING:
+    from accounting.memory.ledger import Ledger, fits
+    from accounting.search.answer import plan_for
+    from accounting.search.plans import plans_that_fit
+
+
+_LATER = {
+    "Ledger": "accounting.memory.ledger",
+    "fits": "accounting.memory.ledger",
+    "plan_for": "accounting.search.answer",
+    "plans_that_fit": "accounting.search.plans",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, or all of the package, is imported when it is asked for."""
+    if name in _LATER:
+        from importlib import import_module
+
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'accounting' has no attribute {name!r}")
+
 
 __all__ = [
     "HARDWARE",
+    "MLA",
     "PRECISIONS",
     "Breakdown",
+    "Experts",
     "Hardware",
+    "Ledger",
     "Plan",
     "Precision",
     "Transformer",
+    "Window",
     "communication",
     "fermi",
+    "fits",
     "flops",
     "hfu",
     "kv_cache",
     "mfu",
     "parameters",
     "peak_memory",
+    "plan_for",
     "plans_that_fit",
     "roofline",
     "step_time",

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accounting.communication import communication
 from accounting.flops import flops
-from accounting.goodput import LLAMA3_405B, OPT_175B, goodput
 from accounting.kv_cache import kv_cache
-from accounting.memory import training_memory
+from accounting.memory.training import training_memory
+from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 from accounting.plan import Plan
-from accounting.step_time import scaling_curve, step_time
-from accounting.transformer import Transformer
+from accounting.time.communication import communication
+from accounting.time.goodput import LLAMA3_405B, OPT_175B, goodput
+from accounting.time.step import scaling_curve, step_time
 
 Row = dict[str, float | int | str]
 

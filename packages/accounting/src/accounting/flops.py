@@ -9,14 +9,18 @@ What is not a matrix multiplication (norms, activations, softmax) is not counted
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Literal
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.hardware import Hardware, find
-from accounting.parameters import attention_matrices
-from accounting.transformer import Transformer
+from accounting.model.matrices import matrices
+from accounting.model.records import Matrix
+from accounting.model.shape import Shape
+from accounting.parameters import by_part
 
 Phase = Literal["forward", "training", "prefill", "decode"]
 Attention = Literal["causal", "full"]
@@ -25,7 +29,7 @@ UNIT = "FLOP"
 
 
 def flops(
-    model: Transformer,
+    model: Shape,
     *,
     seq: int,
     batch: int = 1,
@@ -33,6 +37,7 @@ def flops(
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = False,
+    encoder_seq: int | None = None,
 ) -> Breakdown:
     """Operations for `batch` sequences of `seq` tokens, by part.
 
@@ -45,55 +50,75 @@ def flops(
     - `recompute` and `flash` add what is computed again, so that the total is what the hardware
       runs: `selective` the attention, `full` a second forward of the blocks, `flash` the scores
       in the backward.
+    - An encoder sees `encoder_seq` tokens: its table of positions, else `seq`, if not given.
     """
     seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
     checks.choice("phase", phase, ("forward", "training", "prefill", "decode"))
     checks.choice("attention", attention, ("causal", "full"))
     checks.choice("recompute", recompute, ("none", "selective", "full"))
+    checks.flag("flash", flash)
     tokens = batch if phase == "decode" else batch * seq
-    heads = batch if phase == "prefill" else tokens
     passes = 3 if phase == "training" else 1
-    absorbed = model.mla and phase == "decode"
-    blocks = (
-        *_projections(model, tokens, passes, absorbed=absorbed),
+    source = 0
+    if model.encoder:
+        source = checks.whole("encoder_seq", encoder_seq or model.encoder.positions or seq)
+    meet = {
+        "tokens": tokens,
+        "last": batch if phase == "prefill" else tokens,
+        "sequence": batch,
+        # Keys and values of the encoder are made once.
+        "source": 0 if phase == "decode" else batch * source,
+    }
+    parts = [
+        *_parts(model, meet, passes),
         *_attention(model, batch, seq, passes, attention, decode=phase == "decode"),
-        *_mlps(model, tokens, passes),
-    )
+    ]
     again = []
     if phase == "training":
-        again = _recomputed(model, batch, seq, attention, recompute, flash, blocks)
+        again = _recomputed(model, batch, seq, attention, recompute, flash, meet)
+    if model.encoder:
+        sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
+        sizes["width"] = model.qk_dim + model.v_head_dim
+        looks = product("pairs", UNIT, passes=passes, **sizes, pairs=tokens * source)
+        parts.append(total("attention to the encoder", UNIT, looks))
+    if model.encoder and phase != "decode":
+        inside = flops(
+            model.encoder,
+            seq=source,
+            batch=batch,
+            phase="training" if passes == 3 else "forward",
+            attention=attention,
+            recompute=recompute,
+            flash=flash,
+        )
+        parts.append(total("encoder", UNIT, *inside.parts))
     return total(
         f"{phase} of {model.name}",
         UNIT,
-        *blocks,
-        _embedding_projections(model, tokens, passes),
-        product(
-            "head",
-            UNIT,
-            passes=passes,
-            tokens=heads,
-            ops=2,
-            vocabulary=model.vocab_size,
-            width=model.embedding_dim,
-        ),
+        *parts,
         total("recomputed", UNIT, *again),
         note=f"{batch} x {seq} tokens, {attention} attention",
     )
 
 
-def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
+def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Pairs of query and key in one sequence: in a layer that sees all, and in a windowed one."""
     seq = checks.whole("seq", seq)
     checks.choice("attention", attention, ("causal", "full"))
-    if attention == "full":
-        return seq * seq, seq * seq
-    window = min(model.window or seq, seq)
+    if attention == "full" or not model.causal:
+        # An encoder's windows look both ways; every pair is counted without them.
+        band = seq * seq
+        if attention == "causal" and model.window:
+            side = min(model.window.size // 2, seq - 1)
+            band = seq * (2 * side + 1) - side * (side + 1)
+        return seq * seq, band
+    window = min(model.window.size if model.window else seq, seq)
     causal = seq * (seq + 1) // 2
     return causal, window * (window + 1) // 2 + (seq - window) * window
 
 
 def mfu(
-    model: Transformer,
+    model: Shape,
     *,
     tokens_per_second: float,
     seq: int,
@@ -112,7 +137,9 @@ def mfu(
     checks.number("tokens_per_second", tokens_per_second)
     checks.whole("devices", devices)
     work = flops(model, seq=seq, attention=attention)
-    useful = sum(part.total for part in work if include_attention or part.name != "attention")
+    useful = work.total
+    if not include_attention and "attention" in work:
+        useful -= work["attention"].total
     return utilisation(
         useful / seq * tokens_per_second / devices,
         hardware=hardware,
@@ -122,7 +149,7 @@ def mfu(
 
 
 def hfu(
-    model: Transformer,
+    model: Shape,
     *,
     tokens_per_second: float,
     seq: int,
@@ -160,36 +187,46 @@ def utilisation(
     return checks.number("achieved_flops", achieved_flops) / checks.number("peak_flops", peak)
 
 
-def _projections(
-    model: Transformer, tokens: int, passes: int, *, absorbed: bool
-) -> tuple[Breakdown, ...]:
-    matrices = attention_matrices(model)
-    if absorbed:
-        # Queries go into the latent and outputs come out of it: the same matrix, read per token.
-        keep = [m for m in matrices if m[0] != "latent up"]
-        up = [
-            ("query into latent", model.heads * model.head_dim, model.kv_lora_rank),
-            ("output out of latent", model.heads * model.kv_lora_rank, model.v_head_dim),
+def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
+    """Every matrix times what it meets, under the headings of the parameters."""
+    for part, listed in by_part(model):
+        leaves = [
+            product(
+                matrix.name,
+                UNIT,
+                passes=passes,
+                **_times(matrix, meet),
+                ops=2,
+                rows=matrix.rows,
+                columns=matrix.columns,
+            )
+            for matrix in listed
+            if matrix.kind == "matrix"
         ]
-        matrices = keep + up
-    parts = [
-        product(
-            name,
-            UNIT,
-            passes=passes,
-            tokens=tokens,
-            layers=model.layers,
-            ops=2,
-            inputs=rows,
-            outputs=columns,
-        )
-        for name, rows, columns in matrices
-    ]
-    return (total("projections", UNIT, *parts),)
+        for mixer in model.mixers:
+            if mixer.name == part:
+                seen = {"tokens": meet["tokens"], "layers": len(mixer.layers)}
+                leaves.append(product("scan", UNIT, passes=passes, **seen, ops=mixer.scan))
+        # `attention` is what becomes of queries and keys; the matrices before it are projections.
+        yield total("projections" if part == "attention" else part, UNIT, *leaves)
+    if model.lm_head and model.tied:
+        sizes = {"rows": model.embedding_dim, "columns": model.vocab_size}
+        leaf = product("matrix", UNIT, passes=passes, tokens=meet["last"], ops=2, **sizes)
+        yield total("head", UNIT, leaf)
+
+
+def _times(matrix: Matrix, meet: Mapping[str, int]) -> dict[str, int]:
+    """How many rows a matrix multiplies: tokens, layers, experts."""
+    seen = {"tokens": meet[matrix.meets]}
+    if matrix.layers is not None:
+        seen["layers"] = len(matrix.layers)
+    if matrix.chosen > 1 or matrix.routed:
+        seen["experts" if matrix.routed else "times"] = matrix.chosen
+    return seen
 
 
 def _attention(
-    model: Transformer,
+    model: Shape,
     batch: int,
     seq: int,
     passes: int | Fraction,
@@ -200,14 +237,15 @@ def _attention(
     everywhere, windowed = pairs(model, seq, attention)
     if decode:
         everywhere = seq
-        windowed = seq if attention == "full" else min(model.window or seq, seq)
+        windowed = seq if attention == "full" or not model.window else min(model.window.size, seq)
     qk, v = model.qk_dim, model.v_head_dim
     if decode and model.mla:
-        qk, v = model.kv_lora_rank + model.rope_head_dim, model.kv_lora_rank
+        # Queries go into the latent and outputs come out of it: the up-projection, read per token.
+        qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
     parts = []
     few = len(model.windowed_layers)
     for kind, layers, count in (
-        ("", model.layers - few, everywhere),
+        ("", len(model.attention_layers or ()) - few, everywhere),
         (" in windows", few, windowed),
     ):
         for name, width in (("scores", qk), ("values", v)):
@@ -227,66 +265,27 @@ def _attention(
     return (total("attention", UNIT, *parts),)
 
 
-def _mlps(model: Transformer, tokens: int, passes: int) -> tuple[Breakdown, ...]:
-    d, sparse = model.d_model, len(model.expert_layers)
-
-    def part(name: str, layers: int, **sizes: int) -> Breakdown:
-        return product(name, UNIT, passes=passes, tokens=tokens, layers=layers, ops=2, **sizes)
-
-    matrices = model.mlp_matrices
-    return (
-        part("mlp", model.layers - sparse, matrices=matrices, d_model=d, d_ff=model.d_ff),
-        total(
-            "experts",
-            UNIT,
-            part("router", sparse, d_model=d, experts=model.experts),
-            part(
-                "routed",
-                sparse,
-                experts=model.experts_per_token,
-                matrices=matrices,
-                d_model=d,
-                d_expert=model.d_expert,
-            ),
-            part("shared", sparse, matrices=matrices, d_model=d, d_shared=model.d_shared),
-            part("shared gate", sparse, d_model=d * model.shared_gate),
-        ),
-    )
-
-
-def _embedding_projections(model: Transformer, tokens: int, passes: int) -> Breakdown:
-    wide = 2 if model.embedding_dim != model.d_model and model.vocab_size else 0
-    return product(
-        "embedding projections",
-        UNIT,
-        passes=passes,
-        tokens=tokens,
-        ops=2,
-        projections=wide,
-        width=model.embedding_dim,
-        d_model=model.d_model,
-    )
-
-
 def _recomputed(
-    model: Transformer,
+    model: Shape,
     batch: int,
     seq: int,
     attention: Attention,
     recompute: Recompute,
     flash: bool,
-    blocks: tuple[Breakdown, ...],
+    meet: Mapping[str, int],
 ) -> list[Breakdown]:
     (core,) = _attention(model, batch, seq, 1, attention, decode=False)
     again: list[Breakdown] = []
     if recompute == "full":
-        forward = [part for part in blocks if part.total]
-        again.append(
-            product("blocks", UNIT, "a second forward", forward=sum(p.total for p in forward) // 3)
+        forward = int(core.total) + sum(
+            2 * matrix.one * math.prod(_times(matrix, meet).values())
+            for matrix in matrices(model)
+            if matrix.kind == "matrix" and matrix.layers is not None
         )
+        forward += sum(meet["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
+        again.append(product("blocks", UNIT, "a second forward", forward=forward))
     elif recompute == "selective":
         again.append(total("attention", UNIT, *core.parts))
     if flash:
-        scores = tuple(part for part in core.parts if part.name.startswith("scores"))
-        again.append(total("scores in the flash backward", UNIT, *scores))
+        again.append(total("scores in the flash backward", UNIT, *core.parts[::2]))
     return again

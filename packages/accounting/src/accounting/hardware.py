@@ -64,6 +64,9 @@ class Hardware:
     usd_per_hour: float | None
     """A round figure for renting one, to be replaced by one's own: prices move."""
     source: str
+    pod: int = 0
+    """Devices that one torus joins, beyond their hosts; 0 where there is none."""
+    torus_axes: int = 0
 
     def peak(self, dtype: str = "bf16", *, sparse: bool = False) -> int:
         """Dense operations a second for a dtype; with `sparse`, twice that where the device can."""
@@ -111,6 +114,24 @@ _HOPPER = _tensor_cores(1_980_000_000, 132, {"fp64": 64, "fp32": 128}) | _tensor
     1_830_000_000,
     132,
     {"tf32": 1024, "fp16": 2048, "bf16": 2048, "fp8": 4096, "int8": 4096},
+    _SPARSE,
+)
+
+_BLACKWELL = {
+    "fp64": Peak(clock_hz=1_980_000_000, units=148, fma_per_clock=64),
+    "fp32": Peak(clock_hz=1_980_000_000, units=148, fma_per_clock=128),
+    "tf32": Peak(published=1_125_000_000_000_000, sparsity=True),
+    "fp16": Peak(published=2_250_000_000_000_000, sparsity=True),
+    "bf16": Peak(published=2_250_000_000_000_000, sparsity=True),
+    "fp8": Peak(published=4_500_000_000_000_000, sparsity=True),
+    "int8": Peak(published=4_500_000_000_000_000, sparsity=True),
+    "fp4": Peak(published=9_000_000_000_000_000, sparsity=True),
+}
+_CDNA3 = _tensor_cores(
+    2_100_000_000,
+    304,
+    {"fp64": 128, "fp32": 128, "tf32": 512, "fp16": 1024, "bf16": 1024}
+    | {"fp8": 2048, "int8": 2048},
     _SPARSE,
 )
 
@@ -170,16 +191,7 @@ _ENTRIES = (
     ),
     Hardware(
         name="B200",
-        peaks={
-            "fp64": Peak(clock_hz=1_980_000_000, units=148, fma_per_clock=64),
-            "fp32": Peak(clock_hz=1_980_000_000, units=148, fma_per_clock=128),
-            "tf32": Peak(published=1_125_000_000_000_000, sparsity=True),
-            "fp16": Peak(published=2_250_000_000_000_000, sparsity=True),
-            "bf16": Peak(published=2_250_000_000_000_000, sparsity=True),
-            "fp8": Peak(published=4_500_000_000_000_000, sparsity=True),
-            "int8": Peak(published=4_500_000_000_000_000, sparsity=True),
-            "fp4": Peak(published=9_000_000_000_000_000, sparsity=True),
-        },
+        peaks=_BLACKWELL,
         memory_bytes=180 * _GB,
         memory_bandwidth=8e12,
         node_link=Link(name="NVLink 5", bandwidth=900e9, latency=2e-6),
@@ -191,13 +203,7 @@ _ENTRIES = (
     ),
     Hardware(
         name="MI300X",
-        peaks=_tensor_cores(
-            2_100_000_000,
-            304,
-            {"fp64": 128, "fp32": 128, "tf32": 512, "fp16": 1024, "bf16": 1024}
-            | {"fp8": 2048, "int8": 2048},
-            _SPARSE,
-        ),
+        peaks=_CDNA3,
         memory_bytes=192 * _GB,
         memory_bandwidth=5.3e12,
         node_link=Link(name="Infinity Fabric, 7 links", bandwidth=448e9, latency=3e-6),
@@ -218,6 +224,8 @@ _ENTRIES = (
         power_watts=192,
         usd_per_hour=3.22,
         source="Jouppi et al. 2023, TPU v4; cloud.google.com/tpu/docs/v4; list price us-central2",
+        pod=4096,
+        torus_axes=3,
     ),
     Hardware(
         name="TPU v5e",
@@ -231,6 +239,8 @@ _ENTRIES = (
         usd_per_hour=1.2,
         source="cloud.google.com/tpu/docs/v5e; Austin et al. 2025, How to Scale Your Model; "
         "power is an estimate",
+        pod=256,
+        torus_axes=2,
     ),
     Hardware(
         name="TPU v5p",
@@ -244,6 +254,84 @@ _ENTRIES = (
         usd_per_hour=4.2,
         source="cloud.google.com/tpu/docs/v5p; Austin et al. 2025, How to Scale Your Model; "
         "power is an estimate",
+        pod=8960,
+        torus_axes=3,
+    ),
+    Hardware(
+        name="H800",
+        peaks=_HOPPER,
+        memory_bytes=80 * _GB,
+        memory_bandwidth=3.35e12,
+        node_link=Link(name="NVLink 4, 400 GB/s both ways", bandwidth=200e9, latency=2e-6),
+        network=_NETWORK_400G,
+        devices_per_node=8,
+        power_watts=700,
+        usd_per_hour=2.0,
+        source="DeepSeek-V3 report (arXiv 2412.19437), section 3.1: NVLink 160 GB/s measured, "
+        "InfiniBand 50 GB/s; otherwise as the H100",
+    ),
+    Hardware(
+        name="GB200",
+        peaks=_BLACKWELL
+        | {
+            dtype: Peak(published=round(peak.published * 10 / 9), sparsity=True)
+            for dtype, peak in _BLACKWELL.items()
+            if peak.published
+        },
+        memory_bytes=186 * _GB,
+        memory_bandwidth=8e12,
+        node_link=Link(name="NVLink 5, NVL72", bandwidth=900e9, latency=2e-6),
+        network=_NETWORK_400G,
+        devices_per_node=72,
+        power_watts=1200,
+        usd_per_hour=5.0,
+        source="NVIDIA GB200 NVL72 data sheet, a 72nd of a rack: 2.5 PFLOP/s dense bf16",
+    ),
+    Hardware(
+        name="MI325X",
+        peaks=_CDNA3,
+        memory_bytes=256 * _GB,
+        memory_bandwidth=6e12,
+        node_link=Link(name="Infinity Fabric, 7 links", bandwidth=448e9, latency=3e-6),
+        network=_NETWORK_400G,
+        devices_per_node=8,
+        power_watts=1000,
+        usd_per_hour=2.5,
+        source="AMD Instinct MI325X data sheet: the MI300X with 256 GB of HBM3E at 6 TB/s",
+    ),
+    Hardware(
+        name="L40S",
+        peaks=_tensor_cores(
+            2_520_000_000,
+            142,
+            {"fp32": 128, "tf32": 256, "fp16": 506, "bf16": 506, "fp8": 1012, "int8": 1012},
+            _SPARSE,
+        ),
+        memory_bytes=48 * _GB,
+        memory_bandwidth=8.64e11,
+        node_link=Link(name="PCIe 4 x16", bandwidth=32e9, latency=5e-6),
+        network=Link(name="100 Gb/s a GPU", bandwidth=12.5e9, latency=5e-6),
+        devices_per_node=8,
+        power_watts=350,
+        usd_per_hour=0.8,
+        source="NVIDIA L40S data sheet: 91.6 TFLOP/s fp32, 362 bf16, 733 fp8, dense",
+    ),
+    Hardware(
+        name="TPU v6e",
+        peaks={
+            "bf16": Peak(published=918_000_000_000_000),
+            "int8": Peak(published=1_836_000_000_000_000),
+        },
+        memory_bytes=32 * _GB,
+        memory_bandwidth=1.64e12,
+        node_link=Link(name="ICI, an axis both ways", bandwidth=180e9, latency=1e-6),
+        network=Link(name="data-centre network", bandwidth=12.5e9, latency=1e-5),
+        devices_per_node=8,
+        power_watts=300,
+        usd_per_hour=2.7,
+        source="cloud.google.com/tpu/docs/v6e; power is an estimate",
+        pod=256,
+        torus_axes=2,
     ),
 )
 

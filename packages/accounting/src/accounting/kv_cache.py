@@ -6,18 +6,19 @@ from fractions import Fraction
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
+from accounting.model.shape import Shape
 from accounting.precision import bytes_of
-from accounting.transformer import Transformer
 
 
 def kv_cache(
-    model: Transformer,
+    model: Shape,
     *,
     seq: int = 1,
     batch: int = 1,
     dtype: str = "bf16",
     scale_block: int = 0,
     tensor: int = 1,
+    encoder_seq: int | None = None,
 ) -> Breakdown:
     """Bytes of keys and values of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
@@ -40,9 +41,9 @@ def kv_cache(
     for name, layers, tokens in _layer_groups(model, seq):
         sizes = {"layers": layers, "sequences": batch, "tokens": tokens}
         if model.mla:
-            latent = model.kv_lora_rank
+            latent = model.mla.kv_rank
             parts.append(product(f"latents{name}", "B", **sizes, width=latent, bytes=entry))
-            rope = model.rope_head_dim
+            rope = model.mla.rope_head_dim
             parts.append(product(f"position keys{name}", "B", **sizes, width=rope, bytes=entry))
         else:
             held = max(1, model.kv_heads // tensor) if model.kv_heads else 0
@@ -50,17 +51,45 @@ def kv_cache(
                 parts.append(
                     product(kind + name, "B", **sizes, heads=held, width=width, bytes=entry)
                 )
+    for mixer in model.mixers:
+        # A recurrence keeps a state of one size, however long the sequence.
+        parts.append(
+            product(
+                f"state of {mixer.name}",
+                "B",
+                layers=len(mixer.layers),
+                sequences=batch,
+                numbers=Fraction(mixer.state, tensor),
+                bytes=entry,
+            )
+        )
+    if model.encoder:
+        looked_at = encoder_seq or model.encoder.positions or seq
+        checks.whole("encoder_seq", looked_at)
+        held = max(1, model.kv_heads // tensor)
+        parts.append(
+            product(
+                "keys and values of the encoder",
+                "B",
+                layers=model.layers,
+                sequences=batch,
+                tokens=looked_at,
+                heads=held,
+                width=model.qk_dim + model.v_head_dim,
+                bytes=entry,
+            )
+        )
     return total(f"KV cache of {model.name}", "B", *parts)
 
 
-def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
+def kv_entries(model: Shape, *, seq: int = 1, batch: int = 1) -> Breakdown:
     """Numbers in the cache, whatever their dtype."""
     return kv_cache(model, seq=seq, batch=batch, dtype="int8")
 
 
-def _layer_groups(model: Transformer, seq: int) -> list[tuple[str, int, int]]:
+def _layer_groups(model: Shape, seq: int) -> list[tuple[str, int, int]]:
     few = len(model.windowed_layers)
-    groups = [("", model.layers - few, seq)]
-    if few:
-        groups.append((" in windows", few, min(seq, model.window)))
+    groups = [("", len(model.attention_layers or ()) - few, seq)]
+    if few and model.window:
+        groups.append((" in windows", few, min(seq, model.window.size)))
     return [group for group in groups if group[1]]

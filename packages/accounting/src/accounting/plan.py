@@ -3,10 +3,12 @@ holds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from accounting import checks
-from accounting.transformer import Transformer
+from accounting.model.records import Matrix
+from accounting.model.shape import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +104,15 @@ class Plan:
         """Ranks that hold the same experts."""
         return self.replicas // self.expert
 
-    def check(self, model: Transformer, *, batch: int = 0, seq: int = 0) -> None:
+    def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:
         """Raise `ValueError` where this plan does not fit the model, the batch or the sequence."""
         if self.pipeline * self.virtual_stages > model.layers:
             raise ValueError(
                 f"pipeline x virtual_stages is {self.pipeline * self.virtual_stages}, deeper than "
                 f"the model's {model.layers} layers"
             )
+        if self.pipeline > 1 and model.encoder:
+            raise ValueError("pipeline must be 1 for a model with an encoder beside its decoder")
         if self.pipeline > 1 and model.embedding_dim != model.d_model:
             raise ValueError(
                 f"embedding_dim is {model.embedding_dim} and d_model {model.d_model}; a model that "
@@ -122,8 +126,9 @@ class Plan:
                 f"tensor is {self.tensor}, which neither divides kv_heads={model.kv_heads} "
                 "nor is a multiple of it"
             )
-        if self.expert > 1 and (not model.experts or model.experts % self.expert):
-            raise ValueError(f"expert is {self.expert}; the model has {model.experts} experts")
+        count = model.experts.count if model.experts else 0
+        if self.expert > 1 and (not count or count % self.expert):
+            raise ValueError(f"expert is {self.expert}; the model has {count} experts")
         checks.whole("batch", batch, least=0)
         checks.whole("seq", seq, least=0)
         pieces = self.data * self.microbatches
@@ -136,7 +141,7 @@ class Plan:
         if seq and seq % self.context:
             raise ValueError(f"seq is {seq}, which context={self.context} does not divide")
 
-    def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
+    def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
         """The layers that a stage holds: as even as can be, the first stages one more."""
         if not 0 <= stage < self.pipeline:
             raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
@@ -148,7 +153,7 @@ class Plan:
             held += range(start, start + each + (chunk < more))
         return tuple(held)
 
-    def stage_model(self, model: Transformer, stage: int) -> Transformer:
+    def stage_model(self, model: Shape, stage: int) -> Shape:
         """The part of the model on a stage, as a model: its layers, and the ends where they are.
 
         A tied embedding is on the first stage and again on the last, where it is the head.
@@ -156,12 +161,38 @@ class Plan:
         held = self.stage_layers(model, stage)
         first, last = stage == 0, stage == self.pipeline - 1
         here = {layer: index for index, layer in enumerate(held)}
+
+        def kept(layers: Iterable[int] | None) -> tuple[int, ...]:
+            return tuple(here[i] for i in sorted(layers or ()) if i in here)
+
+        def stays(matrix: Matrix) -> bool:
+            if matrix.layers is not None:
+                return bool(kept(matrix.layers))
+            return first if matrix.where == "first" else last
+
+        experts, window = model.experts, model.window
+        if experts:
+            layers = kept(experts.layers)
+            experts = replace(experts, layers=layers) if layers else None
         return replace(
             model,
             layers=len(held),
-            moe_layers=tuple(here[i] for i in sorted(model.expert_layers) if i in here),
-            window_layers=tuple(here[i] for i in sorted(model.windowed_layers) if i in here),
-            vocab_size=model.vocab_size if first or last else 0,
+            experts=experts,
+            window=replace(window, layers=kept(window.layers)) if window else None,
+            attention_layers=kept(model.attention_layers),
+            mlp_layers=kept(model.mlp_layers),
+            mixers=tuple(
+                replace(mixer, layers=kept(mixer.layers))
+                for mixer in model.mixers
+                if kept(mixer.layers)
+            ),
+            extra=tuple(
+                replace(m, layers=None if m.layers is None else kept(m.layers))
+                for m in model.extra
+                if stays(m)
+            ),
+            lm_head=model.lm_head and last,
+            vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
             # A stage at one end has one table, which `tied` counts once; with both ends it stays as
             # it is.
             tied=model.tied if first and last else True,

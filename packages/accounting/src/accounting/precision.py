@@ -105,6 +105,18 @@ _RECIPES = (
         source="Rajbhandari et al. 2020 (ZeRO), section 3.1: 2 + 2 + 12 bytes",
     ),
     Precision(
+        name="fsdp_bf16",
+        weights="fp32",
+        gradients="fp32",
+        master=None,
+        moments=_ADAM,
+        activations="bf16",
+        logits="bf16",
+        cast_weights="bf16",
+        source="torch FSDP2 with MixedPrecisionPolicy(bfloat16, reduce in float32): fp32 shards, "
+        "gathered in bf16",
+    ),
+    Precision(
         name="mixed_fp16",
         weights="fp16",
         gradients="fp16",

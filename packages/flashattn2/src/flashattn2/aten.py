@@ -4,6 +4,7 @@ Notable: `torch.nn.functional.scaled_dot_product_attention` on a CPU ends in thi
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2 import tiled
@@ -13,15 +14,21 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def why_not(q: Tensor, k: Tensor, score: Score, packed: bool = False) -> str | None:
+def why_not(
+    q: Tensor, k: Tensor, score: Score, packed: bool = False, max_logits: bool = False
+) -> str | None:
     """Why the kernel cannot take this, or None where it can."""
     if q.device.type != "cpu":
         return f"it is torch's CPU kernel and the tensors are on {q.device}"
     if score.softcap:
         return "it has no softcap"
-    if score.left != UNBOUNDED or score.right > 0:
+    if max_logits:
+        return "it does not keep the largest scores"
+    # Its causal attention is aligned at the top left: query i sees keys 0 .. i.
+    top_left = score.right == q.shape[2] - k.shape[2]
+    if score.left != UNBOUNDED or (score.right > 0 and not top_left):
         return "it has no window"
-    if score.right == 0 and q.shape[2] != k.shape[2] and not packed:
+    if score.right == 0 and not (top_left or packed):
         return (
             f"it aligns causal attention at the top left, and seq_q {q.shape[2]} "
             f"differs from seq_k {k.shape[2]}"
@@ -31,12 +38,16 @@ def why_not(q: Tensor, k: Tensor, score: Score, packed: bool = False) -> str | N
     return None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; a packed sequence that the kernel cannot take goes through tiles."""
     if why_not(q, k, score):
-        return tiled.forward(q, k, v, score)
-    q, k, v = _rows_contiguous(q, k, v)
-    out, lse = _forward(q, k, v, 0.0, score.right == 0, scale=score.scale)
+        return tiled.forward(q, k, v, score)[:2]
+    dim = v.shape[-1]
+    q, k, v = _one_head_dim(*_rows_contiguous(q, k, v))
+    out, lse = _forward(q, k, v, 0.0, score.right != UNBOUNDED, attn_mask=mask, scale=score.scale)
+    out = out[..., :dim]
     # The kernel's is a view of another layout; an operator's results stand for themselves.
     return out, lse.clone(memory_format=torch.contiguous_format)
 
@@ -54,14 +65,22 @@ def backward(
     """The gradients of q, k and v; through tiles where the log-sum-exp has a gradient too."""
     if grad_lse is not None or why_not(q, k, score):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, score)
-    q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)
+    dim, v_dim = q.shape[-1], v.shape[-1]
+    q, k, v, out, grad_out = _one_head_dim(*_rows_contiguous(q, k, v, out, grad_out))
     group = q.shape[1] // k.shape[1]
+    causal = score.right != UNBOUNDED
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, score.right == 0, scale=score.scale)
+    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=score.scale)
     if group > 1:
         dk, dv = (x.view(x.shape[0], -1, group, *x.shape[2:]).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+    return dq[..., :dim], dk[..., :dim], dv[..., :v_dim]
+
+
+def _one_head_dim(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The kernel has but one: columns of zeros change no score, and values that are cut off."""
+    most = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in tensors)
 
 
 def _rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,44 +1,86 @@
 """The public functions: check, choose, run."""
 
-from typing import Literal, TypedDict, Unpack, overload
+from collections.abc import Hashable
+from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import choose
-from flashattn2.function import attention
-from flashattn2.problem import Window, check_dense, check_varlen, make_score
+from flashattn2.dispatch import Method, choose
+from flashattn2.function import attention, with_sinks
+from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
+
+Plan = tuple[Score, Method]
+# Input of a signature that was checked once: how its scores are made and what runs.
+PLAIN = (Tensor, torch.nn.Parameter)
+PLANS: dict[Hashable, Plan] = {}
+MOST_PLANS = 1024
 
 
-class _Options(TypedDict, total=False):
-    """What both functions take besides ``return_lse``, which decides the type of the result."""
+def signature(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Hashable | None:
+    """All that the checks and the choice depend on; None where it is not worth a look or no key."""
+    # A subclass or a transform may answer anything, and a compiled graph is checked but once.
+    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return None
+    device = q.device.type
+    if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    # True is 1 to a dictionary, and a window of 1.5 no key of one of 1.
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        options, *map(type, options), torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def remember(key: Hashable | None, plan: Plan) -> Plan:
+    """The plan, which is found by its key from now on."""
+    if key is not None:
+        if len(PLANS) >= MOST_PLANS:
+            PLANS.clear()
+        PLANS[key] = plan
+    return plan
+
+
+class Options(TypedDict, total=False):
+    """What both functions take besides ``return_lse`` and ``return_max_logits``."""
 
     is_causal: bool
     scale: float | None
     window: Window
     softcap: float | None
+    sinks: Tensor | None
     deterministic: bool
     precision: str | None
+    split_size: int | None
     backend: str
 
 
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
-) -> Tensor: ...
-@overload
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[_Options]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -48,17 +90,21 @@ def flash_attention(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
+    split_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact softmax attention in linear memory.
 
-    ``q`` is ``(batch, heads, seq_q, dim)``, ``k`` and ``v`` are ``(batch, kv_heads, seq_k, dim)``
-    with ``heads % kv_heads == 0`` (grouped-query attention); or all are ``(batch, seq, dim)``.
-    The result has the shape of ``q``; with ``return_lse`` also the log-sum-exp of each row, in
-    float32 (float64 for float64), through which gradients flow too.
+    ``q`` is ``(batch, heads, seq_q, dim)``, ``k`` is ``(batch, kv_heads, seq_k, dim)`` and ``v``
+    ``(batch, kv_heads, seq_k, dim_v)`` with ``heads % kv_heads == 0`` (grouped-query attention); or
+    all are ``(batch, seq, dim)``.  The result is ``(batch, heads, seq_q, dim_v)``; with
+    ``return_lse`` also the log-sum-exp of each row, in float32 (float64 for float64), through which
+    gradients flow too, and with ``return_max_logits`` last of all each head's largest score.
 
     - ``is_causal``: query ``i`` sees keys up to ``i + seq_k - seq_q`` (bottom-right aligned).  A
       row that sees no key gives zeros, a log-sum-exp of -inf and no gradient.
@@ -66,28 +112,52 @@ def flash_attention(
     - ``window``: ``(left, right)``, how many keys beyond its own position a query sees on each
       side; None for no bound; an int for both sides.
     - ``softcap``: scores become ``softcap * tanh(score / softcap)``.
+    - ``sinks``: one learned score a query head, of a key that every row sees and whose value is
+      zero (gpt-oss); the log-sum-exp counts it.
     - ``deterministic``: False lets the Triton backward of half precision add dQ by atomics, in one
       pass and in any order.
     - ``precision``: of float32 matrix products in Triton: "ieee", "tf32x3" or "tf32"; None follows
       `torch.get_float32_matmul_precision`, where "highest" is ieee and anything else tf32.  A
       kernel that has no tile for a head dim in that precision runs in ieee, and `explain` says so.
+    - ``split_size``: the Triton forward splits the keys of a sequence at multiples of this many
+      (rounded up to whole tiles), and nothing else at all, so that a result does not depend on the
+      batch it is in; None splits where the GPU would stand idle.
     - ``backend``: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), or "auto".
 
-    Raises ValueError for input that cannot be right, or that the named backend cannot take.
+    There is no dropout and no additive mask.  Raises ValueError or TypeError for input that cannot
+    be right, or that the named backend cannot take.
     """
-    check_dense(q, k, v)
-    q, k, v = lowered(q, k, v)
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+    options = (
+        is_causal, scale, window, softcap, backend, precision, deterministic, split_size,
+        return_max_logits,
+    )  # fmt: skip
+    key = signature(q, k, v, options)
+    plan = PLANS.get(key) if key is not None else None
+    if plan is None:
+        check_dense(q, k, v)
     heads_missing = q.dim() == 3
+    if sinks is not None:
+        check_sinks(sinks, 1 if heads_missing else q.shape[1], q)
+    if plan is None:
+        q, k, v = lowered(q, k, v)
     if heads_missing:
-        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    method, _ = choose(
-        q, k, score, backend=backend, precision=precision, deterministic=deterministic
-    )
-    out, lse = attention(q, k, v, None, None, score, method)
+        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+    if plan is None:
+        score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+        method, _ = choose(
+            q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
+            split_size=split_size, max_logits=return_max_logits,
+        )  # fmt: skip
+        plan = remember(key, (score, method))
+    score, method = plan
+    out, lse, max_logits = attention(q, k, v, None, None, score, method)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     if heads_missing:
         out, lse = out.squeeze(1), lse.squeeze(1)
-    return (out, lse) if return_lse else out
+    if not (return_lse or return_max_logits):
+        return out
+    return out, *((lse,) if return_lse else ()), *((max_logits,) if return_max_logits else ())
 
 
 @overload
@@ -99,7 +169,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
 def flash_attention_varlen(
@@ -110,7 +180,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention_varlen(
@@ -120,9 +190,10 @@ def flash_attention_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
-    return_lse: bool,
-    **options: Unpack[_Options],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+    **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -134,24 +205,34 @@ def flash_attention_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
+    split_size: int | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attention` over sequences of any lengths, packed without padding.
 
     ``q`` is ``(total_q, heads, dim)``, ``k`` and ``v`` are ``(total_k, kv_heads, dim)``; sequence n
     is the rows ``cu_seqlens[n] .. cu_seqlens[n + 1] - 1`` (int32, on the same device).  The
-    log-sum-exp is ``(heads, total_q)``.  The Triton backend never waits for the GPU.
+    log-sum-exp is ``(heads, total_q)``.  The Triton backend never waits for the GPU, and never
+    splits a sequence's keys.
     """
     check_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_sinks(sinks, q.shape[1], q)
     q, k, v = lowered(q, k, v)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     method, _ = choose(
-        q, k, score, backend=backend, precision=precision, deterministic=deterministic, packed=True
-    )
-    out, lse = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, score, method)
+        q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
+        packed=True, split_size=split_size, max_logits=return_max_logits,
+    )  # fmt: skip
+    out, lse, max_logits = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, score, method)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    return (out, lse) if return_lse else out
+    if not (return_lse or return_max_logits):
+        return out
+    return out, *((lse,) if return_lse else ()), *((max_logits,) if return_max_logits else ())

@@ -38,10 +38,10 @@ def tangent(
     q_, k_, v_ = grouped(q, k) * score.scale, flat(k), flat(v)
     tq_, tk_, tv_ = grouped(t_q, k) * score.scale, flat(t_k), flat(t_v)
     out_, lse_ = grouped(out, k), row_lse(lse, k)
-    t_out, t_lse = torch.zeros_like(q_), torch.zeros_like(lse_)
+    t_out, t_lse = torch.zeros_like(out_), torch.zeros_like(lse_)
     for rows in tiles.queries():
         q_i, tq_i, o_i, l_i = (x[:, :, rows].flatten(1, 2) for x in (q_, tq_, out_, lse_))
-        to_i, tl_i = torch.zeros_like(q_i), torch.zeros_like(l_i)
+        to_i, tl_i = torch.zeros_like(o_i), torch.zeros_like(l_i)
         for columns, hidden in tiles.keys(rows, q.device):
             p, slope, _ = _probabilities(q_i, k_[:, columns], l_i, score, hidden)
             px = p * (tq_i @ k_[:, columns].mT + q_i @ tk_[:, columns].mT) * slope
@@ -50,7 +50,7 @@ def tangent(
         to_i -= tl_i[..., None] * o_i
         t_out[:, :, rows] = to_i.view_as(t_out[:, :, rows])
         t_lse[:, :, rows] = tl_i.view_as(t_lse[:, :, rows])
-    return t_out.view(q.shape).to(out.dtype), t_lse.view(lse.shape).to(lse.dtype)
+    return t_out.view(out.shape).to(out.dtype), t_lse.view(lse.shape).to(lse.dtype)
 
 
 def double_backward(

@@ -26,6 +26,8 @@ class Method(NamedTuple):
     backend: str
     precision: str
     deterministic: bool
+    split_size: int = 0
+    max_logits: bool = False
 
 
 class Choice(NamedTuple):
@@ -38,12 +40,15 @@ class Choice(NamedTuple):
 def choose(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     score: Score,
     *,
     backend: str = "auto",
     precision: str | None = None,
     deterministic: bool = True,
     packed: bool = False,
+    split_size: int | None = None,
+    max_logits: bool = False,
 ) -> Choice:
     """The method for ``(batch, heads, seq, dim)``; ValueError if the named backend cannot."""
     if backend not in BACKENDS:
@@ -53,8 +58,8 @@ def choose(
     elif precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     obstacles = {
-        "triton": _why_not_triton(q),
-        "aten": aten.why_not(q, k, score, packed),
+        "triton": _why_not_triton(q, v),
+        "aten": aten.why_not(q, k, score, packed, max_logits),
     }
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
@@ -70,7 +75,23 @@ def choose(
             raise ValueError(
                 f'backend "{backend}" cannot take this: {obstacle}; use backend="torch" or "auto"'
             )
-    return Choice(Method(backend, precision, deterministic), reason)
+    if split_size is not None:
+        _check_split_size(split_size, backend)
+    method = Method(backend, precision, deterministic, split_size or 0, max_logits)
+    return Choice(method, reason)
+
+
+def _check_split_size(split_size: int, backend: str) -> None:
+    if not isinstance(split_size, int) or isinstance(split_size, bool) or split_size < 1:
+        raise ValueError(
+            f"split_size {split_size!r} is the number of keys of a split; give an int of at least "
+            "1, or None to split as the GPU needs it"
+        )
+    if backend != "triton":
+        raise ValueError(
+            f'split_size {split_size} is for the Triton kernels, and backend "{backend}" would '
+            "run; leave it out here"
+        )
 
 
 @_constant
@@ -78,19 +99,17 @@ def _torch_s_precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _why_not_triton(q: Tensor) -> str | None:
-    dim = q.shape[-1]
+def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
     if q.dtype == torch.float64:
         return "the Triton kernels have no float64"
-    if dim > LARGEST_HEAD_DIM:
-        return (
-            f"head dim {dim} is above {LARGEST_HEAD_DIM}, the largest that the Triton kernels take"
-        )
-    if dim < SMALLEST_HEAD_DIM or dim % 8:
-        return (
-            f"head dim {dim} is not a multiple of 8 from {SMALLEST_HEAD_DIM} "
-            f"to {LARGEST_HEAD_DIM}, which the Triton kernels need"
-        )
+    for dim in (q.shape[-1], v.shape[-1]):
+        if dim > LARGEST_HEAD_DIM:
+            return f"head dim {dim} is above {LARGEST_HEAD_DIM}, the largest that they take"
+        if dim < SMALLEST_HEAD_DIM or dim % 8:
+            return (
+                f"head dim {dim} is not a multiple of 8 from {SMALLEST_HEAD_DIM} "
+                f"to {LARGEST_HEAD_DIM}, which the Triton kernels need"
+            )
     obstacle: str | None = _why_no_triton_on(q.device)
     return obstacle
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import choose
-from flashattn2.problem import Score, Window, check_dense, check_varlen, make_score
+from flashattn2.dispatch import Method, choose
+from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
 from flashattn2.tiled import TILE
 
 
@@ -33,8 +33,11 @@ def explain(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_max_logits: bool = False,
     deterministic: bool = True,
     precision: str | None = None,
+    split_size: int | None = None,
     backend: str = "auto",
 ) -> Explanation:
     """The choice that `flash_attention` makes for these arguments; raises what it would raise.
@@ -49,14 +52,15 @@ def explain(
     else:
         check_dense(q, k, v)
     q, k, v = lowered(q, k, v)
+    check_sinks(sinks, 1 if q.dim() == 3 and not packed else q.shape[1], q)
     score = make_score(q.shape[-1], is_causal, scale, window, softcap)
     if packed:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     elif q.dim() == 3:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     method, reason = choose(
-        q, k, score,
-        backend=backend, precision=precision, deterministic=deterministic, packed=packed,
+        q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
+        packed=packed, split_size=split_size, max_logits=return_max_logits,
     )  # fmt: skip
     tiles: tuple[str, ...] = ()
     if method.backend == "torch":
@@ -66,16 +70,20 @@ def explain(
 
         atomic = not deterministic and has_atomic(q.element_size())
         tiles = tuple(
-            _describe(kernel, method.precision, score, packed, q, k, v)
+            _describe(kernel, method, score, packed, q, k, v)
             for kernel in (("forward", "atomic") if atomic else ("forward", "dkdv", "dq"))
         )
     return Explanation(method.backend, reason, tiles)
 
 
-def _describe(kernel: str, precision: str, score: Score, packed: bool, *tensors: Tensor) -> str:
+def _describe(kernel: str, method: Method, score: Score, packed: bool, *tensors: Tensor) -> str:
     from flashattn2.kernels import launch
 
-    plan = launch.plan(kernel, precision, score, *launch.rows_contiguous(*tensors), packed=packed)
+    precision = method.precision
+    plan = launch.plan(
+        kernel, precision, score, *launch.rows_contiguous(*tensors),
+        packed=packed, split_size=method.split_size,
+    )  # fmt: skip
     tile = plan.tile
     products = ""
     if tensors[0].element_size() == 4:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashattn2 import aten, autocast, derivatives
 from flashattn2.dispatch import Method, choose
@@ -23,13 +24,38 @@ def attention(
     cu_k: Tensor | None,
     score: Score,
     method: Method,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, both differentiable."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and log-sum-exp, both differentiable, and each head's largest score if asked for."""
     if torch.compiler.is_compiling():
-        out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
-        return out, lse
-    out, lse = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
-    return out, lse
+        out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+    elif not _may_be_differentiated(q, k, v):
+        # Python's own part of a differentiable function takes longer than a small attention.
+        out, lse, largest = _Attention.forward(q, k, v, cu_q, cu_k, score, method)
+    else:
+        out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
+    return out, lse, largest
+
+
+def _may_be_differentiated(*tensors: Tensor) -> bool:
+    """Backward, forward or by a transform of `torch.func`."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of ``(batch, heads, seq, ...)`` with a sink for each head.
+
+    A sink s takes its share of each row's sum, e^L + e^s in place of e^L, and has no value:
+
+        O' = O · σ(L - s)        L' = log(e^L + e^s),
+
+    so it needs no kernel of its own: gradients of every order follow from those of O and L.
+    """
+    sink = sinks.to(lse.dtype)[None, :, None]
+    # A row that sees no key has L = -inf: the sink takes all, and its output stays 0.
+    share = torch.sigmoid(lse - sink)
+    return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
 
 
 class _Attention(torch.autograd.Function):
@@ -42,23 +68,26 @@ class _Attention(torch.autograd.Function):
         cu_k: Tensor | None,
         score: Score,
         method: Method,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if _is_an_operator_already(method, cu_q, q):
-            return aten.forward(q, k, v, score)
-        out, lse = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
-        return out, lse
+            return *aten.forward(q, k, v, score), None
+        out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+        return out, lse, largest
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         q, k, v, cu_q, cu_k, ctx.score, ctx.method = inputs
+        out, lse, largest = output
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
-        ctx.save_for_forward(q, k, v, *output, cu_q, cu_k)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
-        grad_out, grad_lse = grads
+        grad_out, grad_lse, _ = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         # Only a derivative of this derivative needs it as a function of its own.
@@ -67,7 +96,7 @@ class _Attention(torch.autograd.Function):
         return *d_qkv, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor, None]:
         q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
         t_q, t_k, t_v = (
             torch.zeros_like(x) if t is None else t
@@ -82,7 +111,7 @@ class _Attention(torch.autograd.Function):
             cu_q,
             cu_k,
         )
-        return t_out, t_lse
+        return t_out, t_lse, None
 
 
 # `apply` asks for it at every call, and it takes longer to find than a small attention to compute.
@@ -161,14 +190,16 @@ class _PaperFunction(torch.autograd.Function):
         if Q.dim() != 3:
             raise ValueError(f"Q has shape {tuple(Q.shape)}; give (batch, seq, dim)")
         score = make_score(Q.shape[-1], is_causal, None, None, None)
-        method, _ = choose(Q.unsqueeze(1), K.unsqueeze(1), score, backend=cls.backend)
+        method, _ = choose(
+            Q.unsqueeze(1), K.unsqueeze(1), V.unsqueeze(1), score, backend=cls.backend
+        )
         out: Tensor = super().apply(Q, K, V, score, method)
         return out
 
     @staticmethod
     def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, score: Score, method: Method) -> Tensor:
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
-        out, lse = forward_op(q, k, v, None, None, *scalars(score), *method)
+        out, lse, _ = forward_op(q, k, v, None, None, *scalars(score), *method)
         ctx.score, ctx.method = score, method
         output: Tensor = out.squeeze(1)
         ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))

@@ -29,8 +29,10 @@ def forward_op(
     backend: str,
     precision: str,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+    split_size: int,
+    max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp and, if asked for, the largest score of each head."""
     if cu_q is not None and cu_k is not None:
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2])
         check_boundaries("cu_seqlens_k", cu_k, k.shape[2])
@@ -39,23 +41,32 @@ def forward_op(
         from flashattn2.kernels import forward
 
         with torch.cuda.device_of(q):
-            return forward.forward(q, k, v, cu_q, cu_k, score, precision)
-    run = aten.forward if backend == "aten" else tiled.forward
-    out, lse = by_sequence(lambda q, k, v: run(q, k, v, score), [q], [k, v], cu_q, cu_k)
-    return out, lse
+            out, lse, maxima = forward.forward(
+                q, k, v, cu_q, cu_k, score, precision, split_size, max_logits
+            )
+    else:
+        run = aten.forward if backend == "aten" else tiled.forward
+        out, lse, *rest = by_sequence(lambda q, k, v: run(q, k, v, score), [q], [k, v], cu_q, cu_k)
+        maxima = rest[0] if rest else None
+    if not max_logits or maxima is None:
+        return out, lse, lse.new_empty(0)
+    if maxima.numel() == 0:
+        return out, lse, lse.new_full(q.shape[1:2], -torch.inf)
+    return out, lse, maxima.amax((0, 2))
 
 
 @forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    cu_q, backend = options[0], options[6]
-    if backend == "aten" and cu_q is None:
-        return aten.forward(q, k, v, Score(*options[2:6]))
-    out = q.new_empty(q.shape)
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, backend, max_logits = options[0], options[6], options[10]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if backend == "triton":
         from flashattn2.kernels import launch
 
-        out = launch.like(q)
-    return out, q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+        out = launch.like(q, v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    if backend == "aten" and cu_q is None:
+        out, lse = aten.forward(q, k, v, Score(*options[2:6]))
+    return out, lse, lse.new_empty(q.shape[1] if max_logits else 0)
 
 
 @torch.library.custom_op("flashattn2::backward", mutates_args=())
@@ -76,6 +87,8 @@ def backward_op(
     backend: str,
     precision: str,
     deterministic: bool,
+    split_size: int,
+    max_logits: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     score = Score(scale, left, right, softcap)
@@ -84,8 +97,9 @@ def backward_op(
 
         with torch.cuda.device_of(q):
             return backward.backward(
-                q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, score, precision, deterministic
-            )
+                q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, score,
+                precision, deterministic, split_size,
+            )  # fmt: skip
     run = aten.backward if backend == "aten" else tiled.backward
     dq, dk, dv = by_sequence(
         lambda q, out, lse, grad_out, grad_lse, k, v: run(
@@ -120,13 +134,17 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_q, cu_k, *ctx.options = inputs
+    out, lse, max_logits = output
+    ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None
+) -> tuple[Any, ...]:
     q, k, v, out, lse, cu_q, cu_k = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)

@@ -103,16 +103,17 @@ def _sides(window: Window) -> tuple[int, int]:
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless these are ``(batch, heads, seq, dim)`` that attend to each other."""
-    _check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     if q.dim() not in (3, 4):
         raise ValueError(
             f"q has {q.dim()} dimensions, shape {tuple(q.shape)}; "
             "give (batch, heads, seq, dim) or (batch, seq, dim)"
         )
     _check_alike(q, k, v)
-    if k.shape != v.shape:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be the same"
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; "
+            "they must be the same but for the head dim"
         )
     if q.shape[0] != k.shape[0]:
         raise ValueError(
@@ -128,15 +129,16 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
     What the boundaries hold is checked where they have values: see `check_boundaries`.
     """
-    _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     if q.dim() != 3:
         raise ValueError(
             f"q has {q.dim()} dimensions, shape {tuple(q.shape)}; give (total, heads, dim)"
         )
     _check_alike(q, k, v)
-    if k.shape != v.shape:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; they must be the same"
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; "
+            "they must be the same but for the head dim"
         )
     _check_heads(q.shape[1], k.shape[1])
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
@@ -168,7 +170,22 @@ def check_boundaries(name: str, cu: Tensor, total: int) -> None:
         torch._assert_async(good, rule)
 
 
-def _check_tensors(**named: Tensor) -> None:
+def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
+    """Raise unless there are no sinks or one floating-point number a query head."""
+    if sinks is None:
+        return
+    check_tensors(sinks=sinks)
+    if sinks.shape != (heads,) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks are {sinks.dtype} of shape {tuple(sinks.shape)}; "
+            f"give one floating-point number for each of the {heads} query heads"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device} and q on {q.device}; move one of them")
+
+
+def check_tensors(**named: Tensor) -> None:
+    """Raise TypeError for what is no tensor."""
     for name, x in named.items():
         if not isinstance(x, Tensor):
             kind = f"{type(x).__module__}.{type(x).__qualname__}"
@@ -190,13 +207,14 @@ def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"q has {q.dim()} dimensions and {name} {other.dim()}; they must be the same"
             )
-        if q.shape[-1] != other.shape[-1]:
-            raise ValueError(
-                f"q has head dim {q.shape[-1]} and {name} {other.shape[-1]}; they must be the same"
-            )
     if q.dtype not in DTYPES:
         raise ValueError(f"dtype {q.dtype} is not one of float64, float32, bfloat16, float16")
-    if q.shape[-1] == 0:
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q has head dim {q.shape[-1]} and k {k.shape[-1]}; they must be the same "
+            "(that of v may differ)"
+        )
+    if 0 in (q.shape[-1], v.shape[-1]):
         raise ValueError("head dim 0 leaves nothing to attend with; give at least 1")
     for name, x in (("q", q), ("k", k)):
         if max(x.shape) >= MOST_ROWS:

@@ -21,15 +21,16 @@ from flashattn2.problem import Score
 TILE = 256
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: ``(batch, heads, seq, dim)`` to the output and its log-sum-exp."""
+def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 1: ``(batch, heads, seq, dim)`` to the output, its log-sum-exp, row maxima."""
     tiles = Tiles(score, q.shape[2], k.shape[2])
     q_, k_, v_ = grouped(q, k), flat(k), flat(v)
-    out = q_.new_zeros(q_.shape)
+    out = q_.new_zeros(*q_.shape[:-1], v.shape[-1])
     lse = q_.new_full(q_.shape[:-1], -torch.inf)
+    maxima = torch.full_like(lse, -torch.inf)
     for rows in tiles.queries():
         q_i = q_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
-        o_i = torch.zeros_like(q_i)
+        o_i = q_i.new_zeros(*q_i.shape[:-1], v.shape[-1])  # [n, g·t, d_v]
         m_i = q_i.new_full(q_i.shape[:2], -torch.inf)  # the row maximum so far
         l_i = torch.zeros_like(m_i)  # the row sum so far, relative to the maximum
         for columns, hidden in tiles.keys(rows, q.device):
@@ -46,7 +47,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
         o_i /= l_i.masked_fill(l_i == 0, 1.0)[..., None]
         out[:, :, rows] = o_i.view_as(out[:, :, rows])
         lse[:, :, rows] = (m_i + l_i.log()).view_as(lse[:, :, rows])
-    return out.view(q.shape).to(q.dtype), lse.view(q.shape[:-1])
+        maxima[:, :, rows] = m_i.view_as(maxima[:, :, rows])
+    rows_of = q.shape[:-1]
+    out = out.view(*rows_of, v.shape[-1]).to(q.dtype)
+    return out, lse.view(rows_of), maxima.view(rows_of)
 
 
 def backward(

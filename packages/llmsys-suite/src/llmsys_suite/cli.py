@@ -83,17 +83,78 @@ def report(
 
 
 @app.command()
+def audit(
+    folder: Annotated[Path | None, typer.Argument(help="A run folder.")] = None,
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="Plant defects, and say which check finds which.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Plant those whose names hold this.")
+    ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Name the defects.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the table between the markers of this file.")
+    ] = None,
+) -> None:
+    """Check a run's records once more, or check the checks with planted defects."""
+    if write is not None and (only or not write.is_file()):
+        raise UsageError(f"--write takes a file with markers and all defects, not {write}")
+    if mutate or list_:
+        from llmsys_suite.audit.mutations import DEFECTS
+
+        names = [d.label for d in DEFECTS if not only or any(word in d.label for word in only)]
+        if not names:
+            raise UsageError(f"no defect's name holds {' or '.join(map(repr, only or []))}")
+        if list_:
+            print("\n".join(names))
+            return
+        from llmsys_suite.audit.mutate import mutate as plant
+        from llmsys_suite.audit.mutate import table
+
+        outcomes = plant(names)
+        print(table(outcomes))
+        if write is not None:
+            before, _, rest = write.read_text().partition("<!-- planted -->\n")
+            _, _, after = rest.partition("<!-- /planted -->")
+            marked = f"<!-- planted -->\n{table(outcomes)}\n<!-- /planted -->"
+            write.write_text(before + marked + after)
+        raise typer.Exit(0 if all(outcome.killed for outcome in outcomes) else 1)
+    if folder is None:
+        raise UsageError("give a run folder, or --mutate")
+    from llmsys_suite.audit.records import check_again
+
+    checks = check_again(_run_folder(folder))
+    red = [check for check in checks if not check.passed]
+    for check in red:
+        print(f"FAILED {check}")
+    print(f"{len(checks) - len(red)}/{len(checks)} passed")
+    raise typer.Exit(1 if red else 0)
+
+
+@app.command()
 def compare(
     before: Annotated[Path, typer.Argument(help="A run folder.")],
     after: Annotated[Path, typer.Argument(help="Another.")],
     fail_above: Annotated[
         float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
     ] = None,
+    resolve: Annotated[str, typer.Option(help="The difference that is to be found.")] = "5%",
+    assert_equal: Annotated[
+        bool, typer.Option("--assert-equal", help="Exit 1 where losses or counts differ.")
+    ] = False,
 ) -> None:
     """Say which variants became faster or slower, and whether the samples can tell."""
-    from llmsys_suite.compare import compare_runs, too_slow
+    from llmsys_suite.compare import compare_runs, differences, too_slow, warnings
+    from llmsys_suite.config import percentage
 
-    rows = compare_runs(_run_folder(before), _run_folder(after))
+    runs = _run_folder(before), _run_folder(after)
+    if assert_equal:
+        found = list(differences(*runs))
+        print("\n".join(found) if found else "losses and counts are equal")
+        raise typer.Exit(1 if found else 0)
+    rows = compare_runs(*runs, resolve=percentage(resolve, "--resolve"))
+    for doubt in warnings(*runs):
+        print(f"llmsys: {doubt}", file=sys.stderr)
     for row in rows:
         print(row)
     raise typer.Exit(1 if fail_above is not None and too_slow(rows, fail_above) else 0)
@@ -125,6 +186,4 @@ def list_() -> None:
 def _run_folder(path: Path):  # type: ignore[no-untyped-def]
     from llmsys_suite.folder import RunFolder
 
-    if not (path / "summary.json").exists():
-        raise UsageError(f"{path} is no run folder: it holds no summary.json")
-    return RunFolder(path)
+    return RunFolder.open(path)

@@ -1,92 +1,259 @@
 """Two runs side by side: which variants became faster or slower, and whether the samples can tell.
 
-The figure is the ratio of median step times, after over before, with a bootstrap interval; where
-the interval holds 1 the answer is that the samples cannot tell.
+Notable:
+- a figure is paired by round: a variant's time over the peer's on the same rank in the same round,
+  so that what slows a second slows both; runs are compared by these ratios, never by times;
+- rounds in which a rank waited for a core that another program had are left out, because such a
+  wait does not cost all variants alike; where most are such, there is no verdict;
+- "slower" is said only where the whole 95 % interval lies beyond half of what is to be resolved:
+  two runs of the same code differ a little by where their memory happens to lie.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from llmsys_suite.config import UsageError
-from llmsys_suite.folder import RunFolder
-from llmsys_suite.samples import step_seconds
+from llmsys_suite.folder import RunFolder, Sample
+from llmsys_suite.samples import PEER, WHOLE_STEP, loss_curves
 
-RESAMPLES = 2000
-#: Facts of the environment and of the configuration without which times do not compare.
-SAME_ENVIRONMENT = ("processor", "cores", "gpus")
-SAME_CONFIG = ("size", "world", "device", "rows", "context")
+Array = np.ndarray
+#: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
+Ratios = dict[str, tuple[Array, int]]
+RESAMPLES = 400
+#: A step is disturbed if its rank was kept from a core for more than this share of it.
+DISTURBED = 0.05
+#: Rounds to be left for a verdict, and the share of all rounds.
+LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
+#: Standard errors in half a resolution: 1.96 for the interval, 1.64 to find what is as large as it
+#: 19 times in 20, and a tenth more since the error itself is estimated.
+ERRORS_IN_HALF = 1.1 * (1.96 + 1.64)
+#: Without these two runs do not compare; where the others differ, times may too.
+MUST_AGREE = {
+    "env.json": ("processor", "cores", "gpus"),
+    "config.json": ("size", "world", "device", "backend", "rows", "context"),
+}
+SHOULD_AGREE = {
+    "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
+    "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),
+}
+#: A loss on another machine: the audit's tolerance for one process and many.
+LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant: time after over time before, and its 95 % interval."""
+    """One variant: its time after over its time before, both in units of the peer's."""
 
     variant: str
     ratio: float
     low: float
     high: float
+    rounds: int
+    disturbed: int
+    resolve: float
+
+    @property
+    def resolved(self) -> float:
+        """The least difference that so many rounds find nine times in ten."""
+        error = math.log(self.high / self.low) / (2 * 1.96)
+        return 2 * ERRORS_IN_HALF * error
 
     @property
     def verdict(self) -> str:
-        """Faster, slower, or not distinguishable."""
-        if self.low <= 1.0 <= self.high:
-            return "not distinguishable"
-        return "slower" if self.ratio > 1.0 else "faster"
+        """Slower, faster, or cannot tell."""
+        total = self.rounds + self.disturbed
+        if self.rounds < max(LEAST_ROUNDS, LEAST_SHARE * total):
+            return "cannot tell"
+        if self.low > 1 + self.resolve / 2:
+            return "slower"
+        return "faster" if self.high < 1 / (1 + self.resolve / 2) else "cannot tell"
 
     def __str__(self) -> str:
-        return (
-            f"{self.variant:>20}  {self.ratio:6.3f}x  "
-            f"[{self.low:.3f}, {self.high:.3f}]  {self.verdict}"
-        )
+        line = f"{self.variant:>20}  {self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]  "
+        line += self.verdict
+        total = self.rounds + self.disturbed
+        if self.disturbed > total * (1 - LEAST_SHARE):
+            return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
+        if self.verdict == "cannot tell" and self.resolved > self.resolve:
+            needed = math.ceil(self.rounds * (self.resolved / self.resolve) ** 2)
+            line += (
+                f": {self.rounds} rounds resolve {self.resolved:.0%}; "
+                f"{self.resolve:.0%} needs about --steps {needed}"
+            )
+        return line
 
 
-def compare_runs(before: RunFolder, after: RunFolder, *, seed: int = 0) -> list[Comparison]:
-    """One row for each variant that both runs trained.
+def compare_runs(
+    before: RunFolder, after: RunFolder, *, resolve: float = 0.05, seed: int = 0
+) -> list[Comparison]:
+    """One row for each variant but the peer that both runs trained.
 
-    Raises UsageError where a run is incomplete, or the machine or the model differ.
+    Raises UsageError where a run is incomplete, edited or of another version, or where machine or
+    model differ.
     """
-    _require_comparable(before, after)
-    old, new = (step_seconds(_train_samples(folder)) for folder in (before, after))
+    require_comparable(before, after)
+    old, new = (round_ratios(folder.samples()) for folder in (before, after))
+    return compare_ratios(old, new, resolve=resolve, seed=seed)
+
+
+def compare_ratios(
+    old: Ratios, new: Ratios, *, resolve: float = 0.05, seed: int = 0
+) -> list[Comparison]:
+    """One row for each variant of both."""
     random = np.random.default_rng(seed)
-    return [
-        _compare(name, list(old[name].values()), list(new[name].values()), random)
-        for name in old
-        if name in new
-    ]
+    return [_compare(n, old[n], new[n], resolve, random) for n in old if n in new]
 
 
 def too_slow(rows: list[Comparison], percent: float) -> bool:
     """Whether any variant is slower by more than `percent`, beyond doubt."""
-    return any(row.ratio > 1 + percent / 100 and row.verdict == "slower" for row in rows)
+    return any(row.low > 1 + percent / 100 and row.verdict == "slower" for row in rows)
+
+
+def warnings(before: RunFolder, after: RunFolder) -> list[str]:
+    """Where the runs differ in what times, losses or both may depend on."""
+    found = []
+    for file, keys in SHOULD_AGREE.items():
+        old, new = before.read_json(file), after.read_json(file)
+        for key in keys:
+            if old.get(key) != new.get(key):
+                found.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
+    return found
+
+
+def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
+    """For `--assert-equal`: every loss and every count in which the runs are not the same."""
+    require_comparable(before, after)
+    for key in ("seed", "steps", "warmup", "learning_rate"):
+        old, new = (getattr(folder.config, key) for folder in (before, after))
+        if old != new:
+            yield f"{key}: {old} and {new}"
+    old_curves, new_curves = (
+        loss_curves([s for s in folder.samples() if s["stage"] == "train"])
+        for folder in (before, after)
+    )
+    for name in old_curves.keys() | new_curves.keys():
+        ours, theirs = old_curves.get(name, []), new_curves.get(name, [])
+        if len(ours) != len(theirs):
+            yield f"{name}: {len(ours)} losses and {len(theirs)}"
+        tolerance = LOSS_TOLERANCE * math.sqrt(max(1, len(ours)))
+        for step, (x, y) in enumerate(zip(ours, theirs, strict=False)):
+            if not abs(y - x) <= tolerance * abs(x):
+                yield f"{name}, loss of step {step}: {x:.9g} and {y:.9g}"
+                break
+    old_counts, new_counts = (dict(_counts(folder.summary["stages"])) for folder in (before, after))
+    for key in sorted(old_counts.keys() | new_counts.keys()):
+        if old_counts.get(key) != new_counts.get(key):
+            yield f"{key}: {old_counts.get(key)} and {new_counts.get(key)}"
+
+
+def require_comparable(before: RunFolder, after: RunFolder) -> None:
+    """UsageError where a folder is not whole, or machine or model differ."""
+    for folder in (before, after):
+        folder.require_whole()
+        if not folder.complete:
+            raise UsageError(f"{folder.path} is an incomplete run; compare complete ones")
+        if "train" not in folder.summary["stages"]:
+            raise UsageError(f"{folder.path} trained nothing; compare runs of the stage train")
+    for name, keys in MUST_AGREE.items():
+        old, new = before.read_json(name), after.read_json(name)
+        for key in keys:
+            if old.get(key) != new.get(key):
+                raise UsageError(
+                    f"the runs differ in {key}: {_short(old.get(key), new.get(key))}; "
+                    "their times do not compare"
+                )
+
+
+def round_ratios(samples: list[Sample]) -> Ratios:
+    """Variant -> log of its time over the peer's by round, the ranks' mean; disturbed rounds."""
+    steps: dict[str, dict[int, dict[int, Sample]]] = defaultdict(lambda: defaultdict(dict))
+    for s in samples:
+        if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
+            steps[s["variant"]][s["step"]][s["rank"]] = s
+    found = {}
+    for name, rounds in steps.items():
+        if name == PEER:
+            continue
+        ratios, disturbed = [], 0
+        for step, ours in rounds.items():
+            peer = steps[PEER][step]
+            pairs = [(s, peer[rank]) for rank, s in ours.items() if rank in peer]
+            if any(_disturbed(s) for pair in pairs for s in pair):
+                disturbed += 1
+            elif pairs:
+                logs = [math.log(s["seconds"] / p["seconds"]) for s, p in pairs]
+                ratios.append(sum(logs) / len(logs))
+        found[name] = np.array(ratios), disturbed
+    return found
 
 
 def _compare(
-    name: str, before: list[float], after: list[float], random: np.random.Generator
+    name: str,
+    before: tuple[Array, int],
+    after: tuple[Array, int],
+    resolve: float,
+    random: np.random.Generator,
 ) -> Comparison:
-    medians = [
-        np.median(random.choice(values, (RESAMPLES, len(values))), axis=1)
-        for values in (before, after)
-    ]
-    low, high = np.quantile(medians[1] / medians[0], [0.025, 0.975])
-    return Comparison(name, float(np.median(after) / np.median(before)), float(low), float(high))
+    (old, old_lost), (new, new_lost) = before, after
+    rounds, lost = min(len(old), len(new)), max(old_lost, new_lost)
+    if rounds < 2:
+        return Comparison(name, math.nan, 0.0, math.inf, rounds, lost, resolve)
+    ratio = math.exp(_middle(new) - _middle(old))
+    apart = _middles(new, random) - _middles(old, random)
+    low, high = np.exp(np.quantile(apart, [0.025, 0.975]))
+    return Comparison(name, ratio, float(low), float(high), rounds, lost, resolve)
 
 
-def _train_samples(folder: RunFolder) -> list[dict[str, object]]:
-    return [sample for sample in folder.samples() if sample["stage"] == "train"]
+def _middle(logs: Array) -> float:
+    """The mean of the middle half: a median that wastes less."""
+    cut = len(logs) // 4
+    return float(np.sort(logs)[cut : len(logs) - cut].mean())
 
 
-def _require_comparable(before: RunFolder, after: RunFolder) -> None:
-    for folder in (before, after):
-        if not folder.complete:
-            raise UsageError(f"{folder.path} is an incomplete run; compare complete ones")
-    for name, keys in (("env.json", SAME_ENVIRONMENT), ("config.json", SAME_CONFIG)):
-        old, new = before.read_json(name), after.read_json(name)
-        for key in keys:
-            if old[key] != new[key]:
-                raise UsageError(
-                    f"the runs differ in {key}: {old[key]} and {new[key]}; "
-                    "their times do not compare"
-                )
+def _middles(logs: Array, random: np.random.Generator) -> Array:
+    """Of resampled rounds, a few at a time, since a slow second outlasts a round."""
+    n = len(logs)
+    block = max(1, round(n ** (1 / 3)))
+    starts = random.integers(0, n, (RESAMPLES, -(-n // block)))
+    picked = (starts[..., None] + np.arange(block)) % n
+    drawn = np.sort(logs[picked.reshape(RESAMPLES, -1)[:, :n]], axis=1)
+    cut = n // 4
+    middles: Array = drawn[:, cut : n - cut].mean(1)
+    middle = middles.mean()
+    # Few blocks scatter less than what they are drawn from.
+    middles = middle + (middles - middle) * math.sqrt(n / max(1, n - 2 * block))
+    return middles
+
+
+def _disturbed(sample: Sample) -> bool:
+    return bool(sample.get("queued_s", 0.0) > DISTURBED * sample["seconds"])
+
+
+def _counts(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Every integer of the stages' results by its place, but what is a matter of time."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _counts(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _counts(inner, f"{path}[{i}]")
+    elif type(value) is int and path.startswith(COUNTED) and "measured" not in path:
+        yield path, value
+
+
+#: Stages whose integers follow from the configuration, whatever machine they are counted on.
+COUNTED = ("plan.", "memory.", "scale.", "compress.")
+
+
+def _short(old: Any, new: Any) -> str:
+    if isinstance(old, list) and isinstance(new, list):
+        less, more = ([str(x) for x in a if x not in b] for a, b in ((old, new), (new, old)))
+        return f"{' '.join(less) or 'nothing'} before, {' '.join(more) or 'nothing'} after"
+    return f"{old} and {new}"

@@ -56,6 +56,14 @@ class RunConfig:
     data: Path | None = None
     out: Path = Path("runs/latest")
 
+    @property
+    def parts(self) -> int:
+        """In how many parts one process takes the global batch.
+
+        On a GPU as many as there are ranks, so that it needs the memory of one rank, not of all.
+        """
+        return self.world if self.device == "cuda" else 1
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for config.json."""
         return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -153,6 +161,18 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def percentage(text: str, option: str) -> float:
+    """`5%`, `5` or `0.05` as 0.05; UsageError for what is none, or not between 0 and 100 %."""
+    try:
+        value = float(text.rstrip("%"))
+    except ValueError:
+        raise UsageError(f"{option} {text!r} is no percentage; give one such as 5%") from None
+    value = value / 100 if text.endswith("%") or value >= 1 else value
+    if not 0 < value < 1:
+        raise UsageError(f"{option} {text} is not between 0% and 100%")
+    return value
+
+
 def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -> str:
     if backend not in ("auto", "gloo", "nccl"):
         raise UsageError(f"backend {backend!r} is unknown; choose auto, gloo or nccl")
@@ -178,7 +198,10 @@ def _check(config: RunConfig) -> None:
     ):
         if value < least:
             raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
-    if config.data is not None and not config.data.exists():
+    if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
+    # Not Path's methods, which raise for a name that is too long.
+    if os.path.exists(config.out) and not (
+        os.path.isdir(config.out) and not os.listdir(config.out)
+    ):
         raise UsageError(f"{config.out} exists and is not empty; name another folder with --out")

@@ -20,9 +20,14 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": _flags(),
         "cores": os.cpu_count(),
         "memory_gib": round(_meminfo("MemTotal") / GIB, 1),
+        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
+        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "clock_mhz": _cpuinfo("cpu MHz"),
+        "driver": _driver(),
         "load_average": round(os.getloadavg()[0], 2),
         "gpus": [],
     }
@@ -78,13 +83,35 @@ def diagnosis() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def _cpuinfo(field: str) -> str:
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith(field):
+            return line.split(":", 1)[1].strip()
+    return ""
+
+
+def _flags() -> list[str]:
+    """Those that decide how fast a product of matrices is; two of one name may differ 30-fold."""
+    flags = _cpuinfo("flags").split() or _cpuinfo("Features").split()
+    kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
+    return sorted(flag for flag in flags if flag.startswith(kinds))
+
+
+def _driver() -> str:
+    """The version of the GPU's kernel module."""
+    words = _first_line("/proc/driver/nvidia/version").split()
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+def _first_line(path: str) -> str:
+    return next(iter(_lines(path)), "")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _meminfo(field: str) -> int:

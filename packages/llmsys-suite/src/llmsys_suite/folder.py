@@ -1,11 +1,15 @@
 """The run folder: everything that was measured, raw, and everything that was made of it.
 
-Files are written beside themselves and renamed, so none is ever half there; samples are appended
-a line at a time, so what was measured before an interruption stays.
+Notable:
+- files are written beside themselves and renamed, so none is ever half there; samples are appended
+  a line at a time, so what was measured before an interruption stays;
+- a finished folder is sealed: manifest.json holds every file's digest and the format's number, and
+  whatever reads the folder later says so if it was edited, cut off, or written otherwise.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -13,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import RunConfig, UsageError
 
 Sample = dict[str, Any]
+#: Raised when what the files hold changes.
+FORMAT = 2
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,15 @@ class RunFolder:
         (folder.path / "samples.jsonl").touch()
         return folder
 
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """A folder that a run left; UsageError where it is none, or not as the run left it."""
+        if not (path / "summary.json").exists():
+            raise UsageError(f"{path} is no run folder: it holds no summary.json")
+        folder = cls(path)
+        folder.require_whole()
+        return folder
+
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file whole."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
@@ -46,13 +62,19 @@ class RunFolder:
         os.replace(beside, self.path / name)
 
     def read_json(self, name: str) -> Any:
-        """One JSON file; FileNotFoundError where this is no run folder."""
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        """One JSON file; UsageError where it is not there or not JSON."""
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.path / name} cannot be read: {error}") from None
 
     @property
     def config(self) -> RunConfig:
         """What the run was asked to do."""
-        return RunConfig.from_json(self.read_json("config.json"))
+        try:
+            return RunConfig.from_json(self.read_json("config.json"))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{self.path} is of another version: config.json: {error}") from None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -72,8 +94,34 @@ class RunFolder:
         self.write_json("summary.json", summary)
 
     def finish(self) -> None:
-        """Mark the run complete."""
+        """Mark the run complete, and seal it."""
         self.write_json("summary.json", self.summary | {"status": "complete"})
+        self.seal()
+
+    def seal(self) -> None:
+        """Write down every file's digest."""
+        digests = {name: _digest(self.path / name) for name in self._files()}
+        self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
+
+    def require_whole(self) -> None:
+        """UsageError where a finished run's files are not those that it wrote."""
+        if not (self.path / MANIFEST).exists():
+            if self.complete:
+                raise UsageError(f"{self.path} holds no {MANIFEST}: another version wrote it")
+            return
+        manifest = self.read_json(MANIFEST)
+        if manifest.get("format") != FORMAT:
+            found = manifest.get("format")
+            raise UsageError(
+                f"{self.path} is of format {found} and this version reads {FORMAT}; "
+                "make the run again, or read it with the version that wrote it"
+            )
+        for name, digest in manifest["files"].items():
+            path = self.path / name
+            if not path.exists():
+                raise UsageError(f"{path} is missing: the folder is not as its run left it")
+            if _digest(path) != digest:
+                raise UsageError(f"{path} was changed since its run wrote it")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
         """Add raw measurements, a line each."""
@@ -89,3 +137,13 @@ class RunFolder:
             except json.JSONDecodeError:
                 break
         return rows
+
+    def _files(self) -> list[str]:
+        return sorted(
+            path.name for path in self.path.iterdir() if path.is_file() and path.name != MANIFEST
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

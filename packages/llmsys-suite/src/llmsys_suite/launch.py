@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -19,41 +20,62 @@ from llmsys_suite.config import RunConfig
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
+# A pipe to the launcher, which stamps what comes out of it; and the file where the stamps are.
+WITNESS = "LLMSYS_WITNESS"
+STAMPS = "LLMSYS_STAMPS"
 GRACE_SECONDS = 15.0
 
 
-def launch(config: RunConfig) -> int:
-    """Run every rank to its end; the exit status is 0 only if all of them ended well."""
+def launch(config: RunConfig, module: str = "llmsys_suite.worker") -> int:
+    """Run `module` as every rank to its end; the exit status is 0 only if all ended well."""
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)
+        events, told = os.pipe()
+        stamps = Path(rendezvous, "stamps")
+        witness = threading.Thread(target=_stamp, args=(events, stamps), daemon=True)
+        witness.start()
         try:
             for rank in range(config.world):
-                ranks.append(_start(config, rank, Path(rendezvous)))
+                ranks.append(_start(module, config, rank, Path(rendezvous), told))
             return _wait(ranks)
         except KeyboardInterrupt:
             print(f"interrupted; what was measured is in {config.out}", file=sys.stderr)
             return INTERRUPTED
         finally:
             _end(ranks)
+            os.close(told)
+            witness.join(5)
             signal.signal(signal.SIGTERM, previous)
 
 
-def _start(config: RunConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:
+def _start(
+    module: str, config: RunConfig, rank: int, rendezvous: Path, told: int
+) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(config.world),
         STORE: str(rendezvous / "store"),
+        WITNESS: str(told),
+        STAMPS: str(rendezvous / "stamps"),
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
     # The profiler writes its own diary to stderr otherwise.
     environment.setdefault("KINETO_LOG_LEVEL", "99")
     # The address of a machine may not be its own to bind to; ranks of one machine need only this.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "llmsys_suite.worker", json.dumps(config.to_json())]
+    command = [sys.executable, "-m", module, json.dumps(config.to_json())]
     # A session of its own: the terminal's Ctrl-C reaches this process alone, which ends the ranks.
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    return subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=(told,))
+
+
+def _stamp(events: int, stamps: Path) -> None:
+    """Write down when each event came through the pipe, by this process's clock."""
+    with open(events) as arriving, stamps.open("w") as file:
+        for event in arriving:
+            file.write(f"{time.monotonic()} {event}")
+            file.flush()
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

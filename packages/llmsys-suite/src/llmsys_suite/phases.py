@@ -1,7 +1,8 @@
 """Where a step's time goes: forward, backward, communication, optimizer.
 
 One context manager times a phase, and names it for NVTX and for torch.profiler; on a GPU it waits
-for the device at both ends, since a kernel's launch is not its run.
+for the device at both ends, since a kernel's launch is not its run. Beside the wall's clock stands
+this thread's, which does not run while another program has the core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from llmsys_suite.audit import yardstick
 from llmsys_suite.folder import Sample
 from llmsys_suite.samples import WHOLE_STEP
 
@@ -27,20 +29,22 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; values put into the yielded dict are kept with it."""
+        """Time one whole step; what is put into the yielded dict, later too, is kept with it."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin = self._now()
+        begin, core = self._now(), yardstick.clock(self.device)
         yield extra
+        extra["core_s"] = yardstick.clock(self.device) - core
         self._keep(WHOLE_STEP, self._now() - begin, extra)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time one part of the step that is under way."""
         with torch.profiler.record_function(name), _nvtx(name, self.device):
-            begin = self._now()
+            begin, core = self._now(), yardstick.clock(self.device)
             yield
-            self._keep(name, self._now() - begin, {})
+            core_s = yardstick.clock(self.device) - core
+            self._keep(name, self._now() - begin, {"core_s": core_s})
 
     def take(self) -> list[Sample]:
         """The samples since the last call."""
@@ -48,9 +52,8 @@ class Recorder:
         return taken
 
     def _keep(self, phase: str, seconds: float, extra: Sample) -> None:
-        self._samples.append(
-            {**self._labels, "rank": self.rank, "phase": phase, "seconds": seconds, **extra}
-        )
+        extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)
+        self._samples.append(extra)
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -49,6 +49,8 @@ def write_report(folder: RunFolder) -> str:
     markdown = "\n".join(_markdown(section) for section in made)
     folder.write_text("report.md", markdown)
     folder.write_text("report.html", _page(made))
+    if folder.complete:
+        folder.seal()
     return markdown
 
 
@@ -57,10 +59,11 @@ def headline(path: Path) -> str:
     folder = RunFolder(path)
     stages = folder.summary["stages"]
     lines = []
-    if "train" in stages:
+    lines += [f"FAILED stage {s}: {r['failed']}" for s, r in stages.items() if "failed" in r]
+    if "losses" in stages.get("train", {}):
         losses = stages["train"]["losses"]["single process"]
         lines.append(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
-    if "audit" in stages:
+    if "checks" in stages.get("audit", {}):
         audit = stages["audit"]
         lines.append(f"audit: {audit['checks'] - len(audit['failed'])}/{audit['checks']} passed")
         lines += [f"  FAILED {name}" for name in audit["failed"]]
@@ -89,11 +92,13 @@ def sections(folder: RunFolder) -> Iterator[Section]:
         result = stages.get(stage)
         if result is None:
             continue
-        if "skipped" in result:
+        if "failed" in result:
+            yield Section(stage.capitalize(), [f"**This stage failed: {result['failed']}.**"])
+        elif "skipped" in result:
             yield Section(stage.capitalize(), [f"Skipped: {result['skipped']}."])
         else:
             yield make(result)
-    if "audit" in stages:
+    if "checks" in stages.get("audit", {}):
         yield _audit(folder)
 
 
@@ -106,9 +111,10 @@ def _overview(folder: RunFolder, stages: dict[str, Any]) -> Section:
         f"{env['date']}: {where}; torch {env['torch']}, Python {env['python']}; "
         f"load average {env['load_average']} at the start.",
     ]
-    if not folder.complete and "audit" not in stages:
+    audited = "checks" in stages.get("audit", {})
+    if not folder.complete and not audited:
         notes.append("**This run is incomplete.**")
-    if "audit" in stages:
+    if audited:
         failed = stages["audit"]["failed"]
         count = stages["audit"]["checks"]
         notes.append(
@@ -228,15 +234,20 @@ def _audit(folder: RunFolder) -> Section:
     rows = [
         {
             "check": c["name"],
-            "expected": c["expected"],
-            "actual": c["actual"],
-            "tolerance": c["tolerance"],
+            "source": c["source"],
+            "says": c["actual"],
+            "against": c["against"],
+            "which says": c["expected"],
+            "least": c["low"],
+            "most": c["high"],
+            "furthest off": c["where"],
             "passed": "yes" if c["passed"] else "NO",
         }
         for c in checks
     ]
     failed = frozenset(i for i, c in enumerate(checks) if not c["passed"])
-    return Section("Audit", ["Each figure and its second source."], [Table(rows, failed)])
+    notes = ["Each check holds one source against another that shares nothing with it."]
+    return Section("Audit", notes, [Table(rows, failed)])
 
 
 def _markdown(section: Section) -> str:

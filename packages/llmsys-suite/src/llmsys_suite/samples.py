@@ -10,8 +10,26 @@ from llmsys_suite.folder import Sample
 
 WHOLE_STEP = "step"
 PHASES = ("forward", "backward", "communication", "optimizer")
+# Rank 0 alone, on every row.
+SINGLE = "single process"
 # What the others are compared with, step by step.
 PEER = "torch DDP"
+SERVER = "parameter server"
+# In the order of their turns; `variants.VARIANTS` says what each does.
+VARIANT_NAMES = (
+    SINGLE,
+    PEER,
+    "ddp naive",
+    "ddp flat",
+    "ddp overlapped",
+    "ddp bucketed",
+    "ddp shared memory",
+    "zero 1",
+    "zero 2",
+    "fsdp",
+    "torch FSDP2",
+    SERVER,
+)
 
 
 def summarize(samples: list[Sample]) -> dict[str, Any]:
@@ -28,6 +46,11 @@ def summarize(samples: list[Sample]) -> dict[str, Any]:
         row["final_loss"] = losses[name][-1]
         rows.append(row)
     return {"rows": rows, "losses": losses}
+
+
+def ranks_of(variant: str, world: int) -> int:
+    """How many ranks train it."""
+    return 1 if variant == SINGLE else world
 
 
 def utilisation(plan: dict[str, Any], step_ms: float, ranks: int) -> float:

@@ -17,6 +17,7 @@ class Size:
 
 # "xl" has meant two models in print: this one, and the one that is called 2.7B here.
 SIZES = {
+    "mini": Size(32, 96, 2, 2),
     "tiny": Size(128, 384, 4, 4),
     "small": Size(768, 3072, 12, 12),
     "medium": Size(1024, 4096, 24, 16),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.text import read_text, require_tokens
+from llmsys_suite.text import read_text, require_text
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -19,8 +21,10 @@ def run(config: RunConfig) -> RunFolder:
 
 def execute(config: RunConfig) -> int:
     """Do the run; its exit status. Raises UsageError, with nothing written, if it cannot be."""
-    _require_data(config)
+    require_text(read_text(config.data), context=config.context)
     _require_memory(config)
+    if os.environ.get("RANK", "0") == "0":
+        _require_writable(config.out)
     if "RANK" in os.environ:
         from llmsys_suite.worker import work
 
@@ -42,11 +46,19 @@ def _require_memory(config: RunConfig) -> None:
         )
 
 
-def _require_data(config: RunConfig) -> None:
-    require_tokens(
-        read_text(config.data),
-        rows=config.rows,
-        context=config.context,
-        steps=config.warmup + config.steps,
-        world=config.world,
-    )
+def _require_writable(out: Path) -> None:
+    """Write something there and take it away again: permissions do not say all there is to say."""
+    made = [folder for folder in (out, *out.parents) if not os.path.exists(folder)]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"?")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"{out} cannot be written ({reason}); name another folder with --out"
+        ) from None
+    finally:
+        for folder in made:
+            if os.path.isdir(folder):
+                folder.rmdir()

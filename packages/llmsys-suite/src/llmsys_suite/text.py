@@ -42,12 +42,12 @@ def read_text(path: Path | None = None) -> Text:
     return Text(content[:cut], content[cut:], source)
 
 
-def require_tokens(text: Text, *, rows: int, context: int, steps: int, world: int) -> None:
-    """Raise UsageError if the text is too short for so many ranks to read it once."""
-    needed = rows * context * steps
-    if len(text.train) < needed or len(text.heldout) < 8 * (context + 1):
+def require_text(text: Text, *, context: int) -> None:
+    """Raise UsageError where the text is too short for a row to train on and eight held out."""
+    needed = 10 * 8 * (context + 1)
+    if len(text.train) + len(text.heldout) < needed:
         raise UsageError(
-            f"{text.source} holds {len(text.train)} training bytes, and {steps} steps of "
-            f"{rows} rows of {context} on {world} ranks read {needed}; "
-            "give more text with --data, or fewer --steps or ranks"
+            f"{text.source} holds {len(text.train)} training bytes and {len(text.heldout)} held "
+            f"out; rows of {context} need {needed} bytes in all, of which a tenth is held out: "
+            "give more text with --data"
         )

@@ -20,11 +20,13 @@ from flashattn2 import flash_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from llmsys_suite.model import Block, Decoder, ModelConfig
+from llmsys_suite.samples import VARIANT_NAMES
 
 if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+    from llmsys_suite.run import Run
 
 
 class CountedAllReduce:
@@ -48,51 +50,82 @@ class Variant:
     #: Whether rank 0 trains alone, on all rows.
     alone = True
 
-    def __init__(self, run: Run, config: ModelConfig) -> None:
+    def __init__(
+        self, run: Run, config: ModelConfig, optimizer: partial[Any] | None = None
+    ) -> None:
         torch.manual_seed(run.config.seed)
         self.device = run.device
         self.phase = run.recorder.phase
-        self.learning_rate = run.config.learning_rate
-        self.model: nn.Module = Decoder(config, attention=flash_attention)
-        self.model.to(run.device)
+        self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
+        #: In how many parts a rank's rows go through.
+        self.parts = run.config.parts if self.alone else 1
+        self.decoder = Decoder(config, attention=flash_attention).to(run.device)
+        self.model: nn.Module = self.decoder
         self.reduced = CountedAllReduce(dist.all_reduce)
         self.build()
 
     def build(self) -> None:
         """Wrap the model, make the optimizer."""
-        self.optimizer: Any = self.adamw()
-
-    def adamw(self) -> torch.optim.Optimizer:
-        """The optimizer of every variant."""
-        return torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate)
+        self.optimizer: Any = self.make(self.model.parameters())
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """One training step on this rank's rows; their mean loss before it."""
+        self.prepare()
         loss = self.forward_backward(tokens, targets)
         self.communicate()
-        with self.phase("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Both passes, labelled."""
-        with self.phase("forward"):
-            logits = self.model(tokens)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        with self.phase("backward"):
-            loss.backward()
+        self.update()
         return loss
+
+    def prepare(self) -> None:
+        """What comes before the forward pass."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
+        """Both passes, labelled; the mean loss."""
+        mean = 0.0
+        for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            with self.phase("forward"):
+                logits = self.model(some)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
+                loss = loss * (len(some) / len(tokens))
+            with self.phase("backward"):
+                loss.backward()
+            mean += float(loss.detach())
+        return mean
 
     def communicate(self) -> None:
         """What is left to synchronise after the backward pass."""
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        with self.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor] | None:
+        """What the optimizer is about to read, on this rank; None where no rank has it whole."""
+        found = {name: p.grad for name, p in self.decoder.named_parameters()}
+        return {name: torch.zeros(0) if g is None else g for name, g in found.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters whole, on every rank."""
+        return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def gradient_bytes(self, steps: int) -> float | None:
         """Bytes of gradients handed to a collective a step; None where none is or nobody counts."""
         return None
 
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """What this rank should receive in a step: the least and the most."""
+        return 0.0, 0.0
+
     def close(self) -> None:
         """Let go of what outlives the last step."""
+
+
+def share_of(gradient_bytes: int) -> float:
+    """(n - 1) / n: what a rank receives in a reduce-scatter, and again in an all-gather."""
+    world = dist.get_world_size()
+    return gradient_bytes * (world - 1) / world
 
 
 class Naive(Variant):
@@ -108,6 +141,10 @@ class Naive(Variant):
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the all-reduce."""
         return self.reduced.bytes / steps
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """A reduce-scatter and an all-gather."""
+        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
 
 
 class Flat(Naive):
@@ -127,7 +164,7 @@ class Bucketed(Variant):
 
     def build(self) -> None:
         """Wrap in our DDP."""
-        self.optimizer = self.adamw()
+        self.optimizer = self.make(self.model.parameters())
         self.wrapped = ddp.DDP(self.model, self.bucket_size_mb, all_reduce=self.reduced)
         self.model = self.wrapped
 
@@ -139,6 +176,10 @@ class Bucketed(Variant):
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the all-reduce, less what the meter says travels along."""
         return self.reduced.bytes / steps - self.wrapped.meter.last.extra_bytes
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """A reduce-scatter and an all-gather."""
+        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
 
 
 class Overlapped(Bucketed):
@@ -152,7 +193,7 @@ class SharedMemory(Bucketed):
 
     def build(self) -> None:
         """Wrap in our DDP, on our collectives."""
-        self.optimizer = self.adamw()
+        self.optimizer = self.make(self.model.parameters())
         self.reduced = CountedAllReduce(collectives.all_reduce)
         self.wrapped = ddp.DDP(
             self.model,
@@ -162,6 +203,10 @@ class SharedMemory(Bucketed):
         )
         self.model = self.wrapped
 
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Nothing leaves memory, where all ranks share it."""
+        return 0.0, 0.0
+
 
 class TorchDDP(Variant):
     """torch's own DistributedDataParallel, the peer."""
@@ -170,8 +215,12 @@ class TorchDDP(Variant):
 
     def build(self) -> None:
         """Wrap in torch's DDP, tuned as its documentation advises."""
-        self.optimizer = self.adamw()
+        self.optimizer = self.make(self.model.parameters())
         self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """A reduce-scatter and an all-gather."""
+        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
 
 
 class ShardedState(Variant):
@@ -184,14 +233,21 @@ class ShardedState(Variant):
         """Shard AdamW."""
         self.optimizer = zero.ShardedOptimizer(
             self.model.parameters(),
-            torch.optim.AdamW,
+            self.make.func,  # type: ignore[arg-type]
             shard_gradients=self.shard_gradients,
-            lr=self.learning_rate,
+            **self.make.keywords,
         )
+
+    def gradients(self) -> None:
+        """Averaged inside the optimizer's step."""
 
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the reduce-scatter."""
         return float(self.optimizer.wire.bytes["reduce_scatter"] / steps)
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """A reduce-scatter and an all-gather."""
+        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
 
 
 class ShardedGradients(ShardedState):
@@ -214,12 +270,23 @@ class FullySharded(Variant):
         """Wrap in our FSDP: each block a unit, and the rest."""
         self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
         self.model = self.wrapped
-        self.optimizer = self.adamw()
+        self.optimizer = self.make(self.model.parameters())
 
     def communicate(self) -> None:
         """Wait for the gradients' shards."""
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
+
+    def gradients(self) -> None:
+        """Each rank has its shards."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered."""
+        return self.wrapped.gather_full_params()
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Parameters twice, of which the last unit's may stay, and gradients once."""
+        return 2 * share_of(gradient_bytes), 3 * share_of(gradient_bytes)
 
 
 class TorchFSDP(Variant):
@@ -229,12 +296,25 @@ class TorchFSDP(Variant):
 
     def build(self) -> None:
         """Shard the blocks, then the root."""
-        assert isinstance(self.model, Decoder)
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        for block in self.model.layers():
+        for block in self.decoder.layers():
             fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        self.optimizer = self.adamw()
+        fully_shard(self.decoder, mesh=mesh)
+        self.optimizer = self.make(self.model.parameters())
+
+    def gradients(self) -> None:
+        """Each rank has its shards."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered."""
+        whole = ((name, p.detach()) for name, p in self.decoder.named_parameters())
+        return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole}
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Parameters twice, the root's once, and gradients: on gloo by a whole all-reduce."""
+        blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
+        once, again = share_of(gradient_bytes), share_of(blocks)
+        return 2 * once + again, 3 * once + again
 
 
 class ParameterServer(Variant):
@@ -244,19 +324,62 @@ class ParameterServer(Variant):
 
     def build(self) -> None:
         """Join as a worker; rank 0 serves too."""
-        make = partial(torch.optim.AdamW, lr=self.learning_rate)
-        self.joined = paramserver.join(self.model, make, paramserver.BulkSynchronous())
+        self.joined = paramserver.join(self.model, self.make, paramserver.BulkSynchronous())
         self.worker = self.joined.__enter__()
 
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Pull, compute, push; the server averages and updates."""
+    def prepare(self) -> None:
+        """Fetch what the server has made of the last gradients."""
         with self.phase("communication"):
             self.worker.pull()
-        loss = self.forward_backward(tokens, targets)
+
+    def communicate(self) -> None:
+        """Hand the gradients over; the server averages them and updates."""
         with self.phase("communication"):
             self.worker.push()
-        return float(loss.detach())
+
+    def update(self) -> None:
+        """The server's work."""
+
+    def gradients(self) -> None:
+        """Averaged at the server."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """As the server has them now."""
+        self.worker.pull()
+        return super().weights()
 
     def close(self) -> None:
         """Leave; the server stops when all have."""
         self.joined.__exit__(None, None, None)
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Parameters; where the server is, the others' gradients, which may come after the step."""
+        others = gradient_bytes * (dist.get_world_size() - 1)
+        return (0, others) if dist.get_rank() == 0 else (gradient_bytes, gradient_bytes)
+
+
+VARIANTS: dict[str, type[Variant]] = dict(
+    zip(
+        VARIANT_NAMES,
+        (
+            Variant,
+            TorchDDP,
+            Naive,
+            Flat,
+            Overlapped,
+            Bucketed,
+            SharedMemory,
+            ShardedState,
+            ShardedGradients,
+            FullySharded,
+            TorchFSDP,
+            ParameterServer,
+        ),
+        strict=True,
+    )
+)
+
+
+def variants_here(device: torch.device) -> list[str]:
+    """Those that this kind of device can run, in the order of their turns."""
+    return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]

@@ -6,6 +6,7 @@ of what is measured here.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -14,57 +15,29 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import RunConfig
-from llmsys_suite.data import Corpus, load_corpus
+from llmsys_suite.config import STAGES, RunConfig
+from llmsys_suite.data import load_corpus
 from llmsys_suite.environment import environment
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STORE
 from llmsys_suite.phases import Recorder
 from llmsys_suite.progress import Progress
+from llmsys_suite.run import OtherRankFailed, Run
+from llmsys_suite.text import read_text
 
 TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass
-class Run:
-    """What a stage works with; `folder` is there on rank 0 only."""
-
-    config: RunConfig
-    rank: int
-    world: int
-    device: torch.device
-    corpus: Corpus
-    recorder: Recorder
-    progress: Progress
-    folder: RunFolder | None = None
-    results: dict[str, Any] = field(default_factory=dict)
-    # The model that `train` leaves to the stages that look into it.
-    trained: torch.nn.Module | None = None
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-
-    def flush_samples(self) -> None:
-        """Bring all ranks' samples to rank 0 and append them to the folder."""
-        gathered: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(self.recorder.take(), gathered)
-        if self.folder is not None and gathered is not None:
-            self.folder.append_samples(sample for samples in gathered for sample in samples)
-
-
 def main() -> int:
     """Entry of a process that `launch` started."""
-    _end_with_parent(os.getppid())
+    end_with_parent(os.getppid())
     return work(RunConfig.from_json(json.loads(sys.argv[1])))
 
 
@@ -73,14 +46,14 @@ def work(config: RunConfig) -> int:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     progress = Progress(enabled=rank == 0)
     try:
-        run = _begin(config, rank, world, progress)
+        run = begin(config, rank, world, progress)
         for stage in config.stages:
             with progress.stage(stage):
-                _run_stage(run, stage)
+                try_stage(run, stage)
         if run.folder is not None:
             run.folder.finish()
         audit = run.results.get("audit", {})
-        return 0 if audit.get("passed", True) else 1
+        return 0 if audit.get("passed", True) and not run.failures else 1
     except KeyboardInterrupt:
         return 1
     except Exception as error:
@@ -94,23 +67,16 @@ def work(config: RunConfig) -> int:
             dist.destroy_process_group()
 
 
-def _begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
+def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
+    """Join the group; what every stage then works with."""
     device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    store = os.environ.get(STORE)
-    dist.init_process_group(
-        config.backend,
-        init_method=f"file://{store}" if store else "env://",
-        rank=rank,
-        world_size=world,
-        timeout=TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
-    return Run(
+    store = _store(rank, world)
+    run = Run(
         config=config,
         rank=rank,
         world=world,
@@ -118,15 +84,73 @@ def _begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         corpus=load_corpus(config.data),
         recorder=Recorder(rank, device),
         progress=progress,
-        folder=RunFolder.create(config, environment()) if rank == 0 else None,
+        folder=RunFolder.create(config, _facts(config)) if rank == 0 else None,
+        store=dist.PrefixStore("llmsys", store),
+    )
+    make_group(run)
+    return run
+
+
+def make_group(run: Run) -> None:
+    """The ranks' process group: another after each failure, since that broke the last."""
+    dist.init_process_group(
+        run.config.backend,
+        store=dist.PrefixStore(f"group {run.failures}", run.store),
+        rank=run.rank,
+        world_size=run.world,
+        timeout=TIMEOUT,
+        device_id=run.device if run.device.type == "cuda" else None,
     )
 
 
-def _run_stage(run: Run, stage: str) -> None:
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """The machine's, and the digest of the text."""
+    text = read_text(config.data)
+    digest = hashlib.sha256(text.train + b"\0" + text.heldout).hexdigest()
+    return environment() | {"text": digest, "text_source": text.source}
+
+
+def _store(rank: int, world: int) -> dist.Store:
+    """The file that `launch` names, or what torchrun's environment does."""
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], world)
+    met: tuple[dist.Store, int, int] = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
+    return met[0]
+
+
+def try_stage(run: Run, stage: str) -> None:
+    """One stage; if it fails on any rank, say so in the folder and let the others go on."""
+    broken = [needed for needed in STAGES[stage] if "failed" in run.results.get(needed, {})]
+    broken = [] if stage == "audit" else broken
+    try:
+        if broken:
+            run.results[stage] = {"failed": f"it needs {broken[0]}, which failed"}
+        else:
+            run_stage(run, stage)
+            return
+    except Exception as error:
+        if not isinstance(error, OtherRankFailed):
+            traceback.print_exc()
+        run.results[stage] = {"failed": run.fail(error)}
+        run.recorder.take()
+        make_group(run)
+    run.results[stage] |= {"stage_seconds": 0.0, "peak_process_mib": 0.0}
+    if run.folder is not None:
+        print(f"{stage} failed: {run.results[stage]['failed']}", file=sys.stderr)
+        run.folder.add_stage(stage, run.results[stage])
+
+
+def run_stage(run: Run, stage: str) -> None:
+    """One stage on this rank, and what it found into the results and the folder."""
+    run.witness(f"{stage} begins")
     begin = time.perf_counter()
     module = importlib.import_module(f"llmsys_suite.stages.{stage}")
     result: dict[str, Any] = module.run(run)
-    result["stage_seconds"] = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    run.witness(f"{stage} ends")
+    # What follows are collectives, which wait minutes only; a stage of one rank may take longer.
+    run.meet()
+    result["stage_seconds"] = seconds
     result["peak_process_mib"] = _peak_process_mib(run)
     run.results[stage] = result
     run.flush_samples()
@@ -141,7 +165,7 @@ def _peak_process_mib(run: Run) -> float:
     return float(peak)
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """End this process when the one that started it is gone, however it went."""
 
     def watch() -> None:

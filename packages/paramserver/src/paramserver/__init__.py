@@ -1,12 +1,14 @@
-"""Training against a parameter server: synchronous, stale and asynchronous.
+"""Training against parameter servers, with workers that come, go and drift apart.
 
 Workers pull parameters and push gradients; servers hold the parameters and apply the updates. How
-far apart the workers may drift is one argument: a consistency.
+far apart the workers may drift is one argument: a policy of `paramserver.consistency`.
 """
 
-from paramserver.connection import PeerLost
-from paramserver.consistency import Asynchronous, BulkSynchronous, StaleSynchronous
-from paramserver.launch import Result, run
+from paramserver.compression import Integers, TopK
+from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
+from paramserver.job import Job, Result
+from paramserver.launch import run
+from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
 from paramserver.server import Server
 from paramserver.transport.distributed import join
@@ -15,11 +17,15 @@ from paramserver.worker import Worker
 __all__ = [
     "Asynchronous",
     "BulkSynchronous",
+    "Integers",
+    "Job",
+    "LocalSteps",
     "PeerLost",
     "Result",
     "Server",
     "Shard",
     "StaleSynchronous",
+    "TopK",
     "Worker",
     "join",
     "partition",

@@ -2,7 +2,9 @@
 
 Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
 peer. Rows `consistency`: workers of unequal speed, and how long each kind of consistency makes them
-wait. The bytes are those of the model: one way each.
+wait. Rows `target`: four workers, one five times slower; the time until the loss is a tenth of what
+it was. Rows `local steps`: DiLoCo beside bulk-synchronous training of one small language model on
+the same tokens; the bytes, and the loss on held-out text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.consistency import Asynchronous, BulkSynchronous, Consistency, StaleSynchronous
+from paramserver.compression import Integers, TopK
+from paramserver.consistency import (
+    Asynchronous,
+    BulkSynchronous,
+    Consistency,
+    LocalSteps,
+    StaleSynchronous,
+)
 from paramserver.launch import run
 from paramserver.transport.distributed import join
 from paramserver.worker import Worker
@@ -39,7 +48,12 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     mebibytes, rounds = (8, 5) if quick else (80, 15)
     if "RANK" in os.environ:
         return _exchange_in_group(mebibytes, rounds)
-    return [*_exchange(mebibytes, rounds), *_consistency(10 if quick else 40)]
+    return [
+        *_exchange(mebibytes, rounds),
+        *_consistency(10 if quick else 40),
+        *_target(quick),
+        *_local_steps(100 if quick else 1000),
+    ]
 
 
 def _exchange(mebibytes: int, rounds: int) -> list[Row]:
@@ -47,10 +61,11 @@ def _exchange(mebibytes: int, rounds: int) -> list[Row]:
     times: dict[str, list[tuple[float, float]]] = {
         "shared_memory": [],
         "distributed": [],
+        "zeromq": [],
         "rpc": [],
     }
     for _ in range(2):  # two blocks of each, A B C A B C, so that a slow minute hits all
-        for transport in ("shared_memory", "distributed"):
+        for transport in ("shared_memory", "distributed", "zeromq"):
             times[transport] += run(
                 _time_exchanges,
                 _Vector(mebibytes),
@@ -179,6 +194,130 @@ def _uneven_steps(worker: Worker, steps: int) -> float:
         time.sleep(0.012 if step % 3 == worker.rank else 0.002)
         worker.push()
     return waited / (time.perf_counter() - begin)
+
+
+def _target(quick: bool) -> list[Row]:
+    """Time to a target for the policies, with one of four workers five times slower."""
+    kinds: tuple[Consistency, ...] = (BulkSynchronous(), StaleSynchronous(4), Asynchronous())
+    rounds = 1 if quick else 5
+    seconds: dict[str, list[float]] = {repr(kind): [] for kind in kinds}
+    for _ in range(rounds):  # in turns, so that a slow minute hits all
+        for kind in kinds:
+            # What is applied once a step is the mean of four; what is applied four times is one.
+            rate = 0.4 if kind.averages else 0.1
+            result = run(
+                _regress, _regression(), partial(torch.optim.SGD, lr=rate), kind, workers=4
+            )
+            seconds[repr(kind)].append(max(result.values))
+    bulk = seconds[repr(kinds[0])]
+    return [
+        {
+            "case": "target",
+            "kind": name,
+            "workers": 4,
+            "seconds": statistics.median(times),
+            "over_bulk_p50": statistics.median(t / b for t, b in zip(times, bulk, strict=True)),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def _regression() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(32, 1, bias=False)
+
+
+def _regress(worker: Worker) -> float:
+    """Seconds until a least-squares loss is a tenth of the first; worker 0 is five times slower."""
+    generator = torch.Generator().manual_seed(worker.rank)
+    truth = torch.linspace(-1, 1, 32)
+    begin, first = time.perf_counter(), None
+    for _ in range(400):
+        worker.pull()
+        weight = worker.module.get_parameter("weight").detach()
+        error = float((weight - truth).square().mean())
+        first = first or error
+        if error < first / 10:
+            break
+        inputs = torch.randn(16, 32, generator=generator)
+        (worker.module(inputs).squeeze(1) - inputs @ truth).square().mean().mul(0.5).backward()
+        time.sleep(0.025 if worker.rank == 0 else 0.005)
+        worker.push()
+    return time.perf_counter() - begin
+
+
+def _local_steps(steps: int) -> list[Row]:
+    """Bytes and held-out loss of DiLoCo, beside bulk-synchronous training, at equal tokens."""
+    adamw = partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.01)
+    kinds: list[tuple[str, Consistency]] = [
+        ("every step", BulkSynchronous()),
+        ("50 local steps", LocalSteps(50)),
+        ("50 local steps, 8 bits", LocalSteps(50, compression=Integers(8))),
+        ("50 local steps, 4 bits", LocalSteps(50, compression=Integers(4))),
+        ("50 local steps, top 1 %", LocalSteps(50, compression=TopK(0.01))),
+    ]
+    rows: list[Row] = []
+    for name, kind in kinds:
+        result = run(_language, _Language(), adamw, kind, args=(steps,), workers=2)
+        loss, pushed, pulled = result.values[0]
+        rows.append(
+            {
+                "case": "local steps",
+                "kind": name,
+                "steps": steps,
+                "held_out_loss": loss,
+                "pushed_bytes": pushed,
+                "pulled_bytes": pulled,
+                "times_fewer_bytes": 0.0,
+                "loss_over_every_step": 0.0,
+            }
+        )
+    first = rows[0]
+    for row in rows:
+        fewer = _total(first) / _total(row)
+        row["times_fewer_bytes"] = fewer
+        row["loss_over_every_step"] = float(row["held_out_loss"]) / float(first["held_out_loss"])
+    return rows
+
+
+def _total(row: Row) -> int:
+    return int(row["pushed_bytes"]) + int(row["pulled_bytes"])
+
+
+class _Language(nn.Module):
+    """Predicts a byte of this package's own source from the 16 before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(128, 32)
+        self.layers = nn.Sequential(nn.Linear(16 * 32, 256), nn.GELU(), nn.Linear(256, 128))
+
+    def forward(self, before: Tensor) -> Tensor:
+        """[batch, 16] bytes -> [batch, 128] logits."""
+        logits: Tensor = self.layers(self.embed(before).flatten(1))
+        return logits
+
+
+def _language(worker: Worker, steps: int) -> tuple[float, int, int]:
+    """Loss on text that nobody trained on, and the bytes of pushes and of pulls while training."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    raw = b"".join(path.read_bytes() for path in files).decode().encode("ascii", "replace")
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
+    windows = text.unfold(0, 17, 1)  # [places, 17]
+    cut = len(windows) * 9 // 10
+    generator = torch.Generator().manual_seed(worker.rank)
+    for _ in range(steps):
+        worker.pull()
+        chosen = windows[torch.randint(0, cut - 17, (32,), generator=generator)]
+        nn.functional.cross_entropy(worker.module(chosen[:, :16]), chosen[:, 16]).backward()
+        worker.push()
+    pushed, pulled = worker.bytes_pushed, worker.bytes_pulled
+    worker.pull()
+    with torch.no_grad():
+        held_out = windows[cut::7]
+        loss = nn.functional.cross_entropy(worker.module(held_out[:, :16]), held_out[:, 16])
+    return float(loss), pushed, pulled
 
 
 def _time_rpc(mebibytes: int, rounds: int) -> list[tuple[float, float]]:

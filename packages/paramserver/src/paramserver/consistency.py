@@ -8,14 +8,25 @@ Notable:
 - `averages` is the other difference: the gradients of one bulk-synchronous step make one update
   (their mean, summed in the order of the workers), so that training equals training in a single
   process and is the same, bit for bit, in every run. Otherwise a gradient is an update by itself,
-  applied as it arrives.
+  applied as it arrives;
+- `LocalSteps` is bulk-synchronous too, but what is pushed is what some steps of a worker's own
+  optimizer have changed: DiLoCo.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paramserver.compression import Compression
+
+OptimizerFactory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 class Consistency(Protocol):
@@ -82,29 +93,34 @@ class Asynchronous:
         return False
 
 
-class Clocks:
-    """How many gradients each worker that still takes part has pushed."""
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""The outer optimizer of the paper (section 3.1), with its learning rate and momentum."""
 
-    def __init__(self, workers: int, bound: float) -> None:
-        self._bound = bound
-        self._count = dict.fromkeys(range(workers), 0)
 
-    def __getitem__(self, worker: int) -> int:
-        return self._count[worker]
+@dataclass(frozen=True)
+class LocalSteps:
+    """A worker takes `steps` steps by itself; the mean change is the gradient of `outer`.
+
+    DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+    2023, algorithm 1): with theta the parameters pulled and theta_i those of worker i after `steps`
+    steps, the servers' optimizer is given mean_i(theta - theta_i). `compression` encodes what goes
+    to the servers and what comes back.
+    """
+
+    steps: int
+    outer: OptimizerFactory = NESTEROV
+    compression: Compression | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"{self.steps!r} local steps; give a whole number from 1 on")
 
     @property
-    def active(self) -> frozenset[int]:
-        """The workers that neither finished nor were lost."""
-        return frozenset(self._count)
+    def bound(self) -> float:
+        """Zero: a round begins when all have ended the last one."""
+        return 0
 
-    def behind(self, clock: int) -> list[int]:
-        """The workers for which a reader at `clock` has to wait."""
-        return [worker for worker, count in self._count.items() if clock - count > self._bound]
-
-    def tick(self, worker: int) -> None:
-        """`worker` has pushed one more gradient."""
-        self._count[worker] += 1
-
-    def leave(self, worker: int) -> None:
-        """Nobody waits for `worker` any more."""
-        self._count.pop(worker, None)
+    @property
+    def averages(self) -> bool:
+        """One update a round."""
+        return True

@@ -1,38 +1,64 @@
-"""The order of all updates and reads, decided in one place and followed by every server.
+"""The order of all updates and reads, and who takes part: decided in one place, followed by all.
 
 Notable:
-- it is pure: no lock, no clock, no tensor. What goes in are requests, what comes out is a log;
+- it is pure: no lock, no clock, no tensor. What goes in are requests, what comes out is a log; its
+  state is what the log says (`replay`), so that a log on a disk is a ledger on a disk;
 - the first server keeps the ledger. A push is staged at every server and then committed here, in
   one message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
 - reads stand in the same log as writes (state-machine replication; Schneider, "Implementing
   Fault-Tolerant Services Using the State Machine Approach", 1990). Servers that follow one log
   answer a read with one version, wherever each of them has got to;
 - a worker carries the log from the ledger to the other servers, so servers need no links between
-  them: whoever reads brings it, and what nobody reads is not missed.
+  them: whoever reads brings it, and what nobody reads is not missed;
+- a worker that joins again begins a new epoch. What an older one still sends is refused.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from paramserver.consistency import Clocks, Consistency
+from paramserver.consistency import Consistency
+
+Push = tuple[int, int, int]
+"""The name of a push: worker, epoch, clock."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """`worker` takes part from here on, as if it had pushed `clock` gradients."""
+
+    worker: int
+    epoch: int
+    clock: int
+    session: int
+
+
+@dataclass(frozen=True)
+class Accept:
+    """A push of a step that others have yet to complete: it will be in its Write."""
+
+    push: Push
 
 
 @dataclass(frozen=True)
 class Write:
-    """One update: the mean of the pushes of these workers, in this order."""
+    """One update: the mean of these pushes, in this order."""
 
-    workers: tuple[int, ...]
+    pushes: tuple[Push, ...]
     staleness: tuple[int, ...]
     """By how many versions each push is behind the parameters that it changes."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """`worker` is promised the parameters as they are at this place of the log."""
+    """`worker` is promised, for its read `number`, the parameters as they are at this place."""
 
     worker: int
+    epoch: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +68,7 @@ class Leave:
     worker: int
 
 
-Entry = Write | Read | Leave
+Entry = Join | Accept | Write | Read | Leave
 
 
 @dataclass(frozen=True)
@@ -62,7 +88,7 @@ class Log:
         return Log(max(position, self.start), self.entries[max(0, position - self.start) :])
 
     def to_text(self) -> str:
-        """JSON, for the wire."""
+        """JSON, for the wire and the journal."""
         return json.dumps([self.start, *map(_to_list, self.entries)], separators=(",", ":"))
 
     @staticmethod
@@ -72,16 +98,32 @@ class Log:
         return Log(start, tuple(map(_from_list, entries)))
 
 
+@dataclass
+class Member:
+    """What the ledger knows of a worker."""
+
+    active: bool = True
+    epoch: int = 0
+    clock: int = 0
+    """Gradients pushed, by which the consistency compares workers."""
+    first_clock: int = 0
+    """Its clock when this epoch began."""
+    pushes: int = 0
+    """Gradients accepted in all its lives: where it is in its data."""
+    reads: int = 0
+    read_version: int = 0
+    sessions: list[int] = field(default_factory=list)
+
+
 class Ledger:
-    """Who takes part, how far each one is, and the log."""
+    """Who takes part, how far each one is, and the log. `workers` take part from the start."""
 
     def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
-        self.clocks = Clocks(workers, consistency.bound)
         self.version = version
         """Updates in the log, and before it."""
-        self._averages = consistency.averages
-        self._read_version = dict.fromkeys(range(workers), version)
-        self._committed: set[int] = set()  # pushes of a bulk-synchronous step, not complete yet
+        self.members = {w: Member(read_version=version) for w in range(workers)}
+        self._consistency = consistency
+        self._accepted: list[Push] = []  # of a bulk-synchronous step that is not complete yet
         self._first = 0
         self._entries: list[Entry] = []
 
@@ -90,62 +132,171 @@ class Ledger:
         """The number of the entry that comes next."""
         return self._first + len(self._entries)
 
-    def awaits(self, worker: int) -> bool:
-        """Whether a push of `worker` is accepted but not in the log yet."""
-        return worker in self._committed
+    @property
+    def active(self) -> dict[int, Member]:
+        """The workers that neither finished nor were lost."""
+        return {w: member for w, member in self.members.items() if member.active}
 
-    def commit(self, worker: int) -> None:
-        """What `worker` staged everywhere is accepted: an update, or a part of the next one."""
-        self.clocks.tick(worker)
-        if self._averages:
-            self._committed.add(worker)
+    def behind(self, clock: int) -> list[int]:
+        """The workers for which a reader at `clock` has to wait."""
+        bound = self._consistency.bound
+        return [w for w, member in self.active.items() if clock - member.clock > bound]
+
+    def awaits(self, worker: int) -> bool:
+        """Whether a push of `worker` is accepted but no update yet."""
+        member = self.members.get(worker)
+        return member is not None and any(
+            push[:2] == (worker, member.epoch) for push in self._accepted
+        )
+
+    # What a worker may ask. An answer that was lost may be asked for again.
+
+    def join(self, worker: int, session: int) -> Member:
+        """`worker` begins a new epoch, unless this very session, or a later one, already has."""
+        member = self.members.get(worker, Member(active=False))
+        if session in member.sessions:
+            return member
+        if member.active and member.epoch == 0:
+            clock = member.clock  # one who was expected from the start: the others wait for it
+        else:
+            # It joins where the slowest is: nobody waits for it longer than for that one, and the
+            # bound holds from its first read on. A step that only its old life held up is complete.
+            self.leave(worker)
+            clocks = [other.clock for other in self.active.values()]
+            clock = min(clocks or [other.clock for other in self.members.values()], default=0)
+        self._append(Join(worker, member.epoch + 1, clock, session))
+        return self.members[worker]
+
+    def commit(self, push: Push) -> None:
+        """What was staged everywhere is accepted: an update, or a part of the next one."""
+        worker, epoch, clock = push
+        member = self.members[worker]
+        if clock == member.clock - 1 and clock >= member.first_clock:
+            return  # asked again: it is in the log
+        if clock != member.clock:
+            raise ValueError(
+                f"worker {worker} is at clock {clock}, but the server has "
+                f"{member.clock} of its gradients; one Worker per worker number"
+            )
+        if self._consistency.averages:
+            self._append(Accept((worker, epoch, clock)))
             self._write_if_complete()
         else:
-            self._write((worker,), (self.version - self._read_version[worker],))
+            self._append(Write((push,), (self.version - member.read_version,)))
 
-    def read(self, worker: int) -> None:
-        """Promise `worker` the version of now."""
-        self._read_version[worker] = self.version
-        self._entries.append(Read(worker))
+    def read(self, worker: int, number: int) -> None:
+        """Promise `worker` the version of now, once for each `number`."""
+        member = self.members[worker]
+        if number > member.reads:
+            self._append(Read(worker, member.epoch, number))
 
     def leave(self, worker: int) -> None:
         """Nobody waits for `worker` any more; what it has committed stays."""
-        self.clocks.leave(worker)
-        self._entries.append(Leave(worker))
-        self._write_if_complete()
+        if worker in self.active:
+            self._append(Leave(worker))
+            self._write_if_complete()
 
     def since(self, position: int) -> Log:
-        """The log from `position` on. Every server has followed as far as that, so that what lies
-        before is forgotten: the ledger stays as short as the slowest server is close."""
-        forget = min(max(0, position - self._first), len(self._entries))
-        del self._entries[:forget]
-        self._first += forget
-        return Log(self._first, tuple(self._entries))
+        """The log from `position` on."""
+        return Log(self._first, tuple(self._entries)).after(position)
+
+    def forget(self, position: int) -> None:
+        """All servers have followed as far as `position`: what lies before is needed no more."""
+        gone = min(max(0, position - self._first), len(self._entries))
+        del self._entries[:gone]
+        self._first += gone
+
+    # What a log, from the wire or a disk, does to the state.
+
+    def replay(self, log: Log) -> None:
+        """Bring the ledger to where `log` ends."""
+        for entry in log.after(self.stop).entries:
+            self._append(entry)
+
+    def state(self) -> dict[str, Any]:
+        """All of it, as what JSON knows."""
+        return {
+            "version": self.version,
+            "members": {str(w): asdict(member) for w, member in self.members.items()},
+            "accepted": self._accepted,
+            "log": Log(self._first, tuple(self._entries)).to_text(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        log = Log.from_text(state["log"])
+        self.version = state["version"]
+        self.members = {int(w): Member(**member) for w, member in state["members"].items()}
+        self._accepted = [_push(push) for push in state["accepted"]]
+        self._first, self._entries = log.start, list(log.entries)
+
+    def _append(self, entry: Entry) -> None:
+        self._entries.append(entry)
+        match entry:
+            case Join(worker, epoch, clock, session):
+                member = self.members.setdefault(worker, Member())
+                member.active, member.epoch, member.reads = True, epoch, 0
+                member.clock = member.first_clock = clock
+                member.read_version = self.version
+                member.sessions = [*member.sessions[-7:], session]
+            case Accept(push):
+                self._accepted.append(push)
+                self._count(push)
+            case Write(pushes):
+                self.version += 1
+                if self._accepted:
+                    self._accepted = []
+                else:
+                    self._count(pushes[0])
+            case Read(worker, _, number):
+                self.members[worker].reads = number
+                self.members[worker].read_version = self.version
+            case Leave(worker):
+                self.members[worker].active = False
+
+    def _count(self, push: Push) -> None:
+        member = self.members[push[0]]
+        member.clock += 1
+        member.pushes += 1
 
     def _write_if_complete(self) -> None:
-        if self._committed and self.clocks.active <= self._committed:
+        have = {(worker, epoch) for worker, epoch, _ in self._accepted}
+        wanted = {(w, member.epoch) for w, member in self.active.items()}
+        if have and wanted <= have:
             # In the order of the workers, not of arrival: a sum of floats depends on the order.
-            step = tuple(sorted(self._committed))
-            self._committed.clear()
-            self._write(step, (0,) * len(step))
-
-    def _write(self, workers: tuple[int, ...], staleness: tuple[int, ...]) -> None:
-        self.version += 1
-        self._entries.append(Write(workers, staleness))
+            step = tuple(sorted(self._accepted))
+            self._append(Write(step, (0,) * len(step)))
 
 
 def _to_list(entry: Entry) -> list[object]:
-    if isinstance(entry, Write):
-        return ["write", entry.workers, entry.staleness]
-    return ["read" if isinstance(entry, Read) else "leave", entry.worker]
+    match entry:
+        case Join(worker, epoch, clock, session):
+            return ["join", worker, epoch, clock, session]
+        case Accept(push):
+            return ["accept", push]
+        case Write(pushes, staleness):
+            return ["write", pushes, staleness]
+        case Read(worker, epoch, number):
+            return ["read", worker, epoch, number]
+        case Leave(worker):
+            return ["leave", worker]
 
 
-def _from_list(fields: list[object]) -> Entry:
+def _from_list(fields: list[Any]) -> Entry:
     match fields:
-        case ["write", list(workers), list(staleness)]:
-            return Write(tuple(workers), tuple(staleness))
-        case ["read", int(worker)]:
-            return Read(worker)
+        case ["join", int(worker), int(epoch), int(clock), int(session)]:
+            return Join(worker, epoch, clock, session)
+        case ["accept", list(push)]:
+            return Accept(_push(push))
+        case ["write", list(pushes), list(staleness)]:
+            return Write(tuple(map(_push, pushes)), tuple(map(int, staleness)))
+        case ["read", int(worker), int(epoch), int(number)]:
+            return Read(worker, epoch, number)
         case ["leave", int(worker)]:
             return Leave(worker)
     raise ValueError(f"{fields!r} is no entry of a ledger")
+
+
+def _push(fields: Iterable[Any]) -> Push:
+    worker, epoch, clock = map(int, fields)
+    return worker, epoch, clock

@@ -172,7 +172,7 @@ def _state(
                 name = f"optimizer.state.{slot.name}.{key}"
                 flat = value.detach().reshape(-1)
                 parts.append(Part(name, slot.shape, slot.start, slot.stop, flat, slot.replicated))
-            elif slot.start or not slot.stop:
+            elif slot.start or (not slot.stop and not _writes_empty(slot, rank)):
                 # The holder of the first element writes what all holders have alike.
                 continue
             elif isinstance(value, torch.Tensor):
@@ -181,6 +181,11 @@ def _state(
             elif not slot.replicated or rank == 0:
                 objects[f"optimizer.object.{slot.name}.{key}"] = value
     return parts, objects
+
+
+def _writes_empty(slot: Slot, rank: int) -> bool:
+    """Whether this rank may write the state of a parameter without elements."""
+    return not slot.shape.numel() and (slot.replicated or rank == 0)
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -291,7 +296,8 @@ def _load_optimizer(
     numbers = iter(range(len(state)))
     inner.load_state_dict(
         {
-            "state": state,
+            # No entry for what was never stepped: an optimizer takes an empty one for a broken one.
+            "state": {index: values for index, values in state.items() if values},
             "param_groups": [
                 {**group["options"], "params": [next(numbers) for _ in members]}
                 for group, members in zip(groups, held, strict=True)

@@ -312,11 +312,15 @@ class FSDP(nn.Module):
             for unit in self.units:
                 if unit.has_gradient():
                     self._reduce(unit)
+            agreed = self.wire.any([used for unit in self.units for used in unit.used])
             waits = self._replicated.start()
             while self._reducing:
                 self._reducing.popleft().finish_reduce()
             for wait in waits:
                 wait()
+            anywhere = iter(agreed())
+            for unit in self.units:
+                unit.settle([next(anywhere) for _ in unit.parameters])
         for unit in self.units:
             unit.expire()
 
@@ -336,8 +340,8 @@ class FSDP(nn.Module):
             unit.expire()
         copied: FSDP = type(self).__new__(type(self))
         memo[id(self)] = copied
-        for unit in self.units:
-            copy.deepcopy(unit, memo)
+        for unit in [copy.deepcopy(unit, memo) for unit in self.units]:
+            unit.find_places(memo)
         own = ("_hooked", "_hook_ids", "_sharded")
         copied.__dict__.update(
             copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)

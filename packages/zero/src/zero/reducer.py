@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zero.direct import Work
 from zero.gradients import AveragedGradient
-from zero.partition import Partition, Piece, Span, alias
+from zero.partition import Partition, Piece, Span
 from zero.wire import Wire
 
 
@@ -101,8 +101,6 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self._where: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._own: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
-        # Where each gradient is collected if it is not released: part of a flat tensor.
-        self._home: dict[nn.Parameter, Tensor] = {}
         self._flat: list[Tensor] = []
         # The number of our hook on each parameter.
         self._hooked: dict[nn.Parameter, int] = {}
@@ -123,9 +121,6 @@ class Reducer:
             self._flat.append(flat)
             for bucket in buckets:
                 bucket.buffer = flat[bucket.span.start : bucket.span.stop]
-                for parameter, piece in bucket.pieces:
-                    offset = partition.offsets[piece.index]
-                    self._home.setdefault(parameter, alias(flat, offset, parameter.shape))
         self.buckets += buckets
         self._order = None
         for bucket in buckets:
@@ -304,19 +299,11 @@ class Reducer:
                 f"sparse gradient for a parameter of shape {tuple(parameter.shape)}: sharding "
                 "needs dense gradients; use nn.Embedding(..., sparse=False)"
             )
-        if self.release:
-            for bucket, piece in where:
-                bucket.fill(piece, gradient)
-            return
-        for bucket, _ in where:
+        for bucket, piece in where:
             if bucket.gradient is not None and bucket.in_place:
                 # The average of an earlier backward lies there, and is kept.
                 bucket.gradient, bucket.in_place = bucket.gradient.clone(), False
-        home = self._home[parameter]
-        if gradient is None:
-            home.zero_()
-        else:
-            home.copy_(gradient)
+            bucket.fill(piece, gradient)
 
     def _agree_on_order(self) -> list[Bucket]:
         seen = dict.fromkeys([*self._ready_first, *reversed(self.buckets)])

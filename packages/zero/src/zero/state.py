@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zero.elementwise import Split
 from zero.partition import Piece
-
-if TYPE_CHECKING:
-    from zero.optimizer import ShardedOptimizer
+from zero.wire import Wire
 
 SHARD = "shard"
 
 
-def local_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
+class Sharded(Protocol):
+    """What a sharded optimizer tells of itself."""
+
+    inner: torch.optim.Optimizer
+    param_groups: list[dict[str, Any]]
+    split: Split
+    state: Any
+    wire: Wire
+
+    def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Any]]:
+        """Parameter, which elements of it this rank holds, and the inner optimizer's view."""
+
+
+def local_state(optimizer: Sharded) -> dict[str, Any]:
     """This rank's state: a list of (start, stop, state) for each parameter's number."""
     state: dict[int, list[Any]] = {}
     for number, piece, shard in _numbered(optimizer):
@@ -27,7 +39,7 @@ def local_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": _packed_groups(optimizer), SHARD: shard_of}
 
 
-def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
+def full_state(optimizer: Sharded) -> dict[str, Any]:
     """What the unsharded optimizer's `state_dict()` would be, on CPU; every rank calls it."""
     mine = [
         (number, piece, {k: _to_cpu(v) for k, v in optimizer.inner.state[shard].items()})
@@ -49,7 +61,7 @@ def full_state(optimizer: ShardedOptimizer) -> dict[str, Any]:
     return {"state": dict(sorted(state.items())), "param_groups": _packed_groups(optimizer)}
 
 
-def load_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
+def load_state(optimizer: Sharded, given: dict[str, Any]) -> None:
     """Take either kind of dictionary."""
     if len(given["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
@@ -88,14 +100,14 @@ def load_state(optimizer: ShardedOptimizer, given: dict[str, Any]) -> None:
         outer.update({k: v for k, v in group.items() if k != "params"})
 
 
-def _numbered(optimizer: ShardedOptimizer) -> Iterator[tuple[int, Piece, nn.Parameter]]:
+def _numbered(optimizer: Sharded) -> Iterator[tuple[int, Piece, nn.Parameter]]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     number = {parameter: i for i, parameter in enumerate(parameters)}
     for parameter, piece, shard, _ in optimizer.shards():
         yield number[parameter], piece, shard
 
 
-def _packed_groups(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+def _packed_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     packed, number = [], 0
     for group in optimizer.param_groups:
         count = len(group["params"])

@@ -85,11 +85,14 @@ class Unit:
         # Whether a module that reads it without owning it is in its backward.
         self.pinned = False
         self._reducing: tuple[Work, Tensor, Tensor] | None = None
+        # Which parameters this rank's backward reached, and the averages of the others.
+        self.used = [False] * len(self.parameters)
+        self._undecided: dict[int, Tensor] = {}
         self.full.untyped_storage().resize_(0)
         self.swap_in_local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """Return a copy with memory of its own; the modules are copied to hold its parameters."""
+        """Return a copy with memory of its own, without gradients, as torch copies parameters."""
         if self._gathering is not None or self._reducing is not None:
             raise RuntimeError("FSDP cannot be copied while it runs: copy it between steps")
         copied: Unit = type(self).__new__(type(self))
@@ -107,14 +110,14 @@ class Unit:
             local = nn.Parameter(values, old.local.requires_grad)
             whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
             memo[id(old.local)], memo[id(old.whole)] = local, whole
-            if old.local.grad is not None:
-                average = old.local.grad.detach().as_subclass(Tensor).clone()
-                local.grad = shard_gradient(average, copied.wire)
             copied.parameters.append(replace(old, local=local, whole=whole))
-        for index, old in enumerate(copied.parameters):
-            places = tuple((copy.deepcopy(module, memo), name) for module, name in old.places)
-            copied.parameters[index] = replace(old, places=places)
         return copied
+
+    def find_places(self, memo: dict[int, Any]) -> None:
+        """After a copy of all units: point at the copied modules, which hold their parameters."""
+        for index, old in enumerate(self.parameters):
+            places = tuple((copy.deepcopy(module, memo), name) for module, name in old.places)
+            self.parameters[index] = replace(old, places=places)
 
     def follow(self) -> None:
         """Take over what a caller did to the shards: froze them, gave them other memory."""
@@ -184,6 +187,8 @@ class Unit:
     def forget(self) -> None:
         """Drop the gradients and the memory of a backward that was broken off."""
         self._reducing, self._users, self.pinned = None, 0, False
+        self._undecided.clear()
+        self.used = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.whole.grad = None
         self.swap_in_local()
@@ -211,6 +216,8 @@ class Unit:
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; they are freed here."""
         self.finish_reduce()
+        here = [parameter.whole.grad is not None for parameter in self.parameters]
+        self.used = [a or b for a, b in zip(self.used, here, strict=True)]
         buffer = self._gradient_buffer()
         output = buffer.new_empty(self.shard.numel())
         self._reducing = self.wire.reduce_scatter(output, buffer), output, buffer
@@ -246,11 +253,24 @@ class Unit:
         average = output.to(self.shard.dtype)
         average /= self.wire.world
         at = 0
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             part = average[at : at + parameter.stop - parameter.start]
             at += part.numel()
-            if not parameter.local.requires_grad:
-                continue
+            if self.used[index]:
+                self._give(parameter, part)
+            else:
+                self._undecided[index] = part
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """Give gradients to the parameters that other ranks used, none to what nobody did."""
+        for index, part in self._undecided.items():
+            if used[index]:
+                self._give(self.parameters[index], part)
+        self._undecided.clear()
+        self.used = [False] * len(self.parameters)
+
+    def _give(self, parameter: ShardedParameter, part: Tensor) -> None:
+        if parameter.local.requires_grad:
             if parameter.local.grad is None:
                 parameter.local.grad = shard_gradient(part, self.wire)
             else:

@@ -20,7 +20,7 @@ from flashattn2.problem import Score
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
-    precision: str, deterministic: bool,
+    precision: str, deterministic: bool, split_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     dq, dk, dv = (launch.like(x) for x in (q, k, v))
@@ -32,19 +32,21 @@ def backward(
     batch, heads, seq_q, dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
     by_key = launch.plan(
-        "atomic" if atomic else "dkdv", precision, score, q, k, v, grad_out, packed=packed
-    )
+        "atomic" if atomic else "dkdv", precision, score, q, k, v, grad_out,
+        packed=packed, split_size=split_size,
+    )  # fmt: skip
     lse = lse.contiguous()
     exact = launch.is_exact(q, by_key)
     inner, outer = launch.score_factors(score, exact)
     flags = {
-        "D": dim, "BLOCK_D": by_key.block_d, "LEFT": score.left >= 0, "RIGHT": score.right >= 0,
+        "D": dim, "BLOCK_D": by_key.block_d, "DV": v.shape[-1], "BLOCK_DV": by_key.block_dv,
+         "LEFT": score.left >= 0, "RIGHT": score.right >= 0,
         "SOFTCAP": score.softcap > 0, "PACKED": packed, "EXACT": exact,
     }  # fmt: skip
     sizes = (group, seq_q, seq_q, k.shape[2], score.left, score.right)
     if exact:
         norm, delta = rows.norm_and_delta(
-            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, score, precision
+            q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, score, precision, split_size
         )
     else:
         norm, delta = None, rows.delta(out, grad_out, grad_lse, lse)
@@ -60,7 +62,7 @@ def backward(
         lse, delta, norm, dq_sum, to_dk, to_dv,
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq_sum, to_dk, to_dv)),
         places, cu_q, cu_k, score.scale, inner, outer, tiles, kv_heads, *sizes, **flags,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_key.tma, SPLITS=splits,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_key.tma, SPLITS=by_key.split_flag,
         PRECISION=by_key.precision,
         ATOMIC=atomic, **tile.compiler_options,
     )  # fmt: skip
@@ -70,7 +72,9 @@ def backward(
     if atomic:
         return dq.copy_(dq_sum), dk, dv
 
-    by_query = launch.plan("dq", precision, score, q, k, v, grad_out, packed=packed)
+    by_query = launch.plan(
+        "dq", precision, score, q, k, v, grad_out, packed=packed, split_size=split_size
+    )
     tile, splits = by_query.tile, by_query.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
     to_dq = launch.parts(dq, splits)
@@ -80,7 +84,7 @@ def backward(
         ),
         lse, delta, norm, to_dq, *(x.stride()[:3] for x in (q, k, v, grad_out, to_dq)),
         places, cu_q, cu_k, score.scale, inner, outer, tiles, heads, *sizes, **flags,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_query.tma, SPLITS=splits,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_query.tma, SPLITS=by_query.split_flag,
         PRECISION=by_query.precision, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:

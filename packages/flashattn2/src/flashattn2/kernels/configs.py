@@ -1,8 +1,8 @@
 """Tile sizes: one for each kernel, way of loading, precision and head dim, and how it is pruned.
 
 Notable: every tile here is compiled for sm_90 and sm_80 by the tests, with each option that it may
-meet, which refuse one that spills registers or leaves the matrix units idle.  A GPU with less
-shared memory gets the same tile with fewer stages, then with fewer rows.
+meet, which refuse one that does work twice, spills more than a few bytes or leaves the matrix units
+idle.  A GPU with less shared memory gets the same tile with fewer stages, then with fewer rows.
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +38,12 @@ class Tile:
 # more programs fit, and spills a few bytes for it: see `sizes`.
 ALL_REGISTERS = 255
 
-# TMA exists from Hopper on; pointers serve everything else: older GPUs, packed sequences, strides
-# that TMA cannot take, and a head dim that has no tile under "tma".  "half" is bfloat16 and
-# float16, "ieee" float32 without matrix units, where TMA has nothing to give.
+# "tma" loads by TMA, on Hopper; "hopper" by pointers there: packed sequences, strides that TMA
+# cannot take, and a head dim that has no tile under "tma".  "pointers" serves all else.  "half" is
+# bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to give.
+#
+# A warpgroup of four warps multiplies 64 rows at least.  With eight warps, a first product of fewer
+# than 128 rows would be computed twice, once by each of both warpgroups: the tests count it.
 Sizes = tuple[int, ...]
 Tiles = dict[int, Sizes]
 TILES: dict[tuple[str, str, str], Tiles] = {
@@ -56,19 +59,40 @@ TILES: dict[tuple[str, str, str], Tiles] = {
         32: (128, 64, 4, 3),
         64: (128, 64, 8, 3),
         128: (128, 64, 8, 2),
-        256: (64, 32, 8, 2),
+        256: (64, 32, 4, 2),
     },
     ("tma", "half", "dkdv"): {
         16: (64, 128, 8, 2),
         32: (64, 128, 8, 2),
         64: (64, 128, 8, 2),
-        128: (32, 64, 8, 2),
+        128: (32, 128, 8, 2),
     },
-    ("tma", "half", "atomic"): {
-        16: (64, 128, 8, 2),
-        32: (64, 128, 8, 2),
-        64: (64, 128, 8, 2),
-        128: (16, 64, 8, 2),
+    ("tma", "half", "atomic"): {16: (64, 128, 8, 2), 32: (64, 128, 8, 2), 64: (64, 128, 8, 2)},
+    ("hopper", "half", "forward"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 8, 3),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 2),
+        256: (128, 32, 8, 2),
+    },
+    ("hopper", "half", "dq"): {
+        16: (64, 64, 4, 2),
+        32: (64, 64, 4, 2),
+        64: (128, 64, 8, 2),
+        128: (128, 64, 8, 2),
+        256: (128, 32, 8, 1),
+    },
+    ("hopper", "half", "dkdv"): {
+        16: (32, 64, 4, 2),
+        32: (32, 64, 4, 2),
+        64: (32, 128, 8, 2),
+        128: (32, 128, 8, 2),
+    },
+    ("hopper", "half", "atomic"): {
+        16: (32, 64, 4, 2),
+        32: (32, 64, 4, 2),
+        64: (32, 128, 8, 2),
+        128: (16, 128, 8, 2),
     },
     ("pointers", "half", "forward"): {
         16: (128, 64, 4, 3),
@@ -178,51 +202,41 @@ TILES: dict[tuple[str, str, str], Tiles] = {
 }
 
 
-SPLIT_BURDEN = 2
-# What an option costs in registers: a left window bound has a third loop, a softcap its derivative,
-# splits their bounds.  Where a kernel then needs more than there are, a smaller tile serves it from
-# the burden on that stands before it (1 for the bound, 1 for the softcap, 2 for splits).  None says
-# that no tile will do: TMA leaves it to pointers, and what pointers have no tile for is not split.
-CROWDED: dict[tuple[str, str, str], dict[int, dict[int, Sizes | None]]] = {
+# What serves a left window bound (a third loop), a softcap (its derivative) or splits (bounds)
+# where the tile above would spill much with them.  None says that TMA has none: pointers serve.
+RICH: dict[tuple[str, str, str], dict[int, Sizes | None]] = {
     ("tma", "half", "dkdv"): {
-        16: {3: (32, 128, 8, 2)},
-        32: {2: (32, 128, 8, 2)},
-        64: {1: (32, 128, 8, 2)},
-        128: {4: (16, 64, 8, 2)},
+        16: (32, 128, 8, 2),
+        32: (32, 128, 8, 2),
+        64: (32, 128, 8, 2),
+        128: None,
     },
-    ("tma", "half", "atomic"): {
-        16: {1: (32, 128, 8, 2)},
-        32: {1: (32, 128, 8, 2)},
-        64: {1: (32, 128, 8, 2), 2: (16, 128, 8, 2)},
-        128: {2: None},
-    },
+    ("tma", "half", "atomic"): {16: (32, 128, 8, 2), 32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
+    ("hopper", "half", "forward"): {16: (64, 64, 4, 2)},
+    ("hopper", "half", "dkdv"): {128: (16, 128, 8, 2)},
     ("pointers", "half", "forward"): {
-        16: {1: (128, 64, 4, 3, ALL_REGISTERS), 2: (64, 64, 4, 2)},
-        32: {1: (128, 128, 8, 3, ALL_REGISTERS)},
+        16: (64, 64, 4, 2),
+        32: (128, 128, 8, 3, ALL_REGISTERS),
     },
-    ("pointers", "half", "dq"): {
-        16: {2: (64, 64, 8, 1)},
-        32: {1: (64, 64, 8, 2, ALL_REGISTERS)},
-    },
+    ("pointers", "half", "dq"): {16: (64, 64, 8, 1), 32: (64, 64, 8, 2, ALL_REGISTERS)},
     ("pointers", "half", "dkdv"): {
-        16: {1: (32, 64, 8, 1, ALL_REGISTERS)},
-        32: {1: (32, 64, 8, 1)},
-        128: {2: (16, 32, 8, 2)},
-        256: {1: (16, 32, 8, 1)},
+        16: (32, 64, 8, 1, ALL_REGISTERS),
+        32: (32, 64, 8, 1),
+        128: (16, 32, 8, 2),
+        256: (16, 32, 8, 1),
     },
     ("pointers", "half", "atomic"): {
-        16: {1: (32, 64, 8, 1)},
-        32: {1: (32, 64, 8, 1), 3: (16, 64, 8, 1)},
-        64: {2: (32, 64, 8, 1, ALL_REGISTERS)},
-        128: {1: (16, 32, 8, 1)},
-        256: {3: None},
+        16: (32, 64, 8, 1),
+        32: (16, 64, 8, 1),
+        64: (32, 64, 8, 1, ALL_REGISTERS),
+        128: (16, 32, 8, 1),
     },
-    ("tma", "tf32", "dq"): {128: {2: (64, 32, 8, 2)}},
-    ("tma", "tf32", "dkdv"): {64: {2: (16, 64, 8, 1)}},
-    ("pointers", "tf32", "dkdv"): {256: {3: (16, 16, 8, 1)}},
-    ("tma", "tf32x3", "dq"): {16: {1: (64, 32, 8, 1)}},
-    ("tma", "tf32x3", "dkdv"): {16: {1: (16, 64, 8, 1)}},
-    ("pointers", "ieee", "forward"): {32: {3: (64, 32, 8, 2)}},
+    ("tma", "tf32", "dq"): {128: (64, 32, 8, 2)},
+    ("tma", "tf32", "dkdv"): {64: (16, 64, 8, 1)},
+    ("pointers", "tf32", "dkdv"): {256: (16, 16, 8, 1)},
+    ("tma", "tf32x3", "dq"): {16: (64, 32, 8, 1)},
+    ("tma", "tf32x3", "dkdv"): {16: (16, 64, 8, 1)},
+    ("pointers", "ieee", "forward"): {32: (64, 32, 8, 2)},
 }
 
 
@@ -231,33 +245,31 @@ def choose(
     precision: str,
     element_bytes: int,
     block_d: int,
-    tma: bool,
+    paths: tuple[str, ...],
     shared_bytes: int,
-    burden: int = 0,
-) -> tuple[Tile, bool, str] | None:
+    rich: bool = False,
+) -> tuple[Tile, bool, str]:
     """The tile for a kernel, whether it loads by TMA, and the float32 precision it works in.
 
-    Where a precision has no tile for so large a head dim, for lack of registers, it is ieee; None
-    where no tile bears these options.
+    ``paths`` are tables in order of preference, of which the last, "pointers", has every head dim.
+    Where a precision has no tile for so large a one, for lack of registers, it is ieee.
     """
     kind = "half" if element_bytes == 2 else precision
     if block_d not in TILES["pointers", kind, kernel]:
         kind = precision = "ieee"
-    found = sizes(("tma", kind, kernel), block_d, burden) if tma else None
-    tma = found is not None
-    found = found or sizes(("pointers", kind, kernel), block_d, burden)
-    if found is None:
-        return None
-    tile = prune(kernel, Tile(*found), element_bytes, block_d, shared_bytes)
-    return tile, tma, precision
+    for path in paths:
+        found = sizes((path, kind, kernel), block_d, rich)
+        if found is not None:
+            tile = prune(kernel, Tile(*found), element_bytes, block_d, shared_bytes)
+            return tile, path == "tma", precision
+    raise ValueError(f"no table of {paths} has a tile for head dim {block_d}")
 
 
-def sizes(key: tuple[str, str, str], block_d: int, burden: int) -> Sizes | None:
-    """The tile of a table for options of this burden, where it has one: see `CROWDED`."""
+def sizes(key: tuple[str, str, str], block_d: int, rich: bool) -> Sizes | None:
+    """The tile of a table, where it has one; ``rich`` with a left bound, a softcap or splits."""
     found: Sizes | None = TILES.get(key, {}).get(block_d)
-    for least, smaller in CROWDED.get(key, {}).get(block_d, {}).items():
-        if burden >= least:
-            found = smaller
+    if rich:
+        found = RICH.get(key, {}).get(block_d, found)
     path, kind, _ = key
     # In each of these tables several tiles would spill otherwise.
     if found and path == "pointers" and kind != "half":

@@ -28,7 +28,8 @@ def dkdv_kernel(
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, dk_strides, dv_strides,
     places, cu_q, cu_k,
     scale, inner, outer, tiles, kv_heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
     ATOMIC: tl.constexpr,
@@ -47,10 +48,10 @@ def dkdv_kernel(
         k, k_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, D, BLOCK_D, TMA, False
     )
     v_tile = load_tile(
-        v, v_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, D, BLOCK_D, TMA, False
+        v, v_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, DV, BLOCK_DV, TMA, False
     )
     dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     lo, all_lo, all_hi, hi = query_ranges(
         first, first + BLOCK_N - 1, seq_q, seq_k, left, right, split, BLOCK_M, LEFT, RIGHT, SPLITS
     )
@@ -61,14 +62,14 @@ def dkdv_kernel(
             dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
             grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, all_lo,
             seq_q, seq_k, scale, inner, outer, left, right,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
             PRECISION, EXACT, ATOMIC, True,
         )  # fmt: skip
         dk_acc, dv_acc = _add_dkdv(
             dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
             grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_lo, all_hi,
             seq_q, seq_k, scale, inner, outer, left, right,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
             PRECISION, EXACT, ATOMIC, False,
         )  # fmt: skip
         if LEFT:
@@ -76,13 +77,13 @@ def dkdv_kernel(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
                 grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_hi, hi,
                 seq_q, seq_k, scale, inner, outer, left, right,
-                D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
+                D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
                 PRECISION, EXACT, ATOMIC, True,
             )  # fmt: skip
     part = split * (every // kv_heads) + batch
     dk_acc = dk_acc * scale
     store_tile(dk, dk_strides, part, kv_head, k_begin, first, seq_k, dk_acc, BLOCK_N, D, BLOCK_D)
-    store_tile(dv, dv_strides, part, kv_head, k_begin, first, seq_k, dv_acc, BLOCK_N, D, BLOCK_D)
+    store_tile(dv, dv_strides, part, kv_head, k_begin, first, seq_k, dv_acc, BLOCK_N, DV, BLOCK_DV)
 
 
 @triton.jit
@@ -90,7 +91,8 @@ def _add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
     grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, hi,
     seq_q, seq_k, scale, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, ATOMIC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +115,7 @@ def _add_dkdv(
             p *= n[None, :]
         do_tile = load_tile(
             grad_out, grad_out_strides, batch, head, q_begin, start, seq_q,
-            BLOCK_M, D, BLOCK_D, TMA, False,
+            BLOCK_M, DV, BLOCK_DV, TMA, False,
         )  # fmt: skip
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)

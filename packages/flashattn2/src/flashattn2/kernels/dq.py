@@ -23,7 +23,8 @@ def dq_kernel(
     q, k, v, grad_out, lse, delta, norm, dq,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, places, cu_q, cu_k,
     scale, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +42,7 @@ def dq_kernel(
     )
     do_tile = load_tile(
         grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
-        BLOCK_M, D, BLOCK_D, TMA, False,
+        BLOCK_M, DV, BLOCK_DV, TMA, False,
     )  # fmt: skip
     row_lse, d, n = load_rows(
         lse, delta, norm, tl.cast(at, tl.int64) * rows + q_begin, first + tl.arange(0, BLOCK_M),
@@ -56,17 +57,20 @@ def dq_kernel(
         acc = _add_dq(
             acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
             k_begin, lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
         )  # fmt: skip
     acc = _add_dq(
         acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
         k_begin, all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
     )  # fmt: skip
     acc = _add_dq(
         acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
         k_begin, all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
     )  # fmt: skip
     part = split * (every // heads) + batch
     acc = acc * scale
@@ -77,7 +81,8 @@ def dq_kernel(
 def _add_dq(
     acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
     k_begin, lo, hi, position, seq_k, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +94,7 @@ def _add_dq(
         )  # fmt: skip
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+            BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
         )  # fmt: skip
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         if SOFTCAP:

@@ -30,9 +30,10 @@ from flashattn2.problem import Score
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, q_strides, k_strides, v_strides, out_strides, places, cu_q, cu_k,
+    q, k, v, out, lse, maxima, q_strides, k_strides, v_strides, out_strides, places, cu_q, cu_k,
     inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +51,7 @@ def forward_kernel(
     )
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
         first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
@@ -59,36 +60,43 @@ def forward_kernel(
         acc, maximum, total = _attend(
             acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
             lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-            D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
         )  # fmt: skip
     acc, maximum, total = _attend(
         acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
         all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
     )  # fmt: skip
     acc, maximum, total = _attend(
         acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
         all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
+        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
     )  # fmt: skip
 
     # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     part = split * (every // heads) + batch
-    store_tile(out, out_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
+    store_tile(out, out_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, DV, BLOCK_DV)
     lines = first + tl.arange(0, BLOCK_M)
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
     # In base e, whatever the scores were in.
     sums = maximum + tl.log(total) if EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
     tl.store(lse + line, sums, mask=lines < seq_q)
+    if maxima is not None:
+        largest = maximum if EXACT else maximum * 0.6931471805599453
+        tl.store(maxima + line, largest, mask=lines < seq_q)
 
 
 @triton.jit
 def _attend(
     acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
     lo, hi, position, seq_k, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +124,7 @@ def _attend(
         total = total * rescale + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+            BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
         )  # fmt: skip
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new
@@ -125,8 +133,8 @@ def _attend(
 
 @triton.jit
 def combine_kernel(
-    parts, part_lse, out, lse, out_strides, tiles, heads, rows, parts_stride,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
+    parts, part_lse, out, lse, out_strides, tiles, heads, rows, splits, parts_stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles · batch · heads)."""
     tile, batch, head, at, _ = program(tiles, heads, False)
@@ -135,14 +143,14 @@ def combine_kernel(
     columns = tl.arange(0, BLOCK_D)
     line = tl.cast(at, tl.int64) * rows + lines
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
         maximum = tl.maximum(maximum, x)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     inside = (lines < rows)[:, None] & (columns < D)[None, :]
-    for split in range(SPLITS):
+    for split in range(splits):
         x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
         weight = tl.exp(x - base)
         total += weight
@@ -157,38 +165,46 @@ def combine_kernel(
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
-    precision: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp of ``(batch, heads, seq, dim)``."""
-    out = launch.like(q)
+    precision: str, split_size: int = 0, max_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Output, log-sum-exp and, if asked for, row maxima of ``(batch, heads, seq, dim)``."""
+    v_dim = v.shape[-1]
+    out = launch.like(q, v_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(-math.inf)
+        lse.fill_(-math.inf)
+        return out.zero_(), lse, lse
     q, k, v = launch.rows_contiguous(q, k, v)
-    plan = launch.plan("forward", precision, score, q, k, v, packed=cu_q is not None)
+    plan = launch.plan(
+        "forward", precision, score, q, k, v, packed=cu_q is not None, split_size=split_size
+    )
     batch, heads, rows, dim = q.shape
     tile, splits = plan.tile, plan.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
     to_out, to_lse = out, lse
     if splits > 1:
-        to_out = q.new_empty((splits * batch, heads, rows, dim), dtype=torch.float32)
+        to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
+    maxima = torch.empty_like(to_lse) if max_logits else None
     exact = launch.is_exact(q, plan)
     inner, outer = launch.score_factors(score, exact)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
+        maxima,
         *(x.stride()[:3] for x in (q, k, v, to_out)), places, cu_q, cu_k,
         inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
         score.left, score.right,
-        D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        D=dim, BLOCK_D=plan.block_d, DV=v_dim, BLOCK_DV=plan.block_dv,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
-        PACKED=cu_q is not None, TMA=plan.tma, SPLITS=splits, PRECISION=plan.precision, EXACT=exact,
+        PACKED=cu_q is not None, TMA=plan.tma, SPLITS=plan.split_flag, PRECISION=plan.precision,
+        EXACT=exact,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         tiles = triton.cdiv(rows, 32)
         combine_kernel[launch.grid(tiles, batch * heads, 1)](
-            to_out, to_lse, out, lse, out.stride()[:3], tiles, heads, rows, batch * heads * rows,
-            D=dim, BLOCK_D=plan.block_d, BLOCK_M=32, SPLITS=splits, enable_fp_fusion=True,
+            to_out, to_lse, out, lse, out.stride()[:3], tiles, heads, rows, splits,
+            batch * heads * rows, D=v_dim, BLOCK_D=plan.block_dv, BLOCK_M=32, enable_fp_fusion=True,
         )  # fmt: skip
-    return out, lse
+    return out, lse, maxima

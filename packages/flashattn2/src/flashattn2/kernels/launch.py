@@ -13,10 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from flashattn2.kernels.configs import SPLIT_BURDEN, Tile, choose
+from flashattn2.kernels.configs import Tile, choose
 from flashattn2.problem import Score
 
 MAX_SPLITS = 16
+# What a fixed split size may ask for: each split has an output of its own, in float32.
+MOST_FIXED_SPLITS = 1024
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,16 @@ class Plan:
 
     tile: Tile
     block_d: int
+    block_dv: int
     splits: int
     tma: bool
     precision: str
+    split_size: int = 0
+
+    @property
+    def split_flag(self) -> int:
+        """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
+        return -self.split_size if self.split_size else self.splits
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
@@ -36,45 +45,65 @@ class Plan:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         return [
-            TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, self.block_d])
+            TensorDescriptor(
+                x,
+                list(x.shape),
+                list(x.stride()),
+                [1, 1, rows, triton.next_power_of_2(x.shape[-1])],
+            )
             for x, rows in tensors
         ]
 
 
 def plan(
-    kernel: str, precision: str, score: Score, q: Tensor, *others: Tensor, packed: bool
-) -> Plan:
-    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic"); the tensors are q, k, ..."""
-    k = others[0]
+    kernel: str, precision: str, score: Score, q: Tensor, k: Tensor, v: Tensor, *others: Tensor,
+    packed: bool, split_size: int = 0,
+) -> Plan:  # fmt: skip
+    """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic")."""
     device = device_of(q.device)
     if not device.has_tf32:
         precision = "ieee"
-    block_d = triton.next_power_of_2(q.shape[-1])
+    block_d, block_dv = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
     width = q.element_size()
-    may_use_tma = device.has_tma and not packed and all(fits_tma(x) for x in (q, *others))
+    paths = ["pointers"]
+    if device.has_tma:
+        may_use_tma = not packed and all(fits_tma(x) for x in (q, k, v, *others))
+        paths = ["tma", "hopper", "pointers"] if may_use_tma else ["hopper", "pointers"]
     by_key = kernel in ("dkdv", "atomic")
     heads = (k if by_key else q).shape[1]
+    # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
+    fixed = split_size if kernel == "forward" and not packed else 0
+    options = score.left >= 0 or score.softcap > 0
     # Splitting costs registers too: what is split is planned again, with the tile for that.
-    burden = (score.left >= 0) + (score.softcap > 0)
-    splits = 1
-    for more in (0, SPLIT_BURDEN):
-        chosen = choose(
-            kernel, precision, width, block_d, may_use_tma, device.shared_bytes, burden + more
+    for rich in (options, True):
+        tile, tma, products = choose(
+            kernel,
+            precision,
+            width,
+            max(block_d, block_dv),
+            tuple(paths),
+            device.shared_bytes,
+            rich,
         )
-        if chosen is None:
-            splits = 1
-            break
-        tile, tma, products = chosen
         if not device.has_maxnreg:
             tile = replace(tile, registers=None)
         tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
-        programs = tiles * q.shape[0] * heads
-        splits = 1 if packed else split_count(programs, loop, device.processors)
+        splits = 1
+        if fixed:
+            fixed = triton.cdiv(split_size, tile.block_n) * tile.block_n
+            splits = triton.cdiv(k.shape[2], fixed)
+        elif not (packed or split_size):
+            splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    return Plan(tile, block_d, splits, tma, products)
+    if fixed and splits > MOST_FIXED_SPLITS:
+        raise ValueError(
+            f"split_size {split_size} cuts {k.shape[2]} keys into {splits} splits, above "
+            f"{MOST_FIXED_SPLITS}; give at least {triton.cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
+        )
+    return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
 
 def split_count(programs: int, loop: int, processors: int) -> int:
@@ -95,8 +124,13 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 
-def like(x: Tensor) -> Tensor:
-    """Room for a result in the layout of ``x``, its last dimension without gaps."""
+def like(x: Tensor, dim: int | None = None) -> Tensor:
+    """Room for a result in the layout of ``x``, of head dim ``dim``, which has no gaps."""
+    if dim is not None and dim != x.shape[-1]:
+        batch, heads, rows, _ = x.shape
+        if x.stride(1) < x.stride(2):
+            return x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+        return x.new_empty((batch, heads, rows, dim))
     room = torch.empty_like(x)
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 

@@ -35,10 +35,20 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 
 def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, score: Score, precision: str,
+    cu_q: Tensor | None, cu_k: Tensor | None, score: Score, precision: str, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What makes each row of P sum to one, and D, both from the sums over P and dP."""
-    plan = launch.plan("dq", precision, score, q, k, v, grad_out, packed=cu_q is not None)
+    plan = launch.plan(
+        "dq",
+        precision,
+        score,
+        q,
+        k,
+        v,
+        grad_out,
+        packed=cu_q is not None,
+        split_size=split_size,
+    )
     batch, heads, rows, dim = q.shape
     tile, splits = plan.tile, plan.splits
     tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
@@ -48,9 +58,10 @@ def norm_and_delta(
         q, k, v, grad_out, lse, p_sums, dp_sums, *(x.stride()[:3] for x in (q, k, v, grad_out)),
         places, cu_q, cu_k, inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
         score.left, score.right,
-        D=dim, BLOCK_D=plan.block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        D=dim, BLOCK_D=plan.block_d, DV=v.shape[-1], BLOCK_DV=plan.block_dv,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
-        PACKED=cu_q is not None, SPLITS=splits,
+        PACKED=cu_q is not None, SPLITS=plan.split_flag,
         **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)
@@ -84,7 +95,8 @@ def delta_kernel(
 def sums_kernel(
     q, k, v, grad_out, lse, p_sums, dp_sums, q_strides, k_strides, v_strides, grad_out_strides,
     places, cu_q, cu_k, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +114,7 @@ def sums_kernel(
     )
     do_tile = load_tile(
         grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
-        BLOCK_M, D, BLOCK_D, False, False,
+        BLOCK_M, DV, BLOCK_DV, False, False,
     )  # fmt: skip
     lines = first + tl.arange(0, BLOCK_M)
     line = tl.cast(at, tl.int64) * rows + q_begin
@@ -123,7 +135,7 @@ def sums_kernel(
         )  # fmt: skip
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, D, BLOCK_D, False, False,
+            BLOCK_N, DV, BLOCK_DV, False, False,
         )  # fmt: skip
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if SOFTCAP:

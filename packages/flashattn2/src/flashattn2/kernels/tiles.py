@@ -184,11 +184,18 @@ def query_ranges(
 
 @triton.jit
 def share(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One split's part of a range, its inner bounds in order."""
+    """One split's part of a range, its inner bounds in order.
+
+    SPLITS above 0 divides the range evenly; below 0 each split has the keys of one range of that
+    many, wherever the band is, so that a row is summed alike whatever rows stand beside it.
+    """
     if SPLITS > 1:
         part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
         lo = lo + split * part
         hi = tl.minimum(hi, lo + part)
+    if SPLITS < 0:
+        hi = tl.minimum(hi, (split + 1) * -SPLITS)
+        lo = tl.maximum(lo, split * -SPLITS)
     hi = tl.maximum(hi, lo)
     all_lo = tl.minimum(tl.maximum(all_lo, lo), hi)
     all_hi = tl.maximum(tl.minimum(all_hi, hi), all_lo)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from llmsys_suite.audit import audit
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.audit.run import audit_run
+from llmsys_suite.run import Run
 
 
 def run(run: Run) -> dict[str, Any]:
-    """Write checks.json; a failed check fails the run."""
+    """Write evidence.json and checks.json; a failed check fails the run."""
+    evidence, checks = audit_run(run)
     if run.folder is None:
         return {}
-    checks = audit(run.config, run.results["plan"], run.results["train"], run.folder.samples())
+    run.folder.write_json("evidence.json", evidence)
     run.folder.write_json("checks.json", [check.to_json() for check in checks])
-    failed = [check.name for check in checks if not check.passed]
+    failed = [str(check) for check in checks if not check.passed]
     return {"checks": len(checks), "failed": failed, "passed": not failed}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import tinyml
 import torch
 from torch import nn
 
 from llmsys_suite.model import Decoder
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
+from llmsys_suite.turns import take_turns
 
 HELDOUT_ROWS = 16
 ROUNDS = 7
@@ -34,49 +32,43 @@ def run(run: Run) -> dict[str, Any]:
     """Bytes, held-out loss and forward time of each way, on rank 0."""
     if run.trained is None:
         return {}
-    model = run.trained.eval()
-    assert isinstance(model, Decoder)
-    tokens, targets = (
-        t.to(run.device)
-        for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=model.config.context)
-    )
+    tokens, targets = heldout(run)
     with torch.no_grad():
-        models = {method: compress(model) for method, compress in METHODS.items()}
-        seconds = _rounds(models, tokens)
+        models = compressed(run)
+        calls = {name: partial(model, tokens) for name, model in models.items()}
+        turns = take_turns(calls, ROUNDS, run.device)
         rows = [_row(name, small, tokens, targets) for name, small in models.items()]
     for row in rows:
-        name = row["method"]
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
-        row["speedup_p50"] = statistics.median(
-            a / b for a, b in zip(seconds[BASELINE], seconds[name], strict=True)
-        )
-    return {"rows": rows}
+        row["speedup_p50"] = 1 / turns.ratio_to(BASELINE, row["method"])
+    return {"rows": rows, "clocks": turns.clocks()}
+
+
+def compressed(run: Run) -> dict[str, nn.Module]:
+    """The trained model by every method."""
+    assert run.trained is not None
+    model = run.trained.eval()
+    return {method: compress(model) for method, compress in METHODS.items()}
+
+
+def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text that every method is scored on."""
+    assert isinstance(run.trained, Decoder)
+    context = run.trained.config.context
+    tokens, targets = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=context)
+    return tokens.to(run.device), targets.to(run.device)
 
 
 def _row(
     name: str, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, Any]:
     logits = model(tokens)
-    size = tinyml.size_of(model)
+    sizes, kept = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # Zeros are only saved where a file leaves them out.
-        "size_bytes": size.sparse_bytes if "pruned" in name else size.bytes,
+        # As a file of it takes: zeros left out where that is smaller, the rotation's table too.
+        "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in kept),
         "heldout_loss": float(
             nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         ),
     }
-
-
-def _rounds(models: dict[str, nn.Module], tokens: torch.Tensor) -> dict[str, list[float]]:
-    """Forward time of each model, taking turns, the first turn left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(ROUNDS + 1):
-        for name, model in models.items():
-            begin = time.perf_counter()
-            model(tokens)
-            if tokens.device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import interp
 import torch
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
 
 KINDS = ("previous", "duplicate", "induction", "first")
 
@@ -39,8 +37,8 @@ def run(run: Run) -> dict[str, Any]:
         targets,
         final=seen[sites[-1]],
     )
-    repeated = _repeated(context, model.config.vocabulary).to(run.device)
-    heads = interp.detect_heads(attention_patterns(model, repeated), repeated)
+    again = repeated(context, model.config.vocabulary).to(run.device)
+    heads = interp.detect_heads(attention_patterns(model, again), again)
     assert lens.target_log_probability is not None
     page = interp.view(
         run.folder.path / "inspect.html",
@@ -53,6 +51,7 @@ def run(run: Run) -> dict[str, Any]:
         title="What the trained model does",
     )
     best = {kind: heads.best(kind) for kind in KINDS}
+    cut = best["previous"]
     return {
         "page": page.name,
         "lens": [
@@ -73,7 +72,29 @@ def run(run: Run) -> dict[str, Any]:
             }
             for kind, head in best.items()
         ],
+        "attribution": [
+            {"component": name, "mean_logit": float(term.mean())}
+            for name, term in credit.named().items()
+        ],
+        "ablation": {
+            "layer": cut.layer,
+            "head": cut.head,
+            "loss": loss_without(model, cut.layer, cut.head, tokens, targets),
+        },
     }
+
+
+def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:
+    """The loss with what one head hands on set to zero."""
+    width = model.config.d_model // model.config.num_heads
+
+    def cut(mixed_BTD: Tensor) -> Tensor:
+        mixed_BTD = mixed_BTD.clone()
+        mixed_BTD[..., head * width : (head + 1) * width] = 0
+        return mixed_BTD
+
+    with interp.patch(model, {f"blocks.{layer}.attention.out:input": cut}):
+        return float(model.loss(tokens, targets))
 
 
 def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
@@ -99,7 +120,7 @@ def _pattern(attention: MultiHeadAttention, x_BTD: Tensor, rope: Tensor) -> Tens
     return pattern
 
 
-def _repeated(context: int, vocabulary: int) -> Tensor:
+def repeated(context: int, vocabulary: int) -> Tensor:
     """Random tokens, twice: only a head that copies from context knows the second half."""
     generator = torch.Generator().manual_seed(0)
     half = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(4)])

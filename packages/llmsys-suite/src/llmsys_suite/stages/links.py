@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import collectives.bench
 
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
+
+#: Bytes: where latency decides, where both do, where bandwidth does.
+SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
 def run(run: Run) -> dict[str, Any]:
     """The bench of collectives in this very group, gloo or NCCL as its peer."""
     if run.world < 2:
         return {"skipped": "one rank has no link"}
-    rows = collectives.bench.bench(device=run.device.type, quick=True)
+    rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)
     return {"rows": rows}

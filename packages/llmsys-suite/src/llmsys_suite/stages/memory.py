@@ -7,33 +7,31 @@ machine; on a GPU a snapshot for torch's own viewer is kept beside it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmsys_suite.live_memory import Allocation, LiveMemory, make_state, training_step_memory
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
 
 ROWS = 4
+#: Drawn besides the run's own size.
+DRAWN_BESIDE = ("2.7B",)
 MIB = 2**20
 
 
 def run(run: Run) -> dict[str, Any]:
     """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
     context = run.config.context
-    sizes = dict.fromkeys((run.config.size, "2.7B"))
+    sizes = dict.fromkeys((run.config.size, *DRAWN_BESIDE))
     lengths = [context // 4, context // 2, context, 2 * context]
     mine = {
         (size, length): profile(size, length)
         for length in lengths[run.rank :: run.world]
         for size in sizes
     }
-    gathered: list[Any] = [None] * run.world
-    dist.all_gather_object(gathered, mine)
+    gathered = run.gather(mine)
     if run.rank != 0:
         return {}
     found = {key: profile for share in gathered for key, profile in share.items()}
@@ -51,7 +49,7 @@ def run(run: Run) -> dict[str, Any]:
 
 def profile(size: str, context: int) -> dict[str, Any]:
     """Peaks, timelines and owners of one size at one context."""
-    vocabulary = 256 if size == "tiny" else 10_000
+    vocabulary = vocabulary_of(size)
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
     forward, step = inference(config), training(config)
     checkpointed = training(replace(config, checkpoint=True))
@@ -69,6 +67,11 @@ def profile(size: str, context: int) -> dict[str, Any]:
             "largest": largest(step.at_peak),
         },
     }
+
+
+def vocabulary_of(size: str) -> int:
+    """Bytes for the sizes that are trained here, a usual vocabulary for those that are drawn."""
+    return 256 if size in ("mini", "tiny") else 10_000
 
 
 def inference(config: ModelConfig) -> LiveMemory:
@@ -124,7 +127,7 @@ def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any
 
 def _snapshot(run: Run) -> str:
     assert run.folder is not None
-    config = ModelConfig.named(run.config.size, context=run.config.context)
+    config = run.model
     model = Decoder(config).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens, targets = run.corpus.batch(rows=ROWS, context=config.context, seed=0, step=0)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -25,9 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, ModelConfig
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
 
 ITERATIONS = 10
 
@@ -36,7 +35,7 @@ def run(run: Run) -> dict[str, Any]:
     """Ten iterations of each, timed, with the loss of each beside one process's."""
     if run.world < 2:
         return {"skipped": "splitting a model needs at least two ranks"}
-    config = ModelConfig.named(run.config.size, context=run.config.context)
+    config = run.model
     if config.num_heads % run.world or config.num_layers < run.world:
         return {
             "skipped": f"{config.num_heads} heads and {config.num_layers} layers "
@@ -46,10 +45,7 @@ def run(run: Run) -> dict[str, Any]:
         rows=run.config.rows, context=config.context, seed=run.config.seed, step=0
     )
     tokens, targets = (t.to(run.device) for t in batch)
-    rows = [
-        _timed("pipeline (GPipe)", PipelineModel(run, config), tokens, targets),
-        _timed("tensor (Megatron)", TensorModel(run, config), tokens, targets),
-    ]
+    rows = [_timed(name, make(run, config), tokens, targets) for name, make in SPLITS.items()]
     reference = float(_model(run, config).loss(tokens, targets).detach())
     return {"rows": [row | {"single_loss": reference} for row in rows]}
 
@@ -66,6 +62,7 @@ class PipelineModel:
         self.last = run.rank == run.world - 1
         self.first = run.rank == 0
         self.part = LayerRange(_model(run, config), run.rank, run.world)
+        self.run = run
         self.stage = PipelineStage(self.part, run.rank, run.world, run.device)
         self.schedule = ScheduleGPipe(self.stage, self.microbatches, loss_fn=_cross_entropy)
         self.device = run.device
@@ -86,6 +83,13 @@ class PipelineModel:
         dist.all_reduce(mean)
         return float(mean)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Every rank's share, under the whole model's names, on every rank."""
+        whole: dict[str, Tensor] = {}
+        for share in self.run.gather({n: g.cpu() for n, g in _gradients(self.part).items()}):
+            whole |= share
+        return {name: gradient.to(self.device) for name, gradient in whole.items()}
+
 
 class LayerRange(nn.Module):
     """One pipeline stage: its share of the blocks, and the model's ends where it holds them."""
@@ -96,7 +100,8 @@ class LayerRange(nn.Module):
         super().__init__()
         first, last = (len(model.blocks) * s // stages for s in (stage, stage + 1))
         self.embedding = model.embedding if stage == 0 else None
-        self.blocks = model.blocks[first:last]
+        # By the numbers that they have in the whole model.
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
         self.norm = model.norm if stage == stages - 1 else None
         self.head = model.head if stage == stages - 1 else None
         self.register_buffer("rope", model.rope, persistent=False)
@@ -105,7 +110,7 @@ class LayerRange(nn.Module):
         """Tokens or the residual stream in; the residual stream or logits out."""
         if self.embedding is not None:
             x = self.embedding(x)
-        for block in self.blocks:
+        for block in self.blocks.values():
             x = block(x, self.rope[:, : x.shape[1]])
         if self.head is not None and self.norm is not None:
             x = self.head(self.norm(x))
@@ -154,6 +159,23 @@ class TensorModel:
         loss.backward()
         return float(loss.detach())
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Gathered, on every rank."""
+        found = _gradients(self.model).items()
+        return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found}
+
+
+SPLITS: dict[str, Callable[[Run, ModelConfig], PipelineModel | TensorModel]] = {
+    "pipeline (GPipe)": PipelineModel,
+    "tensor (Megatron)": TensorModel,
+}
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: torch.zeros(0) if p.grad is None else p.grad for name, p in model.named_parameters()
+    }
+
 
 def _model(run: Run, config: ModelConfig) -> Decoder:
     torch.manual_seed(run.config.seed)
@@ -169,6 +191,7 @@ def _timed(
 ) -> dict[str, Any]:
     loss = model.step(tokens, targets)
     seconds = []
+    clocked_ns = time.time_ns()
     for _ in range(ITERATIONS):
         dist.barrier()
         begin = time.perf_counter()
@@ -178,10 +201,12 @@ def _timed(
         slowest = torch.tensor(time.perf_counter() - begin, device=tokens.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(float(slowest))
+    clocked = (time.time_ns() - clocked_ns) / 1e9
     return {
         "split": name,
         "iterations": ITERATIONS,
         "total_s": sum(seconds),
         "iteration_ms": statistics.median(seconds) * 1e3,
         "loss": loss,
+        "clocked_s": clocked,
     }

@@ -13,14 +13,15 @@ import accounting
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.environment import available_memory_bytes
+from llmsys_suite.samples import VARIANT_NAMES
 from llmsys_suite.sizes import SIZES
 
 if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+    from llmsys_suite.run import Run
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20
-NUM_VARIANTS = 12
+PRODUCTS_SECONDS = 0.5
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
@@ -41,12 +42,12 @@ def predict(config: RunConfig) -> dict[str, Any]:
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
-    # The single process takes the whole batch, so it is the largest. On a CPU torch's RMSNorm is
-    # several operators and its optimizers take one parameter at a time.
+    # The single process takes the most at once. On a CPU torch's RMSNorm is several operators and
+    # its optimizers take one parameter at a time.
     on_gpu = config.device != "cpu"
     memory = accounting.peak_memory(
         model,
-        batch=config.rows,
+        batch=config.rows // config.parts,
         seq=config.context,
         precision="fp32",
         fused_norm=on_gpu,
@@ -59,7 +60,7 @@ def predict(config: RunConfig) -> dict[str, Any]:
     transient = max(0, int(memory.total) - static)
     ranks_here = config.world if config.device == "cpu" else 1
     one = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
-    all_together = one + (NUM_VARIANTS - 1) * static * ranks_here
+    all_together = one + (len(VARIANT_NAMES) - 1) * static * ranks_here
     return {
         "size": config.size,
         "parameters": int(parameters.total),
@@ -122,7 +123,8 @@ def measured_peak_bytes(run: Run) -> int:
     config, device = run.config, run.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     model = Decoder(ModelConfig.named(config.size, context=config.context)).to(device)
-    batch = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
+    rows = config.rows // config.parts
+    batch = run.corpus.batch(rows=rows, context=config.context, seed=config.seed, step=0)
     tokens, targets = (part.to(device) for part in batch)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -139,20 +141,20 @@ def measured_peak_bytes(run: Run) -> int:
     return training_step_memory(model, lambda: model.loss(tokens, targets), optimizer).peak_bytes
 
 
-def matmul_flops_per_second(run: Run, seconds: float = 0.5) -> float:
+def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
     """The best rate of a float32 matrix product on this rank, all ranks at it at once."""
     import torch
+
+    from llmsys_suite.audit import yardstick
 
     n = 512 if run.device.type == "cpu" else 8192
     a = torch.randn(n, n, device=run.device)
     b = torch.randn(n, n, device=run.device)
-    best, end = 0.0, time.perf_counter() + seconds
+    best, end = 0.0, time.perf_counter() + (seconds or PRODUCTS_SECONDS)
     while time.perf_counter() < end:
-        begin = time.perf_counter()
+        begin = yardstick.clock(run.device)
         a @ b
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, 2 * n**3 / (time.perf_counter() - begin))
+        best = max(best, 2 * n**3 / (yardstick.clock(run.device) - begin))
     return best
 
 

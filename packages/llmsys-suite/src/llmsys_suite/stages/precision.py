@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from llmsys_suite.model import Decoder, ModelConfig
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.model import Decoder
+from llmsys_suite.run import Run
+from llmsys_suite.turns import take_turns
 
 ROUNDS = 5
 
@@ -24,7 +22,7 @@ def run(run: Run) -> dict[str, Any]:
     return {
         "accumulation": accumulation(),
         "autocast_dtypes": autocast_dtypes(run.device.type),
-        "timing": timing(run),
+        **timing(run),
     }
 
 
@@ -81,46 +79,38 @@ def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> di
     }
 
 
-def timing(run: Run) -> list[dict[str, Any]]:
+def timing(run: Run) -> dict[str, Any]:
     """Forward and backward of this run's model, float32 and bf16 autocast taking turns."""
-    config = ModelConfig.named(run.config.size, context=run.config.context)
+    config = run.model
     torch.manual_seed(run.config.seed)
     model = Decoder(config).to(run.device)
     rows = max(1, run.config.rows // run.world)
     tokens, targets = (
         t.to(run.device)
-        for t in run.corpus.batch(rows=rows, context=config.context, seed=0, step=0)
+        for t in run.corpus.batch(rows=rows, context=config.context, seed=run.config.seed, step=0)
     )
-    seconds: dict[str, list[float]] = {"float32": [], "bfloat16": []}
     losses = {}
-    for turn in range(ROUNDS + 1):
-        for name in seconds:
-            _synchronize(run.device)
-            begin = time.perf_counter()
-            with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=name == "bfloat16"):
-                loss = model.loss(tokens, targets)
-            loss.backward()
-            _synchronize(run.device)
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - begin)
-            losses[name] = float(loss.detach())
-            model.zero_grad()
-    ratios = [a / b for a, b in zip(seconds["float32"], seconds["bfloat16"], strict=True)]
-    return [
+
+    def step(name: str) -> None:
+        with torch.autocast(run.device.type, dtype=torch.bfloat16, enabled=name == "bfloat16"):
+            loss = model.loss(tokens, targets)
+        loss.backward()
+        losses[name] = float(loss.detach())
+        model.zero_grad()
+
+    dtypes = ("float32", "bfloat16")
+    turns = take_turns({name: partial(step, name) for name in dtypes}, ROUNDS, run.device)
+    rows_out = [
         {
             "dtype": name,
-            "forward_backward_ms": statistics.median(values) * 1e3,
+            "forward_backward_ms": turns.median_ms(name),
             "loss": losses[name],
-            "speedup_p50": statistics.median(ratios) if name == "bfloat16" else 1.0,
+            "speedup_p50": 1 / turns.ratio_to("float32", name),
         }
-        for name, values in seconds.items()
+        for name in dtypes
     ]
+    return {"timing": rows_out, "clocks": turns.clocks()}
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

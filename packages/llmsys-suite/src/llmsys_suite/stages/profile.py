@@ -11,21 +11,21 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.run import Run
 from llmsys_suite.sizes import SIZES
 from llmsys_suite.stages.plan import matmul_flops_per_second, predict
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.turns import now, take_turns
 
 WARMUPS = (0, 1, 2, 5)
 STEPS = 10
+SIZES_TIMED = tuple(size for size in SIZES if size != "mini")
 #: A size that would take longer is left out, and the table says so.
 SECONDS_A_SIZE = 60.0
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
@@ -35,7 +35,13 @@ def run(run: Run) -> dict[str, Any]:
     """The protocol's table and the profile's, on rank 0."""
     if run.rank != 0:
         return {}
-    return {"protocol": protocol(run), "operators": operators(run), "compiled": compiled(run)}
+    rows, clocked_s = protocol(run)
+    return {
+        "protocol": rows,
+        "clocked_s": clocked_s,
+        "operators": operators(run),
+        "compiled": compiled(run),
+    }
 
 
 class _Step:
@@ -72,35 +78,43 @@ class _Step:
             ("backward", self.backward),
             ("optimizer", self.optimize),
         ):
-            begin = _now(self.device)
+            begin = now(self.device)
             part()
-            seconds[name] = _now(self.device) - begin
+            seconds[name] = now(self.device) - begin
         return seconds
 
 
-def protocol(run: Run) -> list[dict[str, Any]]:
-    """Mean and standard deviation of each phase over ten steps, for every size that fits."""
+def protocol(run: Run) -> tuple[list[dict[str, Any]], float]:
+    """Mean and standard deviation of each phase over ten steps, for every size that fits.
+
+    And the seconds of all those steps together, by another clock.
+    """
     rows: list[dict[str, Any]] = []
-    for size in SIZES:
-        reason = _why_not(run, size)
-        rows += [{"size": size, "left_out": reason}] if reason else _protocol_of(run, size)
-    return rows
+    clocked_s = 0.0
+    for size in [name for name in SIZES if name in (run.config.size, *SIZES_TIMED)]:
+        if reason := _why_not(run, size):
+            rows.append({"size": size, "left_out": reason})
+            continue
+        for warmup in WARMUPS:
+            row, seconds = _protocol_of(run, size, warmup)
+            rows.append(row)
+            clocked_s += seconds
+    return rows, clocked_s
 
 
-def _protocol_of(run: Run, size: str) -> list[dict[str, Any]]:
-    rows = []
-    for warmup in WARMUPS:
-        step = _Step(run, size=size)
-        for _ in range(warmup):
-            step.timed()
-        samples = [step.timed() for _ in range(STEPS)]
-        row: dict[str, Any] = {"size": size, "rows": step.rows, "warmup": warmup}
-        for phase in samples[0]:
-            values = [sample[phase] * 1e3 for sample in samples]
-            row[f"{phase}_mean_ms"] = statistics.mean(values)
-            row[f"{phase}_std_ms"] = statistics.stdev(values)
-        rows.append(row)
-    return rows
+def _protocol_of(run: Run, size: str, warmup: int) -> tuple[dict[str, Any], float]:
+    step = _Step(run, size=size)
+    for _ in range(warmup):
+        step.timed()
+    begin_ns = time.time_ns()
+    samples = [step.timed() for _ in range(STEPS)]
+    clocked_s = (time.time_ns() - begin_ns) / 1e9
+    row: dict[str, Any] = {"size": size, "rows": step.rows, "warmup": warmup}
+    for phase in samples[0]:
+        values = [sample[phase] * 1e3 for sample in samples]
+        row[f"{phase}_mean_ms"] = statistics.mean(values)
+        row[f"{phase}_std_ms"] = statistics.stdev(values)
+    return row, clocked_s
 
 
 def _why_not(run: Run, size: str) -> str:
@@ -135,8 +149,11 @@ def operators(run: Run) -> list[dict[str, Any]]:
         ("optimizer", step.optimize),
     ):
         with profile(activities=activities, acc_events=True) as profiler:
+            begin = now(run.device)
             part()
-        rows.append({"phase": phase} | summarize(profiler.key_averages(), run.device.type))
+            seconds = now(run.device) - begin
+        row = summarize(profiler.key_averages(), run.device.type)
+        rows.append({"phase": phase, "timer_ms": seconds * 1e3} | row)
     config = step.config
     rows[0] |= attention_flops(config, step.rows)
     return rows
@@ -180,19 +197,8 @@ def compiled(run: Run) -> list[dict[str, Any]]:
     if run.device.type != "cuda":
         return []
     steps = {"plain": _Step(run), "compiled": _Step(run, compile_model=True)}
-    samples: dict[str, list[dict[str, float]]] = {name: [] for name in steps}
-    for turn in range(STEPS + 3):
-        for name, step in steps.items():
-            seconds = step.timed()
-            if turn >= 3:
-                samples[name].append(seconds)
+    turns = take_turns({name: step.timed for name, step in steps.items()}, STEPS, run.device)
     return [
-        {"model": name} | {f"{p}_ms": statistics.median(s[p] for s in rows) * 1e3 for p in rows[0]}
-        for name, rows in samples.items()
+        {"model": n, "step_ms": turns.median_ms(n), "ratio_p50": turns.ratio_to("plain", n)}
+        for n in steps
     ]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

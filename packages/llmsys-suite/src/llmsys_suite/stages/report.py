@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmsys_suite.report import write_report
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
 
 
 def run(run: Run) -> dict[str, Any]:

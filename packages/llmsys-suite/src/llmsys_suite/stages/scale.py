@@ -7,15 +7,12 @@ budget, which grows with `--steps`; N counts the weights that multiply (all but 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from llmsys_suite.model import Decoder, ModelConfig
-
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
+from llmsys_suite.run import Run
 
 WIDTHS = (8, 12, 16, 24, 40)
 # For each measured step of the run's variants.
@@ -30,8 +27,7 @@ def run(run: Run) -> dict[str, Any]:
     todo = [(budget, width) for budget in budgets for width in WIDTHS]
     # Dealt in turn: a perfect split would save two ranks a tenth of the time.
     mine = [train_one(run, *pair) for pair in todo[run.rank :: run.world]]
-    gathered: list[Any] = [None] * run.world
-    dist.all_gather_object(gathered, mine)
+    gathered = run.gather(mine)
     rows = sorted(
         (row for share in gathered for row in share),
         key=lambda row: (row["compute_flops"], row["parameters"]),
@@ -65,6 +61,7 @@ def train_one(run: Run, budget: float, width: int) -> dict[str, float]:
         loss = float(model.loss(tokens, targets))
     tokens_seen = steps * ROWS * CONTEXT
     return {
+        "width": width,
         "parameters": parameters,
         "tokens": tokens_seen,
         "compute_flops": budget,

@@ -6,45 +6,35 @@ every variant alike. Where they do not all fit in memory at once, they follow on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
-from llmsys_suite import variants
-from llmsys_suite.model import ModelConfig
-from llmsys_suite.samples import PEER, summarize, utilisation
-from llmsys_suite.variants import Variant
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from llmsys_suite.worker import Run
-
-SINGLE = "single process"
-VARIANTS: dict[str, type[Variant]] = {
-    SINGLE: variants.Variant,
-    PEER: variants.TorchDDP,
-    "ddp naive": variants.Naive,
-    "ddp flat": variants.Flat,
-    "ddp overlapped": variants.Overlapped,
-    "ddp bucketed": variants.Bucketed,
-    "ddp shared memory": variants.SharedMemory,
-    "zero 1": variants.ShardedState,
-    "zero 2": variants.ShardedGradients,
-    "fsdp": variants.FullySharded,
-    "torch FSDP2": variants.TorchFSDP,
-    "parameter server": variants.ParameterServer,
-}
+from llmsys_suite.audit import yardstick
+from llmsys_suite.audit.probe import final_weights, initial_weights
+from llmsys_suite.audit.reference import digest
+from llmsys_suite.run import Run
+from llmsys_suite.samples import SINGLE, ranks_of, summarize, utilisation
+from llmsys_suite.variants import VARIANTS, Variant, variants_here
 
 
 def run(run: Run) -> dict[str, Any]:
     """Train every variant; medians and ratios, losses, and the bytes each handed over."""
     plan = run.results["plan"]
-    names = [name for name in VARIANTS if run.device.type == "cpu" or name != "ddp shared memory"]
+    names = variants_here(run.device)
     groups = [names] if plan["variants_fit_together"] else [[name] for name in names]
     handed: dict[str, float] = {}
+    finals: dict[str, Any] = {}
+    start = initial_weights(run)
     for group in groups:
-        trained = {name: VARIANTS[name](run, model_config(run)) for name in group}
+        trained = {name: VARIANTS[name](run, run.model) for name in group}
         handed |= _train(run, trained)
         if SINGLE in trained and run.rank == 0:
-            run.trained = trained[SINGLE].model
-        for variant in trained.values():
+            run.trained = trained[SINGLE].decoder
+        for name, variant in trained.items():
+            finals[name] = final_weights(run, start, variant)
             variant.close()
     if run.folder is None:
         return {}
@@ -53,44 +43,50 @@ def run(run: Run) -> dict[str, Any]:
 
         save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
-    result = summarize(samples) | {"gradient_bytes": handed}
+    result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
     for row in result["rows"]:
-        ranks = 1 if VARIANTS[row["variant"]].alone else run.world
-        row["mfu"] = utilisation(plan, row["step_ms"], ranks)
+        row["mfu"] = utilisation(plan, row["step_ms"], ranks_of(row["variant"], run.world))
         steps_an_epoch = len(run.corpus.train) / (run.config.rows * run.config.context)
         row["epoch_s"] = row["step_ms"] / 1e3 * steps_an_epoch
     return result
 
 
-def model_config(run: Run) -> ModelConfig:
-    """The shape that this run trains."""
-    return ModelConfig.named(run.config.size, context=run.config.context)
-
-
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
-    config, total = run.config, run.config.warmup + run.config.steps
+    total = run.config.warmup + run.config.steps
     for step in range(total):
+        # How fast this core is in this very round, whatever else it does.
+        core = yardstick.core_seconds(run.device)
         for name, variant in trained.items():
             run.barrier()
             if variant.alone and run.rank != 0:
                 continue
             rank, world = (0, 1) if variant.alone else (run.rank, run.world)
-            tokens, targets = (
-                t.to(run.device)
-                for t in run.corpus.batch(
-                    rows=config.rows,
-                    context=config.context,
-                    seed=config.seed,
-                    step=step,
-                    rank=rank,
-                    world=world,
-                )
+            tokens, targets = run.corpus.batch(
+                rows=run.config.rows,
+                context=run.config.context,
+                seed=run.config.seed,
+                step=step,
+                rank=rank,
+                world=world,
             )
-            warmup = step < config.warmup
+            rows = _digests(tokens, targets)
+            tokens, targets = tokens.to(run.device), targets.to(run.device)
+            warmup = step < run.config.warmup
+            queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
+            began = time.time()
             with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
                 sample["tokens"] = tokens.numel()
                 sample["loss"] = variant.step(tokens, targets)
+            # Read by other clocks than the recorder's, outside of it: the audit's second source.
+            sample |= {"began": began, "ended": time.time(), "row_digests": rows}
+            sample |= {"core_s": yardstick.clock(run.device) - core_began, "yardstick_s": core}
+            sample["queued_s"] = yardstick.queued_seconds() - queued
         run.flush_samples()
         run.progress.update(step + 1, total, "steps of every variant")
     counted = {name: variant.gradient_bytes(total) for name, variant in trained.items()}
     return {name: nbytes for name, nbytes in counted.items() if nbytes is not None}
+
+
+def _digests(tokens: Tensor, targets: Tensor) -> list[str]:
+    rows = (part.to(torch.uint8).numpy() for part in (tokens, targets))
+    return [digest(x.tobytes(), y.tobytes()) for x, y in zip(*rows, strict=True)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -21,19 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.connection import (
-    Channel,
-    Connection,
-    Kind,
-    Message,
-    RemoteConnection,
-)
-from paramserver.consistency import Consistency
+from paramserver.connection import Channel, Connection, RemoteConnection
+from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.messages import Kind, Message
 from paramserver.partition import partition
-from paramserver.replica import OptimizerFactory
 from paramserver.server import Server
 from paramserver.serving import serve
-from paramserver.worker import Worker, trainable
+from paramserver.worker import Worker, local_of, trainable
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
 _GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
@@ -52,21 +46,23 @@ class DistributedChannel:
         self._send_tag, self._receive_tag = tags
 
     def send(self, message: Message) -> None:
-        """Send a message: four numbers, then its text if it has one."""
-        text = message.text.encode()
-        self.send_data(torch.tensor([message.kind, message.number, message.since, len(text)]))
-        if text:
-            self.send_data(torch.tensor(list(text), dtype=torch.uint8))
+        """Send a message: its numbers, then its text if it has one."""
+        *numbers, text = astuple(message)
+        raw = text.encode()
+        self.send_data(torch.tensor([*numbers, len(raw)]))
+        if raw:
+            self.send_data(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def receive(self, timeout: float | None = None) -> Message:
         """The next message; TimeoutError after `timeout` seconds."""
-        head = torch.zeros(4, dtype=torch.int64)
+        head = torch.zeros(8, dtype=torch.int64)
         self._receive(head, timeout)
-        kind, number, since, length = map(int, head.tolist())
+        kind, epoch, clock, number, position, size, have, length = map(int, head.tolist())
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
-        return Message(Kind(kind), number, bytes(text.tolist()).decode(), since)
+        decoded = text.numpy().tobytes().decode()
+        return Message(Kind(kind), epoch, clock, number, position, size, have, decoded)
 
     def send_data(self, data: Tensor) -> None:
         """Send a tensor and wait until it has left."""
@@ -157,7 +153,10 @@ def join(
                 if peer != rank
             }
             threads += serve(server, ends)
-        with Worker(module, connections, rank=rank, whole=whole) as worker:
+        local = local_of(consistency)
+        with Worker(
+            module, connections, rank=rank, whole=whole, local=local, optimizer=optimizer
+        ) as worker:
             yield worker
     finally:
         for thread in threads:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import Greeting, PeerLost
-from paramserver.launch import Job, Outcome, Result, ServerReport, assemble, report
-from paramserver.ledger import Log
+from paramserver.connection import SENDS
+from paramserver.job import Job, Outcome, Result, ServerReport, assemble, report
+from paramserver.messages import Message, PeerLost
 from paramserver.partition import Shard
-from paramserver.worker import Worker
 
 
 def run_on_ray(job: Job, shards: list[Shard]) -> Result:
@@ -58,41 +57,13 @@ class _ServerActor:
     def __init__(self, job: Job, shard: Shard) -> None:
         self._server = job.server(shard)
         self._buffers: dict[int, Tensor] = {}
+        self._template = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
 
-    def hello(self, worker: int, layout: str) -> Greeting:
-        greeting = self._server.hello(worker, layout)
-        self._buffers[worker] = torch.zeros(self._server.shard.buffer_bytes, dtype=torch.uint8)
-        return greeting
-
-    def pull(self, worker: int, clock: int) -> tuple[int, Any]:
-        version = self._server.pull(worker, clock, self._buffers[worker])
-        return version, self._buffers[worker].numpy()
-
-    def push(self, worker: int, clock: int, gradients: Any) -> None:
-        self._server.push(worker, clock, torch.from_numpy(gradients.copy()))
-
-    def stage(self, worker: int, gradients: Any) -> None:
-        self._server.stage(worker, torch.from_numpy(gradients.copy()))
-
-    def commit(self, worker: int, clock: int, since: int) -> Log:
-        return self._server.commit(worker, clock, since)
-
-    def read(self, worker: int, clock: int, since: int) -> Log:
-        return self._server.read(worker, clock, since)
-
-    def fetch(self, worker: int, log: Log) -> tuple[int, Any]:
-        version = self._server.fetch(worker, log, self._buffers[worker])
-        return version, self._buffers[worker].numpy()
-
-    def follow(self, worker: int, log: Log) -> int:
-        return self._server.follow(worker, log)
-
-    def sync(self, worker: int, since: int) -> tuple[bool, Log]:
-        return self._server.sync(worker, since)
-
-    def finish(self, worker: int, since: int) -> tuple[int, Any, Log]:
-        version, log = self._server.finish(worker, since, self._buffers[worker])
-        return version, self._buffers[worker].numpy(), log
+    def ask(self, worker: int, message: Message, gradients: Any) -> tuple[Message, Any]:
+        data = None if gradients is None else torch.from_numpy(gradients.copy())
+        out = self._buffers.setdefault(worker, torch.zeros_like(self._template))
+        reply = self._server.ask(worker, message, data, out)
+        return reply, out.numpy() if reply.size else None
 
     def lose(self, worker: int, reason: str) -> None:
         self._server.lose(worker, reason)
@@ -109,63 +80,22 @@ class _RayConnection:
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
 
-    def hello(self, layout: str) -> Greeting:
-        greeting = self._ask(self._actor.hello, layout)
-        assert isinstance(greeting, Greeting)
-        return greeting
-
-    def pull(self, clock: int) -> int:
-        return self._filled(*self._ask(self._actor.pull, clock))
-
-    def push(self, clock: int) -> None:
-        self._ask(self._actor.push, clock, self.gradients.numpy())
-
-    def stage(self) -> None:
-        self._ask(self._actor.stage, self.gradients.numpy())
-
-    def commit(self, clock: int, since: int) -> Log:
-        return self._log(self._ask(self._actor.commit, clock, since))
-
-    def read(self, clock: int, since: int) -> Log:
-        return self._log(self._ask(self._actor.read, clock, since))
-
-    def fetch(self, log: Log) -> int:
-        return self._filled(*self._ask(self._actor.fetch, log))
-
-    def follow(self, log: Log) -> int:
-        return int(self._ask(self._actor.follow, log))
-
-    def sync(self, since: int) -> tuple[bool, Log]:
-        waits, log = self._ask(self._actor.sync, since)
-        return bool(waits), self._log(log)
-
-    def finish(self, since: int) -> tuple[int, Log]:
-        version, data, log = self._ask(self._actor.finish, since)
-        return self._filled(version, data), self._log(log)
-
-    def end(self, log: Log) -> int:
-        return self.fetch(log)
-
-    def abort(self, reason: str) -> None:
-        self._actor.lose.remote(self._worker, reason)
-
-    @staticmethod
-    def _log(answer: Any) -> Log:
-        assert isinstance(answer, Log)
-        return answer
-
-    def _filled(self, version: int, data: Any) -> int:
-        self.parameters.copy_(torch.from_numpy(data.copy()))
-        return version
-
-    def _ask(self, method: Any, *args: Any) -> Any:
+    def ask(self, message: Message) -> Message:
         ray = _ray()
+        data = self.gradients.numpy() if message.kind in SENDS else None
         try:
-            return ray.get(method.remote(self._worker, *args))
+            reply, parameters = ray.get(self._actor.ask.remote(self._worker, message, data))
         except ray.exceptions.RayTaskError as error:
             raise error.cause or error from error
         except ray.exceptions.RayError as error:
             raise PeerLost(f"{self._name} is gone: {error}") from error
+        assert isinstance(reply, Message)
+        if parameters is not None:
+            self.parameters.copy_(torch.from_numpy(parameters.copy()))
+        return reply
+
+    def abort(self, reason: str) -> None:
+        self._actor.lose.remote(self._worker, reason)
 
 
 def _work(job: Job, rank: int, servers: list[Any]) -> Any:
@@ -173,5 +103,5 @@ def _work(job: Job, rank: int, servers: list[Any]) -> Any:
         _RayConnection(actor, number, rank, shard.buffer_bytes)
         for number, (actor, shard) in enumerate(zip(servers, job.shards(), strict=True))
     ]
-    with Worker(job.module, connections, rank=rank, whole=job.whole) as worker:
+    with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import Channel, Kind, Message
+from paramserver.connection import Channel
+from paramserver.messages import Message
 
 
 class SharedMemoryChannel:
@@ -44,7 +45,7 @@ class SharedMemoryChannel:
     def send(self, message: Message) -> None:
         """Send a message."""
         try:
-            self._pipe.send((int(message.kind), message.number, message.text, message.since))
+            self._pipe.send_bytes(message.to_text().encode())
         except OSError as error:
             raise ConnectionResetError(f"its process has ended ({error})") from error
 
@@ -53,10 +54,9 @@ class SharedMemoryChannel:
         try:
             if not self._pipe.poll(timeout):
                 raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s")
-            kind, number, text, since = self._pipe.recv()
+            return Message.from_text(self._pipe.recv_bytes())
         except (EOFError, ConnectionError) as error:
             raise ConnectionResetError("its process has ended") from error
-        return Message(Kind(kind), number, text, since)
 
     def send_data(self, data: Tensor) -> None:
         """Nothing: the peer sees the same memory."""

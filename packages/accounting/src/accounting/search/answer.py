@@ -1,0 +1,213 @@
+"""One question, one answer: how to train this model on those devices, how long, for how much."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accounting import checks
+from accounting.breakdown import Breakdown, binary_size
+from accounting.flops import flops
+from accounting.hardware import Hardware, find
+from accounting.memory.training import training_memory
+from accounting.model.shape import Shape
+from accounting.plan import Plan
+from accounting.precision import recipe
+from accounting.search.launch import megatron, torchtitan
+from accounting.search.plans import Candidate, plans_that_fit
+from accounting.time.goodput import LLAMA3_405B, Goodput, Run, goodput
+from accounting.time.published import Interval, predicted
+from accounting.time.step import step_time
+
+TOKENS_A_STEP = 4 * 2**20
+"""A batch of four million tokens, where none is given and the devices do not ask for more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The best plan for a question, and what a run by it takes; others that fit stand behind."""
+
+    model: Shape
+    hardware: Hardware
+    precision: str
+    batch: int
+    seq: int
+    tokens: float
+    best: Candidate
+    others: tuple[Candidate, ...]
+    memory: Breakdown
+    """Of the fullest device."""
+    step: Breakdown
+    """As modelled, part by part."""
+    seconds: Interval
+    """Of a step, as predicted."""
+    mfu: Interval
+    days: Interval
+    usd: Interval
+    megawatt_hours: Interval
+    failures: Goodput
+
+    @property
+    def plan(self) -> Plan:
+        """The layout."""
+        return self.best.plan
+
+    def commands(self) -> dict[str, str]:
+        """The command lines that run it."""
+        return {
+            "torchtitan": torchtitan(self.plan, batch=self.batch, seq=self.seq),
+            "megatron": megatron(self.model, self.plan, batch=self.batch, seq=self.seq),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries and numbers, ready for `json.dumps`."""
+        ranges = {
+            name: asdict(getattr(self, name))
+            for name in ("seconds", "mfu", "days", "usd", "megawatt_hours")
+        }
+        return {
+            "model": self.model.name,
+            "hardware": self.hardware.name,
+            "devices": self.plan.devices,
+            "precision": self.precision,
+            "batch": self.batch,
+            "seq": self.seq,
+            "tokens": self.tokens,
+            "plan": asdict(self.plan),
+            "memory": self.memory.to_dict(),
+            "step_time": self.step.to_dict(),
+            "goodput": asdict(self.failures),
+            "commands": self.commands(),
+            "others": [asdict(other) for other in self.others],
+            **ranges,
+        }
+
+    def explain(self) -> str:
+        """The answer, on one screen."""
+        plan, device = self.plan, self.hardware
+        rows = [
+            f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
+            f"{self.batch:,} x {self.seq:,} a step, {self.precision}",
+            f"layout     {layout(plan)}",
+            f"memory     {binary_size(self.memory.total)} of {binary_size(device.memory_bytes)}",
+            *_parts(self.memory, lambda value: binary_size(value)),
+            f"step       {self.seconds} s",
+            *_parts(self.step, lambda value: f"{value:.4g} s"),
+            f"MFU        {self.mfu}",
+            f"days       {self.days}, failures and checkpoints counted in: "
+            f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
+            f"price      {self.usd} USD",
+            f"energy     {self.megawatt_hours} MWh, devices alone",
+        ]
+        if self.others:
+            rows.append("others that fit, with the step as modelled")
+            rows += [
+                f"  {other.step_seconds:8.4g} s {binary_size(other.memory_bytes):>10}  "
+                f"{layout(other.plan)}"
+                for other in self.others[:4]
+            ]
+        return "\n".join(rows + [f"\n{name}:\n  {line}" for name, line in self.commands().items()])
+
+    __str__ = explain
+
+
+def plan_for(
+    model: Shape,
+    *,
+    gpus: int,
+    hardware: str | Hardware = "H100",
+    tokens: float = 1e12,
+    seq: int = 4096,
+    batch: int | None = None,
+    memory_bytes: float | None = None,
+    usd_per_hour: float | None = None,
+    precision: str | None = None,
+    **given: Any,
+) -> Answer:
+    """The fastest plan that fits over all axes, and what a run of `tokens` by it takes.
+
+    Fields of `Plan` that are `given` are kept. `ValueError` where nothing fits. Failures come as
+    often as in the 54 days of Llama 3 405B, a device and hour.
+    """
+    device = find(hardware)
+    checks.whole("gpus", gpus)
+    checks.number("tokens", tokens)
+    checks.whole("seq", seq)
+    price = device.usd_per_hour or 0.0
+    if usd_per_hour is not None:
+        price = checks.number("usd_per_hour", usd_per_hour, open=False)
+    kind = recipe(precision or ("megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"))
+    if batch is None:
+        batch = max(TOKENS_A_STEP // seq, 1)
+        # A multiple of the devices, so that any number of them may share it.
+        unit = gpus if batch > gpus else max(1, gpus // 8)
+        batch = -(-max(batch, unit) // unit) * unit
+    found = plans_that_fit(
+        model,
+        hardware=device,
+        devices=gpus,
+        batch=batch,
+        seq=seq,
+        precision=kind,
+        memory_bytes=memory_bytes,
+        **given,
+    )
+    if not found:
+        kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
+        raise ValueError(
+            f"no plan over {gpus} {device.name} with {kept} has room for batch={batch} and "
+            f"seq={seq}; give more devices, a smaller batch, or fewer fields of the plan"
+        )
+    best, *others = found
+    run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": kind}
+    seconds = predicted(best.step_seconds)
+    useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
+    hours = seconds.scaled(tokens / (batch * seq) / 3600)
+    failures = goodput(
+        Run(
+            work_hours=hours.middle,
+            devices=gpus,
+            failures_per_device_hour=LLAMA3_405B.failures_per_device_hour,
+            checkpoint_hours=LLAMA3_405B.checkpoint_hours,
+            restart_hours=LLAMA3_405B.restart_hours,
+            usd_per_device_hour=price,
+        )
+    )
+    wall = hours.scaled(1 / failures.goodput)
+    return Answer(
+        model=model,
+        hardware=device,
+        precision=kind.name,
+        batch=batch,
+        seq=seq,
+        tokens=tokens,
+        best=best,
+        others=tuple(others),
+        memory=training_memory(model, best.plan, fused_gate=True, **run),
+        step=step_time(model, best.plan, hardware=device, **run),
+        seconds=seconds,
+        mfu=Interval(
+            low=useful / seconds.high, middle=useful / seconds.middle, high=useful / seconds.low
+        ),
+        days=wall.scaled(1 / 24),
+        usd=wall.scaled(gpus * price),
+        megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
+        failures=failures,
+    )
+
+
+def layout(plan: Plan) -> str:
+    """A plan on one line."""
+    chunks = f" in {plan.virtual_stages} chunks" if plan.virtual_stages > 1 else ""
+    return (
+        f"data {plan.data}, tensor {plan.tensor}, pipeline {plan.pipeline} ({plan.schedule}"
+        f"{chunks}), context {plan.context}, expert {plan.expert}, ZeRO {plan.zero}, "
+        f"{plan.microbatches} micro-batches, recompute {plan.recompute}, offload {plan.offload}"
+    )
+
+
+def _parts(whole: Breakdown, show: Any) -> list[str]:
+    return [
+        f"  {part.name:<30}{show(float(part.total)):>14} {part.total / whole.total:>6.1%}"
+        for part in sorted(whole.parts, key=lambda part: -float(part.total))
+    ]

@@ -1,0 +1,81 @@
+"""How close to its peak a device comes: matrix products by their shape, the rest by its bytes.
+
+A product of (m, k) by (k, n) takes the time of its operations at a share of the peak, and the time
+in which its three matrices pass through memory, one after the other: large products approach the
+share, thin ones the bandwidth. Everything that is not a product is bound by bandwidth: norms,
+activations, residual sums, the softmax where no kernel fuses it, the optimizer.
+"""
+
+from __future__ import annotations
+
+from accounting.hardware import Hardware
+from accounting.model.matrices import matrices
+from accounting.model.shape import Shape
+from accounting.plan import Plan
+from accounting.precision import Precision, bytes_of
+
+MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
+"""Share of the dense peak that large products reach: .8 of an A100's 312 TFLOP/s. In fp8 the
+scaling of tiles is counted in."""
+POWER_SHARE = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
+"""What power leaves of that on devices whose clock falls under a long load: 0.7 of the peak on an
+H100 of 700 W. What else a step loses is learnt from published runs as one factor
+(`accounting.time.published`)."""
+ATTENTION_SHARE = 0.5
+"""The same of fused attention, forward and backward together (Shah et al. 2024, FlashAttention-3,
+figures 5 and 6: .4 to .75; Dao 2023, FlashAttention-2: .5 to .7 on an A100)."""
+BANDWIDTH_SHARE = 0.8
+STREAM_PASSES = 34
+"""How often a training step moves a tensor of the residual stream a layer: two norms, two residual
+sums, the ins and outs of attention, forward and backward."""
+HIDDEN_PASSES = 8
+SCORE_PASSES = 14
+"""Scores, mask, softmax, dropout and product, forward and backward, where they are not fused."""
+
+
+def matrix_seconds(
+    model: Shape, plan: Plan, tokens: int, kind: Precision, device: Hardware, passes: float
+) -> tuple[float, float]:
+    """Seconds of all products of a stage for `tokens`: operations, and what thinness adds.
+
+    `passes` is 3 for a training step, 4 with full recomputation of the blocks; the ends take 3.
+    """
+    share = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
+    peak = device.peak(kind.compute) * share
+    size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
+    work = moved = 0.0
+    for matrix in matrices(model):
+        head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
+        if matrix.kind != "matrix" and not head:
+            continue
+        often = (3 if matrix.layers is None else passes) * matrix.times
+        split = 1 if matrix.split == "none" else plan.tensor
+        met = matrix.chosen if matrix.routed else 1
+        entries = matrix.one / split
+        work += often * 2 * tokens * met * entries
+        # Each product reads its input and its matrix and writes its output.
+        inside = matrix.copies / plan.expert if matrix.routed else 1
+        width = matrix.rows + matrix.columns / split
+        moved += often * size * (tokens * met * width + entries * inside)
+    return work / peak, moved / bandwidth
+
+
+def elementwise_seconds(
+    model: Shape, plan: Plan, tokens: int, seq: int, kind: Precision, device: Hardware, flash: bool
+) -> float:
+    """Seconds in which everything between the products passes through memory."""
+    size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
+    wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
+    hidden = len(model.mlp_layers or ()) * model.mlp_matrices * model.d_ff / plan.tensor
+    if model.experts:
+        met = model.experts.per_token * model.experts.width + model.experts.shared
+        hidden += len(model.expert_layers) * model.mlp_matrices * met / plan.tensor
+    again = 4 / 3 if plan.recompute == "full" else 1.0
+    moved = STREAM_PASSES * model.layers * wide + HIDDEN_PASSES * hidden
+    if not flash:
+        often = SCORE_PASSES * (1 if plan.recompute == "none" else 4 / 3)
+        moved += often * len(model.attention_layers or ()) * model.heads / plan.tensor * seq
+    if model.lm_head:
+        # Logits, their softmax and its gradient, in fp32.
+        moved += 4 * 4 / size * model.vocab_size / plan.tensor / again
+    return again * tokens * moved * size / bandwidth

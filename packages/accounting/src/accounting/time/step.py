@@ -1,0 +1,364 @@
+"""How long an iteration takes: arithmetic at a stated efficiency, what of the traffic shows, and
+the bubble.
+
+A message costs alpha + bytes * beta. Devices are numbered tensor first, then context, data,
+pipeline, so that small groups stay inside a node. A group with k members in each node crosses with
+k network ports at once, and its collectives run at min(node link, k ports). What can hide behind
+arithmetic does: gradients behind the backward, FSDP's gathers behind everything, the pipeline's and
+context's passes too; tensor and expert parallelism wait in line. All that hides shares one
+iteration's arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from accounting import checks
+from accounting.breakdown import Breakdown, product, total
+from accounting.flops import flops
+from accounting.hardware import Hardware, Link, find
+from accounting.memory.training import device_parameters
+from accounting.model.shape import Shape
+from accounting.plan import Plan, split
+from accounting.precision import Precision, recipe
+from accounting.time.collective import Collective
+from accounting.time.communication import communication
+from accounting.time.efficiency import (
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    elementwise_seconds,
+    matrix_seconds,
+)
+
+OVERLAP: Mapping[str, float] = {
+    "data": 2 / 3,
+    "context": 1.0,
+    "pipeline": 1.0,
+    "tensor": 0.0,
+    "expert": 0.0,
+}
+"""The share of an iteration's arithmetic that the traffic of each axis can hide behind."""
+
+
+def step_time(
+    model: Shape,
+    plan: Plan,
+    *,
+    batch: int,
+    seq: int,
+    hardware: str | Hardware,
+    efficiency: float | None = None,
+    precision: str | Precision = "mixed_bf16",
+    overlap: Mapping[str, float] = OVERLAP,
+    flash: bool = True,
+) -> Breakdown:
+    """Seconds of one iteration over `batch` sequences: arithmetic, what is bound by bandwidth,
+    what of the traffic shows, and the bubble over all that a micro-batch waits for.
+
+    `precision` says which peak: linear layers multiply in its `compute` dtype, attention in that of
+    its activations; what travels has its dtypes. `ValueError` if the device lists none such.
+    `efficiency` replaces the table of `accounting.time.efficiency` by one share of the peak for all
+    arithmetic, and leaves out what is bound by bandwidth. `flash=False` is for attention that
+    writes its scores to memory.
+    """
+    checks.whole("batch", batch)
+    checks.whole("seq", seq)
+    if efficiency is not None:
+        checks.number("efficiency", efficiency, most=1)
+    device, kind = find(hardware), recipe(precision)
+    plan.check(model, batch=batch, seq=seq)
+    stages = {0, plan.pipeline // 2, plan.pipeline - 1}
+    parts = max(
+        (
+            _stage_seconds(model, plan, batch, seq, s, device, kind, efficiency, flash)
+            for s in stages
+        ),
+        key=lambda parts: sum(float(part.total) for part in parts),
+    )
+    compute = float(parts[0].total)
+    # Sharded weights are gathered ahead of the forward as well.
+    can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
+    free, waits = compute, 0.0
+    shown = []
+    for collective, link in collectives_on(
+        model, plan, batch=batch, seq=seq, hardware=device, precision=kind
+    ):
+        needs = fastest(collective, link)
+        hidden = min(needs, free, can_hide[collective.axis] * compute)
+        free -= hidden
+        if collective.axis in ("tensor", "expert", "context"):
+            waits += needs - hidden
+        what = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
+        shown.append(product(collective.name, "s", what, exposed=needs - hidden))
+    idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
+    busy = sum(float(part.total) for part in parts) + waits
+    bubble = product("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
+    return total(
+        f"iteration of {model.name} on {plan.devices} {device.name}",
+        "s",
+        *parts,
+        bubble,
+        total("exposed communication", "s", *shown),
+        _optimizer(model, plan, kind, device) if efficiency is None else None,
+    )
+
+
+def _stage_seconds(
+    model: Shape,
+    plan: Plan,
+    batch: int,
+    seq: int,
+    stage: int,
+    device: Hardware,
+    kind: Precision,
+    efficiency: float | None,
+    flash: bool,
+) -> list[Breakdown]:
+    matrices, attention = _stage_flops(model, plan, batch, seq, stage, flash)
+    core = device.peak(kind.activations) * (efficiency or ATTENTION_SHARE)
+    if efficiency is not None:
+        linear = device.peak(kind.compute) * efficiency
+        return [
+            total(
+                "compute",
+                "s",
+                product("matrices", "s", flops=matrices, seconds_per_flop=1 / linear),
+                product("attention", "s", flops=attention, seconds_per_flop=1 / core),
+            )
+        ]
+    here = plan.stage_model(model, stage)
+    tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
+    passes = 4.0 if plan.recompute == "full" else 3.0
+    work, thin = matrix_seconds(here, plan, tokens, kind, device, passes)
+    rest = elementwise_seconds(here, plan, tokens, seq, kind, device, flash)
+    if here.encoder:
+        source = here.encoder.positions or seq
+        seen = tokens * source // seq
+        more, thinner = matrix_seconds(here.encoder, plan, seen, kind, device, passes)
+        work, thin = work + more, thin + thinner
+        rest += elementwise_seconds(here.encoder, plan, seen, source, kind, device, flash)
+    often = plan.microbatches
+    return [
+        total(
+            "compute",
+            "s",
+            product("matrices", "s", microbatches=often, each=work),
+            product("attention", "s", flops=attention, seconds_per_flop=1 / core),
+        ),
+        total(
+            "bandwidth",
+            "s",
+            product("matrices", "s", microbatches=often, each=thin),
+            product("between them", "s", microbatches=often, each=rest),
+        ),
+    ]
+
+
+def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+    """The update reads and writes all that is kept for a parameter, once."""
+    dense, routed = device_parameters(model, plan)
+    if plan.zero:
+        dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+    rate = device.memory_bandwidth * BANDWIDTH_SHARE
+    return product(
+        "optimizer",
+        "s",
+        parameters=dense + routed,
+        bytes=2 * kind.bytes_per_parameter,
+        seconds_per_byte=1 / rate,
+    )
+
+
+def collectives_on(
+    model: Shape,
+    plan: Plan,
+    *,
+    batch: int,
+    seq: int,
+    hardware: Hardware,
+    precision: str | Precision = "mixed_bf16",
+) -> Iterable[tuple[Collective, Link]]:
+    """Each collective of a device in the middle of the plan, with the link that its group runs
+    over."""
+    middle = plan.pipeline // 2
+    kind = recipe(precision)
+    found = communication(
+        model,
+        plan,
+        batch=batch,
+        seq=seq,
+        stage=middle,
+        # What travels is what is computed with: a copy in fewer bytes where the recipe makes one.
+        weights=kind.cast_weights or kind.weights,
+        gradients=kind.gradients,
+        activations=kind.activations,
+    ).collectives
+    strides = {
+        "tensor": 1,
+        "context": plan.tensor,
+        "expert": plan.tensor,
+        "data": plan.tensor,
+        "pipeline": plan.tensor * plan.replicas,
+    }
+    for collective in found:
+        stride = strides[collective.axis]
+        if collective.axis == "data" and collective.ranks == plan.expert_replicas:
+            # Ranks that hold the same experts are that far apart.
+            stride *= plan.expert
+        link = group_link(
+            hardware, stride=stride, ranks=collective.ranks, operation=collective.operation
+        )
+        yield collective, link
+
+
+def group_link(
+    hardware: Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
+) -> Link:
+    """The link of a group whose members are `stride` devices apart.
+
+    A ring passes every byte through each member, so that k members of a node may carry a k-th of it
+    each through k ports. In an all-to-all, and in a send, each device has bytes of its own, and one
+    port to send them through: of an all-to-all only what leaves the node.
+    """
+    checks.whole("stride", stride)
+    checks.whole("ranks", ranks)
+    near, link = hardware.devices_per_node, hardware.node_link
+    if hardware.pod:
+        # A torus: rings run along its axes, and a larger group spans all of them.
+        near = hardware.pod
+        axes = hardware.torus_axes if ranks > 4 else 1
+        link = replace(link, bandwidth=link.bandwidth * axes)
+    inside = max(1, near // stride)
+    if ranks <= inside:
+        return link
+    network = hardware.network
+    if operation == "send":
+        return network
+    if operation == "all_to_all":
+        # Seconds are wire / bandwidth, and (ranks - 1) / ranks of the payload is on the wire.
+        bandwidth = network.bandwidth * (ranks - 1) / (ranks - inside)
+        return replace(network, bandwidth=min(bandwidth, link.bandwidth))
+    ports = min(inside, ranks)
+    bandwidth = min(link.bandwidth, network.bandwidth * ports)
+    return replace(network, bandwidth=bandwidth)
+
+
+def fastest(collective: Collective, link: Link) -> float:
+    """Seconds by ring or by tree, whichever is faster."""
+    return min(
+        replace(collective, algorithm=algorithm).seconds(
+            bandwidth=link.bandwidth, latency=link.latency
+        )
+        for algorithm in ("ring", "tree")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingPoint:
+    """One point of a scaling curve."""
+
+    devices: int
+    batch: int
+    step_seconds: float
+    tokens_per_second: float
+    efficiency: float
+    """Tokens a second and device, against the first point."""
+
+
+def scaling_curve(
+    model: Shape,
+    *,
+    hardware: str | Hardware,
+    batch: int,
+    seq: int,
+    devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
+    mode: Literal["strong", "weak"] = "weak",
+    plan: Plan | None = None,
+    efficiency: float | None = None,
+    precision: str | Precision = "mixed_bf16",
+) -> list[ScalingPoint]:
+    """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
+
+    `strong` splits one `batch` over all replicas; `weak` gives each replica that many sequences.
+    Raises `ValueError` where the replicas do not divide the devices, or the batch does not split.
+    """
+    if mode not in ("strong", "weak"):
+        raise ValueError(f"mode is {mode!r}; it must be 'strong' or 'weak'")
+    unit = plan or Plan()
+    size = unit.tensor * unit.pipeline * unit.context
+    points: list[ScalingPoint] = []
+    checks.whole("batch", batch)
+    for count in devices:
+        checks.whole("devices", count)
+        if count % size:
+            raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
+        here = replace(unit, data=count // size, devices=count)
+        whole = batch if mode == "strong" else batch * here.data
+        seconds = float(
+            step_time(
+                model,
+                here,
+                batch=whole,
+                seq=seq,
+                hardware=hardware,
+                efficiency=efficiency,
+                precision=precision,
+            ).total
+        )
+        rate = whole * seq / seconds
+        first = points[0] if points else None
+        base = first.tokens_per_second / first.devices if first else rate / count
+        points.append(
+            ScalingPoint(
+                devices=count,
+                batch=whole,
+                step_seconds=seconds,
+                tokens_per_second=rate,
+                efficiency=rate / count / base,
+            )
+        )
+    return points
+
+
+def bucket_overhead_seconds(
+    model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
+) -> float:
+    """What data parallelism adds after the backward: the last bucket, and a call for each.
+
+    T(n) = s / (n w) + n o, if all but the last bucket hide behind the backward.
+    """
+    checks.whole("num_buckets", num_buckets)
+    checks.number("model_bytes", model_bytes)
+    checks.number("bandwidth", bandwidth)
+    checks.number("latency", latency, open=False)
+    return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
+
+
+def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
+    """Where that is least: n = sqrt(s / (w o)), so a bucket holds sqrt(s o w) bytes."""
+    checks.number("model_bytes", model_bytes)
+    checks.number("bandwidth", bandwidth)
+    checks.number("latency", latency)
+    return math.sqrt(model_bytes * latency * bandwidth)
+
+
+def _stage_flops(
+    model: Shape, plan: Plan, batch: int, seq: int, stage: int, flash: bool
+) -> tuple[float, float]:
+    """Operations of one device, with what it recomputes: of matrices, and of attention.
+
+    The head is on the last stage alone.
+    """
+    here = plan.stage_model(model, stage)
+    recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
+    share = plan.tensor * plan.context
+    work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=flash)
+    attention = core = float(work["attention"].total) if "attention" in work else 0.0
+    if "recomputed" in work:
+        attention += sum(part.total for part in work["recomputed"] if part.name != "blocks")
+        # A second forward of the blocks is a third of their training, attention's part included.
+        attention += core / 3 if recompute == "full" else 0
+    return (work.total - attention) / share, attention / share

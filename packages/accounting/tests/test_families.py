@@ -1,0 +1,194 @@
+"""Every family against the module that transformers builds, at its class's defaults and with every
+switch of its configuration flipped."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accounting import Transformer, flops, kv_cache, parameters
+from accounting.model.encoders import ENCODERS
+from accounting.model.registry import FAMILIES
+
+# Four layers are enough to tell the kinds of layers apart.
+DEPTHS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
+    *("encoder_layers", "decoder_layers"),
+)
+# What a class does not fill in, or fills in with what it cannot build.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+}
+# Not built by this release of transformers from the defaults of its own class.
+UNBUILT = {"dbrx"}
+NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
+SIZES = {
+    **dict.fromkeys(("intermediate_size", "n_inner", "shared_intermediate_size"), 640),
+    **dict.fromkeys(("moe_intermediate_size", "vocab_size"), 640),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "type_vocab_size"), 3),
+    **dict.fromkeys(("conv_kernel",), 6),
+    **dict.fromkeys(("num_local_experts", "num_experts"), 16),
+    **dict.fromkeys(("head_dim",), 64),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+}
+
+
+def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
+    """The module of transformers, on the meta device."""
+    import transformers
+    from transformers import AutoConfig
+
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        config = AutoConfig.for_model(family, **sizes)
+        if family == "whisper":
+            return transformers.WhisperForConditionalGeneration(config)
+        if family == "siglip_text_model":
+            return transformers.SiglipTextModel(config)
+        if family not in ENCODERS:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        if config.is_encoder_decoder:
+            return transformers.AutoModelForSeq2SeqLM.from_config(config)
+        return transformers.AutoModel.from_config(config)
+
+
+def defaults(family: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family).to_dict()
+
+
+def small(family: str) -> dict[str, Any]:
+    depths = {name: 4 for name in DEPTHS if isinstance(defaults(family).get(name), int)}
+    if family == "nemotron_h":
+        depths = {}
+    return depths | NEEDED.get(family, {})
+
+
+def flips(family: str) -> Iterator[dict[str, Any]]:
+    """The configuration with one switch or one size changed."""
+    for name, value in defaults(family).items():
+        if name in NEEDED.get(family, {}) or name.startswith(NO_SWITCH):
+            continue
+        if isinstance(value, bool):
+            yield {name: not value}
+        elif name in SIZES and isinstance(value, int | None):
+            yield {name: SIZES[name]}
+
+
+def agrees(family: str, sizes: dict[str, Any]) -> None:
+    module = build(family, sizes)
+    held = sum(parameter.numel() for parameter in module.parameters())
+    content = module.config.to_dict() | {"architectures": None}
+    assert Transformer.from_hf(content).size == held
+    # The object itself is read as well as its content, and so is the file that is written of it.
+    assert parameters(Transformer.from_hf(module.config)).total == held
+    assert parameters(Transformer.from_module(module)).total == held
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
+def test_every_family_holds_what_transformers_builds(family: str) -> None:
+    agrees(family, small(family))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
+def test_every_switch_of_every_family_changes_what_it_changes_there(family: str) -> None:
+    built = refused = 0
+    for flip in flips(family):
+        try:
+            build(family, small(family) | flip)
+        except Exception:
+            continue
+        try:
+            agrees(family, small(family) | flip)
+            built += 1
+        except ValueError as error:
+            # Refused by the name of the field that was changed.
+            refused += next(iter(flip)) in str(error)
+            if next(iter(flip)) not in str(error):
+                raise
+    assert built >= refused
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - {"lfm2_moe", "ministral"}))
+def test_every_family_at_its_classs_own_size(family: str) -> None:
+    agrees(family, {} if family == "gpt_neo" else NEEDED.get(family, {}))
+
+
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "jamba", "minimax", "falcon_h1"])
+def test_recurrent_layers_keep_a_state_that_does_not_grow(family: str) -> None:
+    model = Transformer.from_hf(defaults(family) | {"architectures": None})
+    states = [
+        sum(p.total for p in kv_cache(model, seq=s) if p.name.startswith("state"))
+        for s in (10, 1000)
+    ]
+    assert states[0] == states[1] > 0
+    grows = kv_cache(model, seq=1001).total - kv_cache(model, seq=1000).total
+    token = 2 * 2 * len(model.attention_layers) * model.kv_heads * model.head_dim
+    assert grows == token
+
+
+def test_the_named_class_decides_what_is_counted() -> None:
+    bert = {
+        "model_type": "bert",
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "vocab_size": 30522,
+    }
+    # bert-base-uncased, bare and with its head.
+    assert Transformer.from_hf(bert).size == 109_482_240
+    masked = bert | {"architectures": ["BertForMaskedLM"]}
+    assert Transformer.from_hf(masked).size == 109_514_298
+    vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
+    assert Transformer.from_hf(vit | {"num_labels": 1000}).size == 86_567_656
+    with pytest.raises(ValueError, match="whose head is not known for bert"):
+        Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
+
+
+def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = build("t5", small("t5"))
+    model = Transformer.from_hf(module.config)
+    tokens = torch.zeros(2, 7, dtype=torch.long, device="meta")
+    source = torch.zeros(2, 11, dtype=torch.long, device="meta")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(input_ids=source, decoder_input_ids=tokens, use_cache=False)
+    ours = flops(model, seq=7, batch=2, encoder_seq=11, phase="forward", attention="full")
+    assert ours.total == counter.get_total_flops()
+
+
+def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) -> None:
+    text = defaults("llama4_text")
+    whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert Transformer.from_hf(tmp_path) == Transformer.from_hf(text)
+
+
+def test_a_name_of_the_hub_says_what_to_download() -> None:
+    with pytest.raises(FileNotFoundError, match=r"hf download meta-llama/Llama-3\.1-8B config"):
+        Transformer.from_hf("meta-llama/Llama-3.1-8B")
+    with pytest.raises(TypeError, match=r"config is int; give a folder, a config\.json"):
+        Transformer.from_hf(3)

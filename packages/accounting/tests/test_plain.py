@@ -1,0 +1,41 @@
+"""The plain file is the specification: the package gives its numbers."""
+
+from pathlib import Path
+
+from accounting import Plan, Transformer, communication, flops, kv_cache, parameters, plain
+from accounting.memory.activations import activations
+from accounting.memory.training import model_states
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4),
+    st.integers(1, 99), st.integers(1, 99), st.integers(1, 5), st.integers(1, 40),
+)  # fmt: skip
+def test_the_package_gives_the_plain_numbers(
+    layers: int, width: int, group: int, kv: int, d_ff: int, vocab: int, batch: int, seq: int
+) -> None:
+    heads = group * kv
+    d = heads * width
+    sizes = (layers, d, heads, kv, d_ff, vocab)
+    model = Transformer(
+        layers=layers, d_model=d, heads=heads, kv_heads=kv, d_ff=d_ff, vocab_size=vocab
+    )
+    count = plain.parameters(*sizes)
+    assert parameters(model).total == count
+    assert flops(model, batch=batch, seq=seq).total == plain.flops(*sizes, batch, seq)
+    kept = activations(model, batch=batch, seq=seq, precision="bf16")
+    assert kept.total == plain.activations(*sizes[:5], batch * seq)
+    assert kv_cache(model, seq=seq, batch=batch).total == plain.cache(*sizes[:4], batch * seq)
+    for zero in range(4):
+        assert model_states(count, data=7, zero=zero).total == plain.states(count, 7, zero)
+        wire = communication(model, Plan(data=4, zero=zero)).wire.total
+        assert wire == plain.data_parallel(count, 4, zero)
+
+
+def test_the_plain_file_is_short_and_needs_nothing() -> None:
+    text = Path(plain.__file__).read_text()
+    assert len(text.splitlines()) <= 120
+    imports = [line for line in text.splitlines() if line.startswith(("import", "from"))]
+    assert imports == ["from math import ceil"]

@@ -1,0 +1,212 @@
+"""ZeRO-3 against torch's own tracker of FSDP2, on a group that has no processes and tensors that
+have no memory; and any module against torch's tracker of one process."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accounting import Plan, Transformer, fits, peak_memory
+from accounting.memory.ledger import Ledger
+from reference import Model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+
+@contextmanager
+def world_of(ranks: int) -> Iterator[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def tracked(
+    shape: Transformer, ranks: int, batch: int, seq: int, mixed: bool, reshard: bool
+) -> int:
+    """The peak of a second step by `FSDPMemTracker`, a group a block and one for the ends."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with world_of(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        model = Model(shape)
+        options: dict[str, Any] = {"mesh": mesh}
+        if mixed:
+            options["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=reshard, **options)
+        fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
+        targets = torch.zeros(batch, seq, dtype=torch.long)
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((tokens, targets))
+        with tracker:
+            for step in range(2):
+                F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    tracker.reset_mod_stats()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return int(peak["Total"])
+
+
+def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
+    """A decoder, ranks, sequences a rank, tokens; mixed or not; resharded or not."""
+    dice = random.Random(seed)
+    head_dim, heads = dice.choice([16, 32, 64]), dice.choice([2, 4, 8])
+    shape = Transformer(
+        layers=dice.randint(3, 8),
+        d_model=head_dim * heads,
+        heads=heads,
+        d_ff=dice.choice([2, 3, 4]) * head_dim * heads,
+        vocab_size=dice.choice([96, 512, 4096]),
+    )
+    ranks = dice.choice([2, 4, 8, 64])
+    return (
+        shape,
+        ranks,
+        dice.choice([1, 2, 8]),
+        dice.choice([16, 64, 256]),
+        dice.random() < 0.5,
+        dice.random() < 0.7,
+    )
+
+
+def agrees(seed: int) -> None:
+    shape, ranks, batch, seq, mixed, reshard = case(seed)
+    found = tracked(shape, ranks, batch, seq, mixed, reshard)
+    predicted = peak_memory(
+        shape,
+        Plan(data=ranks, zero=3, reshard_after_forward=reshard),
+        batch=batch * ranks,
+        seq=seq,
+        precision="fsdp_bf16" if mixed else "fp32",
+        fused_norm=False,
+        foreach=False,
+    )
+    assert predicted.total == pytest.approx(found, rel=0.03), predicted.name
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_zero_3_peaks_where_torchs_tracker_does(seed: int) -> None:
+    agrees(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3, 53))
+def test_fifty_plans_of_zero_3_peak_where_torchs_tracker_does(seed: int) -> None:
+    agrees(seed)
+
+
+def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
+    """The peak of a second step by `MemTracker`, on real tensors."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    made = optimizer(model.parameters())
+    tracker = MemTracker()
+    tracker.track_external(model, made, sample)
+    with tracker:
+        for step in range(2):
+            loss = model(sample).sum()
+            loss.backward()
+            del loss
+            made.step()
+            made.zero_grad()
+            if step == 0:
+                tracker.reset_mod_stats()
+    (peak,) = tracker.get_tracker_snapshot("peak").values()
+    return int(peak["Total"])
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(32 * 14 * 14, 10),
+    )
+
+
+MODULES = {
+    "convolutional": (convolutional, (4, 3, 32, 32)),
+    "mlp": (lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 3)), (9, 64)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 17, 32)),
+    "recurrent": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), None),
+}
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODULES)
+def test_any_module_peaks_where_torchs_tracker_does(name: str, optimizer: str) -> None:
+    make, size = MODULES[name]
+    sample = torch.zeros(size) if size else torch.zeros(3, 11, dtype=torch.long)
+    found = one_process(make(), sample, OPTIMIZERS[optimizer])
+    traced = fits(make(), sample, OPTIMIZERS[optimizer], rounding=1)
+    assert traced.peak.total == found
+    assert traced.peak.total == sum(part.total for part in traced.peak)
+    assert max(now for _, now in traced.timeline) == found
+
+
+def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(65536, 65536), nn.Linear(65536, 65536))
+    found = fits(large, torch.zeros(8, 65536, device="meta"), torch.optim.AdamW, "H100")
+    assert not found
+    assert found.peak.total > 4 * 4 * 2 * 65536**2
+    small = nn.Linear(3, 3)
+    before = small.weight.clone()
+    assert fits(small, torch.zeros(2, 3), torch.optim.SGD)
+    assert torch.equal(small.weight, before)
+    assert small.weight.grad is None
+    assert "fits" in fits(small, torch.zeros(2, 3), None).explain()
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) if x.sum().item() > 0 else x
+
+    with pytest.raises(ValueError, match="Routed looks at the values of tensors"):
+        fits(Routed(), torch.zeros(2, 4))
+
+
+def test_out_of_memory_says_what_held_it() -> None:
+    model = convolutional()
+    ledger = Ledger()
+    ledger.add("weights", *model.parameters())
+
+    def step() -> None:
+        kept = model(torch.zeros(4, 3, 32, 32))
+        raise torch.OutOfMemoryError(f"no room for {kept.shape}")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught, ledger:
+        step()
+    (note,) = caught.value.__notes__
+    assert "Sequential/Conv2d" in note
+    assert "aten.convolution" in note

@@ -1,0 +1,5 @@
+"""``python -m flashattn2.bench``."""
+
+from flashattn2.bench import main
+
+main()

@@ -1,0 +1,1 @@
+"""Attention for other people's models."""

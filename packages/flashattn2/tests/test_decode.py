@@ -1,0 +1,170 @@
+"""Attention over a cache is attention over each sequence's keys, contiguous or in pages."""
+
+import pytest
+import torch
+from flashattn2 import attention_reference, flash_attention_with_kvcache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def paged(cache, page_size, spare=3):
+    """The same rows in shuffled pages, and the table that finds them."""
+    batch, heads, capacity, dim = cache.shape
+    each = -(-capacity // page_size)
+    table = torch.randperm(batch * each + spare)[: batch * each].view(batch, each).int()
+    rows = torch.nn.functional.pad(cache, (0, 0, 0, each * page_size - capacity))
+    pages = torch.full((batch * each + spare, heads, page_size, dim), torch.nan, dtype=cache.dtype)
+    pages[table.long()] = rows.unflatten(2, (each, page_size)).transpose(1, 2)
+    return pages, table
+
+
+def expected(q, k, v, lengths, **options):
+    parts = [
+        attention_reference(
+            q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], return_lse=True, **options
+        )
+        for b, n in enumerate(lengths)
+    ]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **options):
+    """Against the reference; what lies behind a sequence's keys is NaN and must not be read."""
+    heads, kv_heads, seq_q = shape
+    batch, capacity = len(lengths), max(lengths) + new + 5
+    q = torch.randn(batch, heads, seq_q, dims[0]).to(dtype)
+    k, v = (torch.randn(batch, kv_heads, capacity, d).to(dtype) for d in dims)
+    truth = expected(
+        *(x.double() for x in (q, k, v)), [n + new for n in lengths],
+        **{
+            name: x.double() if isinstance(x, torch.Tensor) else x
+            for name, x in options.items()
+            if name != "split_size"
+        },
+    )  # fmt: skip
+    appended = [torch.stack([x[b, :, n : n + new] for b, n in enumerate(lengths)]) for x in (k, v)]
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = torch.nan
+    table = None
+    if page_size:
+        torch.manual_seed(1)
+        k, table = paged(k, page_size)
+        torch.manual_seed(1)
+        v, _ = paged(v, page_size)
+    out, lse = flash_attention_with_kvcache(
+        q, k, v, *(appended if new else ()), block_table=table, return_lse=True, backend=backend,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32), **options,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), truth[0], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), truth[1], atol=tolerance, rtol=tolerance)
+
+
+@given(
+    shape=st.sampled_from(((4, 2, 1), (2, 2, 3), (6, 1, 2), (4, 1, 5))),
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    page_size=st.sampled_from((None, 1, 4, 16)),
+    new=st.integers(0, 3),
+    dims=st.sampled_from(((8, 8), (8, 5))),
+    is_causal=st.booleans(),
+    window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
+    softcap=st.none() | st.just(2.0),
+    sinks=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_on_a_cpu_it_is_the_reference_in_float64(shape, sinks, **case):
+    options = {"sinks": torch.randn(shape[0])} if sinks else {}
+    check("auto", shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("page_size", [None, 8, 48])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2},
+     {"is_causal": True, "split_size": 32}],
+    ids=str,
+)  # fmt: skip
+def test_the_kernel_too(interpreter, splits, page_size, options):
+    interpreter(splits=splits)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        check("triton", (4, 2, 3), (0, 70, 33), page_size, 2, (24, 16), tolerance, dtype, **options)
+
+
+def test_new_keys_are_written_in_place_behind_the_old(interpreter):
+    cache = torch.zeros(2, 1, 8, 16)
+    new = torch.randn(2, 1, 3, 16)
+    for backend in ("auto", "triton"):
+        k, v = cache.clone(), cache.clone()
+        lengths = torch.tensor([0, 5], dtype=torch.int32)
+        flash_attention_with_kvcache(
+            new, k, v, new, new, cache_seqlens=lengths, is_causal=True, backend=backend
+        )
+        assert torch.equal(k[0, :, :3], new[0])
+        assert torch.equal(v[1, :, 5:], new[1])
+        assert k[0, :, 3:].abs().sum() == k[1, :, :5].abs().sum() == 0
+        assert lengths.tolist() == [0, 5]
+
+
+def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
+    q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+    lengths = torch.tensor([90, 41, 77], dtype=torch.int32)
+
+    def run(rows):
+        return flash_attention_with_kvcache(
+            q[rows], k[rows], v[rows], cache_seqlens=lengths[rows], split_size=32, backend="triton"
+        )
+
+    every = run(slice(None))
+    for b in range(3):
+        assert torch.equal(run(slice(b, b + 1)), every[b : b + 1])
+
+
+def test_it_compiles_in_one_graph(interpreter):
+    q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 20, 16)
+
+    def run(q, k, v, new, lengths):
+        return flash_attention_with_kvcache(q, k, v, new, new, cache_seqlens=lengths)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    new, lengths = torch.randn(2, 2, 1, 16), torch.tensor([3, 9], dtype=torch.int32)
+    caches = [k.clone() for _ in range(4)]
+    torch.testing.assert_close(
+        compiled(q, *caches[:2], new, lengths), run(q, *caches[2:], new, lengths)
+    )
+    torch.testing.assert_close(caches[0], caches[2])
+
+
+Q, CACHE = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 8, 16)
+TABLE = torch.zeros(2, 2, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": None}, TypeError, "q is a NoneType"),
+        ({"q": Q[0]}, ValueError, r"q has shape \(4, 1, 16\); give four"),
+        ({"q": Q[:1]}, ValueError, "q has batch 1 and k_cache 2; .* block_table"),
+        ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide among 2"),
+        ({"q": Q.half()}, ValueError, "q is torch.float16 and k_cache torch.float32"),
+        ({"v_cache": CACHE[:, :, :7]}, ValueError, "do not belong together"),
+        ({"k": CACHE}, ValueError, "k and v go together"),
+        ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k is .* give .* \(batch 2, kv_heads 2"),
+        ({"cache_seqlens": 9}, ValueError, r"cache_seqlens is \[9, 9\]; .* from 0 to 8"),
+        ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
+        ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
+        ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is list; give an int"),
+        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "give int32 of shape"),
+        ({"block_table": TABLE.long()}, ValueError, "block_table is torch.int64"),
+        ({"block_table": TABLE + 2}, ValueError, "names page 2; there are pages 0 to 1"),
+        ({"split_size": 4}, ValueError, "split_size 4 is for the Triton kernels"),
+    ],
+)
+def test_wrong_input(change, error, message):
+    arguments = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": 3, **change}
+    with pytest.raises(error, match=message):
+        flash_attention_with_kvcache(**arguments)
+
+
+def test_it_has_no_gradient():
+    with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
+        flash_attention_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=3)

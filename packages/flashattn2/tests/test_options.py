@@ -1,0 +1,188 @@
+"""Sinks, largest scores, fixed splits and values of another head dim, on every backend."""
+
+import pytest
+import torch
+from flashattn2 import attention_reference, flash_attention, flash_attention_varlen
+from option_pairs import SHAPES, tensors
+from torch.autograd import gradcheck, gradgradcheck
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+CU = torch.tensor([0, 3, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"window": 4, "softcap": 2.0, "scale": 3.0}], ids=str
+)
+def test_the_largest_scores_are_those_of_the_reference(interpreter, backend, splits, options):
+    interpreter(splits=splits)
+    q, k, v = tensors("fewer keys", 16)
+    expected = attention_reference(q, k, v, return_max_logits=True, **options)
+    out, largest = flash_attention(q, k, v, return_max_logits=True, backend=backend, **options)
+    assert largest.shape == (q.shape[1],)
+    torch.testing.assert_close(largest, expected[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+    # By hand, where nothing is hidden.
+    if not options:
+        scores = q @ k.repeat_interleave(2, 1).mT * 16**-0.5
+        torch.testing.assert_close(largest, scores.amax((0, 2, 3)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "triton"])
+def test_packed_sequences_have_largest_scores_too_and_empty_ones_none(interpreter, backend):
+    q = torch.randn(9, 2, 16, requires_grad=True)
+    out, lse, largest = flash_attention_varlen(
+        q, q, q, CU, CU, backend=backend, return_lse=True, return_max_logits=True
+    )
+    by_sequence = [
+        attention_reference(*(q[rows].transpose(0, 1)[None],) * 3, return_max_logits=True)[1]
+        for rows in (slice(0, 3), slice(3, 9))
+    ]
+    torch.testing.assert_close(largest, torch.stack(by_sequence).amax(0))
+    assert not largest.requires_grad
+    (out.sum() + lse.sum()).backward()
+    none = flash_attention(
+        torch.zeros(0, 2, 4, 16), *(torch.zeros(0, 2, 4, 16),) * 2,
+        return_max_logits=True, backend=backend,
+    )[1]  # fmt: skip
+    assert (none == -torch.inf).all()
+
+
+@pytest.mark.parametrize("size", [32, 33, 100])
+def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
+    """Alone, among others, and whichever of its sequence's queries are asked with it."""
+    q, k, v = torch.randn(3, 4, 40, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+
+    def run(q, k, v):
+        return flash_attention(q, k, v, is_causal=True, split_size=size, backend="triton")
+
+    every = run(q, k, v)
+    torch.testing.assert_close(
+        every, attention_reference(q, k, v, is_causal=True), atol=1e-5, rtol=1e-5
+    )
+    assert torch.equal(run(q[1:2], k[1:2], v[1:2]), every[1:2])
+    for last in (1, 7, 17, 33):
+        assert torch.equal(run(q[:, :, -last:], k, v), every[:, :, -last:])
+
+
+def test_a_split_size_that_cannot_be_honored_is_an_error(interpreter):
+    q = torch.randn(1, 1, 40, 16)
+    for given in (0, -3, 1.5, True):
+        with pytest.raises(ValueError, match=r"split_size .* an int of at least 1"):
+            flash_attention(q, q, q, split_size=given, backend="triton")
+    for backend in ("auto", "torch", "aten"):
+        with pytest.raises(ValueError, match=r"for the Triton kernels, .* leave it out"):
+            flash_attention(q, q, q, split_size=8, backend=backend)
+    long = torch.zeros(1, 1, 32 * 1024 + 1, 16)
+    with pytest.raises(ValueError, match="above 1024; give at least 33"):
+        flash_attention(q, long, long, split_size=32, backend="triton")
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_have_the_reference_s_gradients(interpreter, backend, packed):
+    q, k, v = (x[:1, :, :9] for x in tensors("square", (16, 24)))
+    sinks = torch.randn(2)
+    results = []
+    for run in ("ours", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+        *x, s = leaves
+        if run == "ours" and packed:
+            rows = (t[0].transpose(0, 1) for t in x)
+            out, lse = flash_attention_varlen(
+                *rows, CU, CU, sinks=s, return_lse=True, backend=backend, is_causal=True
+            )
+            out, lse = out.transpose(0, 1)[None], lse[None]
+        elif run == "ours":
+            out, lse = flash_attention(
+                *x, sinks=s, return_lse=True, backend=backend, is_causal=True
+            )
+        else:
+            cuts = (slice(0, 3), slice(3, 9)) if packed else (slice(None),)
+            parts = [
+                attention_reference(
+                    *(t[:, :, c] for t in x), sinks=s, return_lse=True, is_causal=True
+                )
+                for c in cuts
+            ]
+            out, lse = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+        loss = out.square().sum() + lse.sin().sum()
+        results.append((out, lse, *torch.autograd.grad(loss, leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+def test_sinks_and_values_of_another_head_dim_pass_gradcheck_and_gradgradcheck():
+    shapes = ((1, 2, 5, 3), (1, 1, 4, 3), (1, 1, 4, 2), (2,))
+    leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+
+    def run(q, k, v, sinks):
+        return flash_attention(
+            q, k, v, sinks=sinks, softcap=2.0, window=(2, 1), backend="torch", return_lse=True
+        )
+
+    assert gradcheck(run, leaves, check_forward_ad=True)
+    assert gradgradcheck(run, leaves)
+
+
+def test_a_row_that_sees_no_key_sees_its_sink():
+    q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 3, 8)
+    sinks = torch.tensor([0.5, -1.0], requires_grad=True)
+    for function in (flash_attention, attention_reference):
+        out, lse = function(q, k, k, sinks=sinks, is_causal=True, return_lse=True)
+        assert (out[:, :, :2] == 0).all()
+        torch.testing.assert_close(lse[0, :, :2], sinks[:, None].expand(2, 2))
+        grads = torch.autograd.grad(out.sum() + lse.sum(), (q, sinks))
+        assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
+@pytest.mark.parametrize("layout", ["heads first", "sequence first"])
+def test_torch_s_kernel_takes_values_of_another_head_dim(dtype, dims, layout):
+    q, k, v = (x.to(dtype) for x in tensors("square", dims))
+    if layout == "sequence first":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    results = []
+    for function in (lambda *a, **o: flash_attention(*a, backend="aten", **o), attention_reference):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, is_causal=True)
+        assert out.shape == (*q.shape[:-1], dims[1])
+        results.append((out, *torch.autograd.grad(out.float().sin().sum(), leaves)))
+    tolerance = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
+def test_compiled_they_are_the_same(interpreter, backend):
+    q, k, v = (x.requires_grad_() for x in tensors("square", (16, 24)))
+    s = torch.randn(SHAPES["square"][1], requires_grad=True)
+
+    def loss(q, k, v, s):
+        out, lse = flash_attention(
+            q, k, v, sinks=s, is_causal=True, return_lse=True, backend=backend
+        )
+        return out.square().sum() + lse.sin().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(q, k, v, s), (q, k, v, s))
+    for a, b in zip(torch.autograd.grad(compiled(q, k, v, s), (q, k, v, s)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "message"),
+    [
+        (torch.zeros(3), ValueError, r"of shape \(3,\); give one .* each of the 4 query heads"),
+        (torch.zeros(4, dtype=torch.int64), ValueError, r"sinks are torch.int64"),
+        (torch.zeros(4, device="meta"), ValueError, r"sinks are on meta and q on cpu"),
+        ([0.0] * 4, TypeError, r"sinks is a list; give a torch.Tensor"),
+    ],
+)
+@pytest.mark.parametrize("function", [flash_attention, attention_reference])
+def test_wrong_sinks(function, sinks, error, message):
+    q, k = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
+    with pytest.raises(error, match=message):
+        function(q, k, k, sinks=sinks)

@@ -1,0 +1,78 @@
+"""`sdpa` is torch's function of the same arguments, in float64 and in its gradients."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flashattn2 import sdpa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+lengths = st.integers(1, 12)
+
+
+def same(q, k, v, **options):
+    results = []
+    for function in (sdpa, F.scaled_dot_product_attention):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+
+
+@given(
+    seq=st.tuples(lengths, lengths),
+    dims=st.sampled_from(((8, 8), (8, 5), (3, 7))),
+    group=st.sampled_from((1, 3)),
+    is_causal=st.booleans(),
+    scale=st.none() | st.floats(0.1, 2.0),
+)
+@settings(max_examples=80, deadline=None)
+def test_it_is_torch_s_own_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
+    q = torch.randn(2, 2 * group, seq[0], dims[0], dtype=torch.float64)
+    k, v = (torch.randn(2, 2, seq[1], d, dtype=torch.float64) for d in dims)
+    same(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1)
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [((5, 8), (6, 8)), ((3, 5, 8), (3, 6, 8)), ((2, 3, 4, 5, 8), (2, 3, 4, 6, 8)),
+     ((2, 4, 5, 8), (1, 4, 6, 8)), ((2, 4, 5, 8), (1, 1, 6, 8)), ((1, 1, 5, 8), (2, 4, 6, 8))],
+)  # fmt: skip
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_leading_dimensions_broadcast(q, k, is_causal):
+    q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in (q, k, k))
+    same(q, k, v, is_causal=is_causal)
+
+
+def test_its_signature_is_torch_s():
+    ours = inspect.signature(sdpa).parameters
+    assert list(ours) == [
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ]  # fmt: skip
+    positional = torch.randn(1, 2, 5, 8)
+    assert sdpa(positional, positional, positional, None, 0.0, True).shape == positional.shape
+
+
+def test_what_it_cannot_do_is_refused():
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"attn_mask is not None.* flash_attention_varlen"):
+        sdpa(q, q, q, torch.zeros(5, 5))
+    with pytest.raises(ValueError, match=r"dropout_p is 0.1.* give 0.0"):
+        sdpa(q, q, q, dropout_p=0.1)
+    with pytest.raises(ValueError, match=r"must broadcast to each other \(enable_gqa=True"):
+        sdpa(q, k, k)
+    with pytest.raises(TypeError, match="query is a NoneType"):
+        sdpa(None, q, q)
+    with pytest.raises(ValueError, match=r"query has shape \(8,\); give"):
+        sdpa(q[0, 0, 0], q, q)
+
+
+def test_compiled_in_one_graph_it_is_the_same():
+    q, k = torch.randn(1, 4, 7, 8), torch.randn(1, 4, 5, 8)
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    for keys in (q, k):
+        expected = F.scaled_dot_product_attention(q, keys, keys, is_causal=True)
+        torch.testing.assert_close(compiled(q, keys, keys, is_causal=True), expected)

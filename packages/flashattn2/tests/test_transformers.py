@@ -1,0 +1,189 @@
+"""Models of transformers with random weights: the logits of their own eager attention."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
+
+from flashattn2.integrations import transformers as ours  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+COMMON = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
+}  # fmt: skip
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 5}),
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": 5, "head_dim": 16, "attn_logit_softcapping": 5.0},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"sliding_window": 5, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1,
+         "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+         "first_k_dense_replace": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    ours.register()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def models(request):
+    """The same weights under eager attention and under ours."""
+    name, changes = MODELS[request.param]
+    torch.manual_seed(0)
+    pair = []
+    for implementation in ("eager", "linear_memory"):
+        config = getattr(transformers, name)(**COMMON | changes)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=implementation
+        )
+        pair.append(model.eval())
+    if hasattr(pair[0].model.layers[0].self_attn, "sinks"):
+        for layer in pair[0].model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+    pair[1].load_state_dict(pair[0].state_dict())
+    return pair
+
+
+def tokens(batch=2, seq=13):
+    return torch.randint(3, 97, (batch, seq), generator=torch.Generator().manual_seed(1))
+
+
+def compare(models, kept=None, **inputs):
+    eager, flash = (m(**inputs).logits for m in models)
+    kept = torch.ones(eager.shape[:2], dtype=torch.bool) if kept is None else kept.bool()
+    torch.testing.assert_close(flash[kept], eager[kept], atol=2e-5, rtol=2e-4)
+
+
+def test_logits_without_padding(models):
+    compare(models, input_ids=tokens())
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_logits_with_padding(models, side):
+    mask = torch.ones(2, 13, dtype=torch.long)
+    if side != "right":
+        mask[0, :4] = 0
+    if side != "left":
+        mask[1, -5:] = 0
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    compare(models, mask, input_ids=tokens(), attention_mask=mask, position_ids=position_ids)
+
+
+def test_gradients_with_padding(models):
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = mask[1, -5:] = 0
+    grads = []
+    for model in models:
+        logits = model(input_ids=tokens(), attention_mask=mask).logits
+        loss = logits[mask.bool()].square().mean()
+        named = dict(model.named_parameters())
+        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads.append(dict(zip(named, found, strict=True)))
+    for name, expected in grads[0].items():
+        if expected is not None:
+            torch.testing.assert_close(grads[1][name], expected, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_with_left_padding(models, cache):
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :4] = 0
+    kwargs = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    texts = [
+        m.generate(tokens(), attention_mask=mask, max_new_tokens=9, do_sample=False, **kwargs)
+        for m in models
+    ]
+    assert torch.equal(*texts)
+
+
+def test_packed_sequences_by_their_positions(models):
+    positions = torch.cat([torch.arange(n) for n in (4, 8, 1)])[None].expand(2, -1)
+    compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
+
+
+def test_a_name_that_transformers_would_mistake_is_refused():
+    with pytest.raises(ValueError, match="for the package flash-attn"):
+        ours.register("flashattn2")
+
+
+def test_a_mask_that_it_cannot_honor_is_an_error(models):
+    _, flash = models
+    four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"mask of shape \(2, 1, 13, 13\) was not made by"):
+        flash(input_ids=tokens(), attention_mask=four)
+    with pytest.raises(ValueError, match="no attention weights"):
+        flash(input_ids=tokens(), output_attentions=True)
+
+
+def test_holes_in_the_padding_are_followed_or_refused(models):
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, 5:7] = 0
+    if getattr(models[0].config, "sliding_window", None):
+        with pytest.raises(ValueError, match="holes between tokens"):
+            models[1](input_ids=tokens(), attention_mask=mask)
+    else:
+        compare(models, mask, input_ids=tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("vmap", [False, True])
+def test_any_mask_is_followed_exactly_or_refused(vmap):
+    """Random bands and packed sequences are found; one changed entry is an error."""
+    from transformers import masking_utils
+
+    generator = torch.Generator().manual_seed(0)
+
+    def random(high):
+        return int(torch.randint(high, (), generator=generator))
+
+    for _ in range(25):
+        seq = 2 + random(20)
+        cuts = torch.rand(seq, generator=generator) < 0.2
+        segment = cuts.long().cumsum(0)
+        left, right = random(seq), random(3)
+
+        def band(b, h, q, k, segment=segment, left=left, right=right):
+            return (segment[q] == segment[k]) & (q - k <= left) & (k - q <= right)
+
+        mask = ours.keys_of(2, seq, seq, mask_function=band, use_vmap=vmap)
+        keys = mask.flashattn2
+        q, k = torch.arange(seq)[:, None], torch.arange(seq)[None]
+        found = keys.sequence[0][:, None] == keys.sequence[0][None]
+        found &= (keys.left is None or q - k <= keys.left) & torch.ones(seq, seq).bool()
+        if keys.left is not None:
+            found &= q - k <= keys.left
+        if keys.right is not None:
+            found &= k - q <= keys.right
+        assert torch.equal(found, band(None, None, q, k))
+
+        flip = random(seq), random(seq)
+
+        def changed(b, h, q, k, band=band, flip=flip):
+            return band(b, h, q, k) ^ ((q == flip[0]) & (k == flip[1]))
+
+        truth = changed(None, None, q, k)
+        try:
+            keys = ours.keys_of(1, seq, seq, mask_function=changed, use_vmap=vmap).flashattn2
+        except ValueError as error:
+            assert "flashattn2 would not follow it" in str(error)  # noqa: PT017
+            continue
+        found = keys.sequence[0][:, None] == keys.sequence[0][None]
+        if keys.left is not None:
+            found &= q - k <= keys.left
+        if keys.right is not None:
+            found &= k - q <= keys.right
+        assert torch.equal(found, truth)
+    assert masking_utils is not None

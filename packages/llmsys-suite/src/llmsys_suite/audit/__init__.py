@@ -1,0 +1,1 @@
+"""Hold what a run says against second sources that share nothing with it."""

@@ -1,0 +1,110 @@
+"""What the checks of `plan` and `train` need besides the run's own records."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmsys_suite.audit import network, reference, yardstick
+from llmsys_suite.audit.probe import initial_weights, probe
+from llmsys_suite.audit.training import text_evidence
+from llmsys_suite.model import Decoder
+from llmsys_suite.run import Run
+from llmsys_suite.text import read_text
+
+
+def gather_evidence(run: Run) -> dict[str, Any]:
+    """Probes, counts, clocks and digests; every rank takes part."""
+    return {
+        "probe": probe(run),
+        "text": text_evidence(run.config, read_text(run.config.data).train),
+        "counted": counted(run),
+        **_speeds(run),
+        "one_host": len(set(run.gather(platform.node()))) == 1,
+        "stage_clocks": stage_clocks(run),
+        "sockets_count": network.available() and run.config.backend == "gloo",
+    }
+
+
+def counted(run: Run) -> dict[str, int]:
+    """Parameters and FLOPs of the reference, as torch counts them on the meta device.
+
+    A causal mask leaves T (T + 1) / 2 of T^2 pairs to attention's products, the batched ones.
+    """
+    config = run.model
+    weights = {name: w.to("meta") for name, w in initial_weights(run).items()}
+    for weight in weights.values():
+        weight.requires_grad_()
+    tokens = torch.zeros(run.config.rows, config.context, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        reference.loss(weights, tokens, tokens, config.num_heads).backward()
+    by_operator = counter.get_flop_counts()["Global"]
+    total = sum(by_operator.values())
+    batched = sum(n for operator, n in by_operator.items() if "bmm" in str(operator))
+    left_out = batched * (config.context - 1) // (2 * config.context)
+    return {
+        "parameters": sum(w.numel() for w in weights.values()),
+        "tensors": len(weights),
+        "flops_full": total,
+        "flops_causal": total - left_out,
+    }
+
+
+def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
+    """(stage, rank, seconds by that rank's clock, seconds by the launcher's)."""
+    own = run.gather({stage: result["stage_seconds"] for stage, result in run.results.items()})
+    stamps = run.stamps()
+    return [
+        (stage, rank, seconds, stamps[rank, f"{stage} ends"] - stamps[rank, f"{stage} begins"])
+        for rank, results in enumerate(own)
+        for stage, seconds in results.items()
+        if (rank, f"{stage} ends") in stamps
+    ]
+
+
+def _speeds(run: Run) -> dict[str, float]:
+    """The rate of a product, and one process's step in yardsticks, all ranks at it at once."""
+    run.barrier()
+    n = 512 if run.device.type == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
+    best = min(_clocked(partial(torch.mm, a, b), run.device) for _ in range(20))
+    rates = run.gather(2 * n**3 / best)
+    if run.rank:
+        run.meet()
+        return {}
+    model = Decoder(run.model).to(run.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config, ratios = run.config, []
+    text = read_text(config.data).train
+
+    def step() -> None:
+        batch = reference.batch(text, config.rows, config.context, config.seed, 0)
+        tokens, targets = (part.to(run.device).chunk(config.parts) for part in batch)
+        for some, theirs in zip(tokens, targets, strict=True):
+            model.loss(some, theirs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for turn in range(4):
+        core = yardstick.core_seconds(run.device)
+        seconds = _clocked(step, run.device)
+        if turn:
+            ratios.append(seconds / core)
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+    run.meet()
+    return {
+        "matmul_flops_per_second": max(rates),
+        "step_yardsticks": statistics.median(ratios),
+        "kept_bytes": sum(t.nbytes for t in [*model.parameters(), *moments]),
+    }
+
+
+def _clocked(call: Any, device: torch.device) -> float:
+    begin = yardstick.clock(device)
+    call()
+    return yardstick.clock(device) - begin

@@ -1,0 +1,147 @@
+"""One step of every variant, per parameter and per rank, beside one process in float64.
+
+A probe takes one plain SGD step, since Adam divides a gradient by its own size and so hides a wrong
+scale: what has left the weights is the gradient that the optimizer was given, whatever way it went.
+A second step counts what the kernel's sockets received.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmsys_suite.audit import network, reference
+from llmsys_suite.model import Decoder
+from llmsys_suite.run import Run
+from llmsys_suite.text import read_text
+from llmsys_suite.variants import VARIANTS, Variant, variants_here
+
+#: So large that rounding the weights hides nothing of the gradient.
+RATE = 16.0
+#: How many steps of the run are trained once more in float64.
+REPLAYED = 3
+
+Weights = dict[str, Tensor]
+
+
+def probe(run: Run) -> dict[str, Any]:
+    """Every variant's probe, on every rank; the evidence, on rank 0."""
+    start = {name: w.double() for name, w in initial_weights(run).items()}
+    # A row for each rank is enough: a wrong sum is as wrong on one row as on a hundred.
+    exact_loss, exact = reference.gradients(start, *_batch(run, run.world, 0), run.model.num_heads)
+    found = {}
+    for name in variants_here(run.device):
+        mine = _probe_one(run, name, start, exact)
+        shares = run.gather(mine)
+        taken = [share for share in shares if share is not None]
+        found[name] = {
+            key: [share[key] for share in taken] for key in taken[0] if taken[0][key] is not None
+        }
+    losses = replay(run, start) if run.rank == 0 else []
+    run.meet()
+    return {"exact_loss": exact_loss, "variants": found, "replayed_losses": losses}
+
+
+def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
+    make = partial(torch.optim.SGD, lr=RATE)
+    variant = VARIANTS[name](run, run.model, make)
+    rank, world = (0, 1) if variant.alone else (run.rank, run.world)
+    run.barrier()
+    found = None
+    if not (variant.alone and run.rank):
+        tokens, targets = (
+            t.to(run.device)
+            for t in run.corpus.batch(
+                rows=run.world, context=run.config.context, seed=run.config.seed, step=0,
+                rank=rank, world=world,
+            )
+        )  # fmt: skip
+        found = _observe(run, variant, start, exact, tokens, targets)
+    variant.close()
+    # The recorder timed phases of no step.
+    run.recorder.take()
+    run.barrier()
+    return found
+
+
+def _observe(
+    run: Run, variant: Variant, start: Weights, exact: Weights, tokens: Tensor, targets: Tensor
+) -> dict[str, Any]:
+    variant.prepare()
+    loss = variant.forward_backward(tokens, targets)
+    variant.communicate()
+    gradients = variant.gradients()
+    seen = None if gradients is None else reference.furthest(gradients, exact)
+    variant.update()
+    after = variant.weights()
+    moved = {name: (start[name] - after[name].double()) / RATE for name in after}
+    weights = reference.furthest(moved, exact)
+    size = sum(4 * w.numel() for w in start.values())
+    received = network.Received()
+    variant.step(tokens, targets)
+    return {
+        "loss": loss,
+        "gradients": seen,
+        "weights": weights,
+        "received": received.bytes(),
+        "planned_wire": variant.planned_wire_bytes(size),
+    }
+
+
+def replay(run: Run, weights: Weights) -> list[float]:
+    """The losses of the run's first steps, trained in float64 by an AdamW that is written out."""
+    config, losses = run.config, []
+    optimizer = reference.AdamW(weights, config.learning_rate)
+    for step in range(min(REPLAYED, config.warmup + config.steps)):
+        batch = _batch(run, config.rows, step)
+        value, gradients = reference.gradients(weights, *batch, run.model.num_heads)
+        losses.append(value)
+        weights = optimizer.step(weights, gradients)
+    return losses
+
+
+def initial_weights(run: Run) -> Weights:
+    """What every variant starts from."""
+    torch.manual_seed(run.config.seed)
+    model = Decoder(run.model).to(run.device)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
+    """Which parameters differ between ranks in any bit, and how far they lie from one process's."""
+    run.barrier()
+    alone = variant.alone
+    after = variant.weights() if not (alone and run.rank) else {}
+    bits = {name: _bits(w) for name, w in after.items()}
+    everyone = [found for found in run.gather(bits) if found]
+    differ = [
+        f"rank {rank} {name}"
+        for rank, found in enumerate(everyone)
+        for name, value in found.items()
+        if value != everyone[0].get(name)
+    ]
+    if run.trained is None and not alone:
+        return {}
+    beside = after if alone else {n: p.detach() for n, p in run.trained.named_parameters()}  # type: ignore[union-attr]
+    distance = (0.0, "")
+    if after and beside:
+        distance = reference.furthest(
+            {name: w.double() - start[name].double() for name, w in after.items()},
+            {name: w.double() - start[name].double() for name, w in beside.items()},
+        )
+    return {"ranks": len(everyone), "differ": differ, "from_one_process": distance}
+
+
+def _bits(weight: Tensor) -> str:
+    plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]
+
+
+def _batch(run: Run, rows: int, step: int) -> tuple[Tensor, Tensor]:
+    text = read_text(run.config.data).train
+    tokens, targets = reference.batch(text, rows, run.config.context, run.config.seed, step)
+    return tokens.to(run.device), targets.to(run.device)

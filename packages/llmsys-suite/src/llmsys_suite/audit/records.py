@@ -1,0 +1,32 @@
+"""A finished run's checks once more, from its folder alone."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from llmsys_suite.audit import training
+from llmsys_suite.audit.check import Check
+from llmsys_suite.config import UsageError
+from llmsys_suite.folder import RunFolder
+
+
+def check_again(folder: RunFolder) -> list[Check]:
+    """Those of plan and train from the records, the others as the run made them.
+
+    UsageError where the run was not audited.
+    """
+    stages = folder.summary["stages"]
+    if "audit" not in stages:
+        raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
+    names = {field.name for field in fields(Check)}
+    stored = [
+        Check(**{key: value for key, value in row.items() if key in names})
+        for row in folder.read_json("checks.json")
+    ]
+    again: dict[str, Check] = {}
+    if evidence := folder.read_json("evidence.json"):
+        checks = training.checks(
+            folder.config, stages["plan"], stages["train"], folder.samples(), evidence
+        )
+        again = {check.name: check for check in checks}
+    return [again.get(check.name, check) for check in stored]

@@ -1,0 +1,94 @@
+"""What the audit holds a run against: the plain file in float64, and how far off a run is.
+
+Notable: nothing here is shared with what it checks. Attention, normalisation, rotation and loss are
+their formulas; the sampler draws its Mersenne twister from numpy and cuts its rows from the bytes;
+the optimizer is the paper's. Torch differentiates and multiplies, no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llmsys_suite import plain
+from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, softmax
+
+__all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
+
+#: A batch goes through in so many rows at a time that its scores stay below this.
+SCORE_BYTES = 2**28
+
+
+def gradients(
+    weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
+) -> tuple[float, Weights]:
+    """The loss and its derivative by every weight, a few rows at a time."""
+    rows, context = tokens_BT.shape
+    some = max(1, SCORE_BYTES // (8 * heads * context**2))
+    total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
+    for begin in range(0, rows, some):
+        cut = slice(begin, begin + some)
+        value, found = plain.gradients(weights, tokens_BT[cut], targets_BT[cut], heads)
+        share = len(tokens_BT[cut]) / rows
+        total += share * value
+        for name, g in found.items():
+            summed[name] += share * g
+    return total, summed
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v over positions not after the query's; (B, H, T, K)."""
+    rows = []
+    for t in range(q.shape[2]):
+        scores = (k[:, :, : t + 1] * q[:, :, t : t + 1]).sum(-1) / math.sqrt(q.shape[-1])
+        rows.append((softmax(scores)[..., None] * v[:, :, : t + 1]).sum(2))
+    return torch.stack(rows, 2)
+
+
+def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
+    """Each layer's attention (B, H, T, T)."""
+    kept: list[Tensor] = []
+    logits(weights, tokens_BT, heads, kept)
+    return kept
+
+
+def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of rows that lie evenly over a text."""
+    stride = (len(text) - context - 1) // rows
+    windows = torch.tensor([list(text[i * stride :][: context + 1]) for i in range(rows)])
+    return windows[:, :-1], windows[:, 1:]
+
+
+def row_digests(text: bytes, rows: int, context: int, seed: int, step: int) -> list[str]:
+    """What `digest` says of each row of a global batch."""
+    both = batch(text, rows, context, seed, step)
+    return [digest(bytes(x.tolist()), bytes(y.tolist())) for x, y in zip(*both, strict=True)]
+
+
+def digest(tokens: bytes, targets: bytes) -> str:
+    """One row, in twelve letters."""
+    return hashlib.sha256(tokens + b"\0" + targets).hexdigest()[:12]
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| over |expected|, in the 2-norm; infinite where a shape differs."""
+    if actual.shape != expected.shape:
+        return math.inf
+    expected = expected.double()
+    away = (actual.detach().to(expected) - expected).norm()
+    whole = expected.norm()
+    return float(away / whole) if whole > 0 else (0.0 if away == 0 else math.inf)
+
+
+def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest distance over all names, and where: "name: |actual| beside |expected|"."""
+    if missing := expected.keys() ^ actual.keys():
+        return math.inf, f"{min(missing)}: on one side only"
+    found = {name: distance(actual[name], expected[name]) for name in expected}
+    name = max(found, key=lambda n: math.inf if math.isnan(found[n]) else found[n])
+    norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
+    return found[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)

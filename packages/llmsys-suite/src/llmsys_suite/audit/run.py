@@ -1,0 +1,43 @@
+"""All checks of a run, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from llmsys_suite.audit import training
+from llmsys_suite.audit.check import Check, none
+from llmsys_suite.audit.evidence import gather_evidence
+from llmsys_suite.audit.stages import COLLECTIVE, STAGES
+from llmsys_suite.run import Run
+
+
+def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
+    """The evidence and the checks, on rank 0; every rank takes part."""
+    evidence: dict[str, Any] = {}
+    checks: list[Check] = []
+    if all("failed" not in run.results.get(s, {"failed": ""}) for s in ("plan", "train")):
+        evidence = gather_evidence(run)
+        if run.folder is not None:
+            plan, train = run.results["plan"], run.results["train"]
+            samples = run.folder.samples()
+            checks += training.checks(run.config, plan, train, samples, evidence)
+    for stage, check in STAGES.items():
+        run.meet()
+        if "failed" not in run.results.get(stage, {"failed": "it did not run"}):
+            found = list(_guarded(stage, check(run, run.results[stage])))
+            checks += [replace(c, name=f"{stage}: {c.name}") for c in found]
+    failed = [stage for stage, result in run.results.items() if "failed" in result]
+    checks.append(none("stages that failed", "the run", "none", failed))
+    return evidence, checks if run.rank == 0 else []
+
+
+def _guarded(stage: str, found: Iterator[Check]) -> Iterator[Check]:
+    """A check that cannot be made is red; but where all ranks take part, all must hear of it."""
+    try:
+        yield from found
+    except Exception as error:
+        if stage in COLLECTIVE:
+            raise
+        yield none("what the audit reads", stage, "no error", [f"{type(error).__name__}: {error}"])

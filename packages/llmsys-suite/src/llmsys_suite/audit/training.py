@@ -1,0 +1,354 @@
+"""The checks of `plan` and `train`, from what was predicted, recorded and probed.
+
+Pure functions of records, so that a folder can be audited again. Each tolerance is the honest
+distance, the largest that tests/test_honest.py sees over seeds, times the factor beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from llmsys_suite.audit import reference
+from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
+from llmsys_suite.config import RunConfig
+from llmsys_suite.folder import Sample
+from llmsys_suite.samples import PEER, SERVER, SINGLE, WHOLE_STEP, loss_curves, ranks_of
+
+#: A gradient in float32 beside float64, per parameter: 8e-7 at the most. Times six.
+GRADIENT = 5e-6
+#: The first losses: 4e-7 at the most. Times five.
+REPLAYED_LOSS = 2e-6
+#: Adam divides small gradients by their own size, and rounding grows with every step: what the
+#: weights moved in n steps differs by 1e-4 sqrt(n) at the most, a loss by 2e-6 sqrt(n). Times five.
+MOVED = 5e-4
+LOSS = 1e-5
+#: What operators take for the length of their run is not predicted; a CPU's kernels take more.
+PEAK_BYTES = {"cpu": 0.10, "cuda": 0.05}
+#: Between two clocks that are read one after the other; the median of the steps.
+CLOCK = 0.02
+#: The same work at another time: red at a factor of two, whatever neighbors do to the caches.
+BAND = 1.6
+#: What Python does between two phases, in seconds of its thread.
+BETWEEN_S = 2e-3
+#: Messages have heads, and some say which gradients are there.
+HEAD_BYTES = 1024
+
+Records = dict[tuple[str, int], list[Sample]]
+
+
+def checks(
+    config: RunConfig,
+    plan: dict[str, Any],
+    train: dict[str, Any],
+    samples: list[Sample],
+    evidence: dict[str, Any],
+) -> Iterator[Check]:
+    """All of them, in the order of a report."""
+    samples = [s for s in samples if s["stage"] == "train"]
+    steps = _steps(samples)
+    yield from _plan(config, plan, evidence)
+    yield from _data(config, train, steps, evidence["text"])
+    yield from _weights(config, train, evidence)
+    yield from _losses(config, train, samples, evidence)
+    yield from _times(config, plan, train, samples, steps, evidence)
+    yield from _wire(config, plan, train, evidence)
+
+
+def _plan(config: RunConfig, plan: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+    counted, parameters = evidence["counted"], evidence["counted"]["parameters"]
+    yield equal("parameters", "plan", "the reference's weights", parameters, plan["parameters"])
+    yield equal(
+        "FLOPs a step, full attention", "plan", "torch's counter on the reference",
+        counted["flops_full"], plan["step_flops_full"],
+    )  # fmt: skip
+    yield equal(
+        "FLOPs a step, causal", "plan", "torch's counter, half of attention's products left out",
+        counted["flops_causal"], plan["step_flops_causal"], 1e-9,
+    )  # fmt: skip
+    yield equal(
+        "peak memory of a step", "plan", "live bytes of a real step",
+        plan["measured_peak_bytes"], plan["training_peak_bytes"], PEAK_BYTES[config.device],
+    )  # fmt: skip
+    kept = sum(plan["training_bytes_by_part"][part] for part in ("weights", "optimizer"))
+    yield equal(
+        "weights and moments", "plan", "a real optimizer's tensors", evidence["kept_bytes"], kept
+    )
+    yield equal(
+        "gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan["gradient_bytes"]
+    )
+    share = 2 * (config.world - 1) / config.world
+    yield equal(
+        "DDP's wire bytes a rank", "plan", "2 (n - 1) / n of the gradients",
+        share * 4 * parameters, plan["ddp_wire_bytes_per_rank"], 1e-6,
+    )  # fmt: skip
+    yield within(
+        "rate of a matrix product, FLOP/s", "plan", "a product timed in the audit",
+        evidence["matmul_flops_per_second"], plan["peak"], BAND,
+    )  # fmt: skip
+
+
+def _data(
+    config: RunConfig, train: dict[str, Any], steps: Records, text: dict[str, Any]
+) -> Iterator[Check]:
+    total = config.warmup + config.steps
+    missing, foreign, twice, tokens = [], [], [], []
+    for row in train["rows"]:
+        name = row["variant"]
+        seen: dict[str, int] = {}
+        for step in range(total):
+            records = [
+                [s for s in steps[name, rank] if s["step"] == step]
+                for rank in range(ranks_of(name, config.world))
+            ]
+            missing += [
+                f"{name} step {step} rank {rank}"
+                for rank, found in enumerate(records)
+                if len(found) != 1 or found[0]["warmup"] != (step < config.warmup)
+            ]
+            there = [found[0] for found in records if found]
+            rows = [digest for s in there for digest in s["row_digests"]]
+            if rows != text["row_digests"][step]:
+                foreign.append(f"{name} step {step}")
+            if (before := seen.setdefault("".join(rows), step)) != step:
+                twice.append(f"{name} steps {before} and {step}")
+            tokens.append(sum(s["tokens"] for s in there))
+    yield none(
+        "every step of every rank", "samples", "the configuration's ranks and steps", missing
+    )
+    yield none(
+        "ranks' rows are the global batch", "digests of each rank's batches",
+        "a sampler of the audit's own", foreign,
+    )  # fmt: skip
+    if text["distinct"]:
+        yield none("no batch twice", "digests of each variant's batches", "each other", twice)
+    each = config.rows * config.context
+    yield equal(
+        "tokens", "samples", "rows x context of every step and variant",
+        each * total * len(train["rows"]), sum(tokens),
+    )  # fmt: skip
+
+
+def _losses(
+    config: RunConfig, train: dict[str, Any], samples: list[Sample], evidence: dict[str, Any]
+) -> Iterator[Check]:
+    curves = loss_curves(samples)
+    for name, expected in (("first losses", evidence["probe"]["replayed_losses"]),):
+        off = [
+            (abs(curve[step] / value - 1), f"{variant} step {step}: {curve[step]:.9g}, {value:.9g}")
+            for variant, curve in curves.items()
+            for step, value in enumerate(expected)
+            if step < len(curve)
+        ]
+        yield furthest(name, "samples", "float64 and AdamW written out", off, REPLAYED_LOSS)
+    alone = curves[SINGLE]
+    off = [
+        (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
+        for variant, curve in curves.items()
+        for step, (ours, theirs) in enumerate(zip(curve, alone, strict=False))
+    ]
+    tolerance = LOSS * math.sqrt(len(alone))
+    yield furthest("all losses", "each variant", "one process", off, tolerance)
+    off = [
+        (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
+        for row in train["rows"]
+    ]
+    yield furthest("reported final loss", "summary", "one process's last", off, tolerance)
+    yield Check(
+        "the loss falls", "one process, last over first", "one", 1.0, alone[-1] / alone[0], 0.0, 1.0
+    )
+
+
+def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+    total = config.warmup + config.steps
+    for row in train["rows"]:
+        name = row["variant"]
+        found = evidence["probe"]["variants"][name]
+        for key, what in (("gradients", "averaged gradients"), ("weights", "what SGD moved")):
+            if key in found:
+                ranks = [
+                    (distance, f"rank {rank} {where}")
+                    for rank, (distance, where) in enumerate(found[key])
+                ]
+                yield furthest(f"{name}: {what}", "every rank", "float64", ranks, GRADIENT)
+        loss = statistics.mean(found["loss"])
+        exact = evidence["probe"]["exact_loss"]
+        yield equal(f"{name}: loss", "the ranks' mean", "float64", exact, loss, REPLAYED_LOSS)
+        if name == SINGLE:
+            continue
+        final = train["final_weights"][name]
+        yield none(
+            f"{name}: trained weights, bit by bit", "every rank", "rank 0",
+            final["differ"] + ["ranks are missing"] * (final["ranks"] != config.world),
+        )  # fmt: skip
+        distance, where = final["from_one_process"]
+        tolerance = MOVED * math.sqrt(total)
+        yield near(
+            f"{name}: what training moved", "rank 0", "one process", distance, tolerance, where
+        )
+
+
+def _times(
+    config: RunConfig,
+    plan: dict[str, Any],
+    train: dict[str, Any],
+    samples: list[Sample],
+    steps: Records,
+    evidence: dict[str, Any],
+) -> Iterator[Check]:
+    pairs = []
+    for (name, rank), found in steps.items():
+        ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in found]
+        # A core may be lost between the two readings, in some steps.
+        ratios.sort(key=lambda ratio: abs(ratio - 1))
+        pairs.append((1.0, ratios[len(ratios) // 4], f"{name} rank {rank}"))
+    yield closest("time of a step", "the recorder", "another clock around it", pairs, CLOCK)
+    slowest = slowest_seconds(steps)
+    pairs = [
+        (statistics.median(slowest[row["variant"]].values()) * 1e3, row["step_ms"], row["variant"])
+        for row in train["rows"]
+    ]
+    yield closest("reported step time", "summary", "the slowest rank by the other clock",
+                pairs, CLOCK)  # fmt: skip
+    pairs = []
+    for row in train["rows"]:
+        if "ratio_p50" in row:
+            both = slowest[row["variant"]].keys() & slowest[PEER].keys()
+            ours = statistics.median(
+                slowest[row["variant"]][step] / slowest[PEER][step] for step in both
+            )
+            pairs.append((ours, row["ratio_p50"], row["variant"]))
+    yield closest("reported ratio to the peer", "summary", "the other clock, round by round",
+                pairs, 2 * CLOCK)  # fmt: skip
+    yield none(
+        "no rank ends a step before all have begun it", "each rank's clock", "the others'",
+        _too_early(steps) if evidence["one_host"] else (),
+    )  # fmt: skip
+    yield from _phases(samples)
+    spans = [
+        (told, own, f"{stage} rank {rank}")
+        for stage, rank, own, told in evidence["stage_clocks"]
+        if told > 1.0
+    ]
+    if spans:
+        yield closest("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
+    yield from _work(config, plan, train, steps, slowest, evidence)
+
+
+def _phases(samples: list[Sample]) -> Iterator[Check]:
+    """A step's phases hold what its thread did, and are no longer than the step.
+
+    By the thread's clock, because on a busy machine a core may be lost between two phases.
+    """
+    parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
+    for s in samples:
+        if not s["warmup"]:
+            parts[s["variant"], s["rank"], s["step"]][s["phase"] == WHOLE_STEP].append(s)
+    work, wall = defaultdict(list), []
+    for (name, rank, step), (phases, wholes) in parts.items():
+        if wholes:
+            (whole,) = wholes[:1]
+            inside = sum(s["core_s"] for s in phases)
+            work[f"{name} rank {rank}"].append((inside + BETWEEN_S) / (whole["core_s"] + 1e-9))
+            length = sum(s["seconds"] for s in phases) / whole["seconds"]
+            wall.append((length, f"{name} rank {rank} step {step}"))
+    least, where = min(((statistics.median(r), name) for name, r in work.items()), default=(0, ""))
+    yield Check("work in the phases of a step", "their thread's time", "the whole step's", 1.0,
+                least, 0.95, math.inf, where)  # fmt: skip
+    most, where = max(wall, default=(math.nan, ""))
+    yield Check("time in the phases of a step", "their sum", "the whole step", 1.0,
+                most, 0.0, 1.001, where)  # fmt: skip
+
+
+def _work(
+    config: RunConfig,
+    plan: dict[str, Any],
+    train: dict[str, Any],
+    steps: Records,
+    slowest: dict[str, dict[int, float]],
+    evidence: dict[str, Any],
+) -> Iterator[Check]:
+    pairs = []
+    for row in train["rows"]:
+        ranks = ranks_of(row["variant"], config.world)
+        seconds = statistics.median(slowest[row["variant"]].values())
+        reach = ranks * plan["peak"] * seconds
+        pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
+    yield closest("utilisation", "summary", "counted FLOPs, the other clock, the rate",
+                pairs, CLOCK)  # fmt: skip
+    alone = [s for s in steps[SINGLE, 0] if not s["warmup"]]
+    measured = statistics.median(s["core_s"] / s["yardstick_s"] for s in alone)
+    yield within(
+        "time of one process's step, in yardsticks", "samples", "the same step timed in the audit",
+        evidence["step_yardsticks"], measured, BAND,
+    )  # fmt: skip
+    pairs = [
+        (1.0, statistics.median(s["core_s"] / s["seconds"] for s in found), f"{name} rank {rank}")
+        for (name, rank), found in steps.items()
+    ]
+    share, where = max((actual, where) for _, actual, where in pairs)
+    yield Check("a thread's time is within the step's", "the thread's clock over the recorder's",
+                "one", 1.0, share, 0.0, 1 + CLOCK, where)  # fmt: skip
+
+
+def _wire(
+    config: RunConfig, plan: dict[str, Any], train: dict[str, Any], evidence: dict[str, Any]
+) -> Iterator[Check]:
+    handed = [(plan["gradient_bytes"], b, n) for n, b in train["gradient_bytes"].items()]
+    if handed:
+        # Shards of equal length may carry a few elements of padding.
+        yield closest("gradient bytes handed over", "each package's count", "plan",
+                    handed, 1e-3 if plan["gradient_bytes"] < 1e6 else 1e-4)  # fmt: skip
+    if not evidence["sockets_count"]:
+        return
+    heads = HEAD_BYTES * evidence["counted"]["tensors"]
+    for name, found in evidence["probe"]["variants"].items():
+        for rank, received in enumerate(found["received"]):
+            low, high = found["planned_wire"][rank]
+            yield Check(
+                f"{name}: bytes received, rank {rank}", "the kernel's sockets", "plan",
+                low, received, 0.99 * low - 64, 1.01 * high + heads,
+            )  # fmt: skip
+
+
+def _steps(samples: list[Sample]) -> Records:
+    steps: Records = defaultdict(list)
+    for s in samples:
+        if s["phase"] == WHOLE_STEP:
+            steps[s["variant"], s["rank"]].append(s)
+    return steps
+
+
+def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
+    """Variant -> measured step -> seconds of its slowest rank, by the clock outside."""
+    slowest: dict[str, dict[int, float]] = defaultdict(dict)
+    for (name, _), found in steps.items():
+        for s in found:
+            if not s["warmup"]:
+                seconds = s["ended"] - s["began"]
+                slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
+    return slowest
+
+
+def _too_early(steps: Records) -> Iterator[str]:
+    by_step: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for (name, _), found in steps.items():
+        for s in found:
+            # A push to the server does not wait for the other workers'; the next pull does.
+            if name != SERVER:
+                by_step[name, s["step"]].append(s)
+    for (name, step), found in by_step.items():
+        if min(s["ended"] for s in found) < max(s["began"] for s in found):
+            yield f"{name} step {step}"
+
+
+def text_evidence(config: RunConfig, text: bytes) -> dict[str, Any]:
+    """The digests of every global batch, as a sampler of the audit's own draws them."""
+    batches = [
+        reference.row_digests(text, config.rows, config.context, config.seed, step)
+        for step in range(config.warmup + config.steps)
+    ]
+    return {"row_digests": batches, "distinct": len({"".join(b) for b in batches}) == len(batches)}

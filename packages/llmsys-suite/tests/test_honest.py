@@ -1,0 +1,77 @@
+"""The tolerances are a few times what honest runs show over seeds: neither less nor far more."""
+
+import os
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from llmsys_suite import worker
+from llmsys_suite.audit import probe, reference, training
+from llmsys_suite.config import RunConfig
+from llmsys_suite.data import load_corpus
+from llmsys_suite.phases import Recorder
+from llmsys_suite.progress import Progress
+from llmsys_suite.run import Run
+from llmsys_suite.variants import VARIANTS
+from worker_pool import run_ranks
+
+STEPS = 5
+
+
+def distances(seeds):
+    """The largest of each kind over seeds: gradients, what SGD moved, losses, what Adam moved."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    worker.TIMEOUT = timedelta(minutes=5)
+    found = {"gradient": 0.0, "loss": 0.0, "moved": 0.0}
+    run = None
+    for seed in seeds:
+        config = RunConfig(size="mini", rows=8, context=32, world=world, seed=seed)
+        if run is None:
+            run = Run(
+                config=config, rank=rank, world=world, device=torch.device("cpu"),
+                corpus=load_corpus(), recorder=Recorder(rank, torch.device("cpu")),
+                progress=Progress(enabled=False),
+                store=dist.FileStore(os.environ["STORE_FILE"], world),
+            )  # fmt: skip
+            worker.make_group(run)
+        run.config = config
+        evidence = probe.probe(run)
+        for one in evidence["variants"].values():
+            for distance, _ in (*one.get("gradients", ()), *one["weights"]):
+                found["gradient"] = max(found["gradient"], distance)
+            loss = sum(one["loss"]) / len(one["loss"]) / evidence["exact_loss"]
+            found["loss"] = max(found["loss"], abs(loss - 1))
+        found["moved"] = max(found["moved"], moved(run))
+    return found
+
+
+def moved(run):
+    """What a few steps of Adam moved, on two ranks beside one."""
+    start = probe.initial_weights(run)
+    ends = []
+    for name in ("single process", "ddp flat"):
+        variant = VARIANTS[name](run, run.model)
+        rank, world = (0, 1) if variant.alone else (run.rank, run.world)
+        for step in range(STEPS):
+            batch = partial(run.corpus.batch, rows=8, context=32, seed=run.config.seed, step=step)
+            variant.step(*batch(rank=rank, world=world))
+        ends.append({n: w.double() - start[n].double() for n, w in variant.weights().items()})
+    return reference.furthest(ends[1], ends[0])[0]
+
+
+def assert_between(seeds):
+    for found in run_ranks(distances, 2, seeds, backend=""):
+        assert training.GRADIENT / 50 < found["gradient"] < training.GRADIENT / 2
+        assert training.REPLAYED_LOSS / 100 < found["loss"] < training.REPLAYED_LOSS / 2
+        assert found["moved"] < training.MOVED * STEPS**0.5 / 2
+
+
+def test_tolerances_are_a_few_times_the_honest_distance():
+    assert_between(range(3))
+
+
+@pytest.mark.exhaustive
+def test_tolerances_are_a_few_times_the_honest_distance_over_many_seeds():
+    assert_between(range(3, 60))

@@ -1,0 +1,142 @@
+"""What the audit holds a run against agrees with the run's own code, and shares none of it."""
+
+import ast
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from llmsys_suite import plain
+from llmsys_suite.audit import network, reference
+from llmsys_suite.data import load_corpus
+from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+from llmsys_suite.text import read_text
+from worker_pool import run_ranks
+
+SHAPE = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=256, context=9)
+
+
+def weights_of(model):
+    return {name: p.detach().double() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_reference_computes_what_the_model_does(seed):
+    torch.manual_seed(seed)
+    model = Decoder(SHAPE, plain_attention).double()
+    tokens, targets = torch.randint(0, 256, (2, 3, 9))
+    loss, gradients = reference.gradients(weights_of(model), tokens, targets, 3)
+    model.loss(tokens, targets).backward()
+    # The model's loss is rounded to float32, and so is its table of rotations.
+    assert float(model.loss(tokens, targets).detach()) == pytest.approx(loss, rel=1e-6)
+    distance, where = reference.furthest(
+        {n: p.grad for n, p in model.named_parameters()}, gradients
+    )
+    assert distance < 2e-6, where
+
+
+def test_rows_taken_a_few_at_a_time_give_the_same_gradients(monkeypatch):
+    weights = weights_of(Decoder(SHAPE))
+    tokens, targets = torch.randint(0, 256, (2, 4, 9))
+    whole = reference.gradients(weights, tokens, targets, 3)
+    monkeypatch.setattr(reference, "SCORE_BYTES", 1)
+    parts = reference.gradients(weights, tokens, targets, 3)
+    assert parts[0] == pytest.approx(whole[0], rel=1e-12)
+    assert reference.furthest(parts[1], whole[1])[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("module", "allowed"), [(plain, set()), (reference, {"llmsys_suite", "llmsys_suite.plain"})]
+)
+def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
+    imported = set()
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+            assert node.module != "llmsys_suite" or [a.name for a in node.names] == ["plain"]
+    assert {name for name in imported if "llmsys" in name} <= allowed
+    assert not any("functional" in name for name in imported)
+
+
+def test_the_plain_file_is_the_specification_of_the_single_process():
+    torch.manual_seed(0)
+    model, text = Decoder(SHAPE), read_text().train
+    losses = []
+    start = weights_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(5):
+        batch = load_corpus().batch(rows=4, context=9, seed=0, step=step)
+        loss = model.loss(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    _, plainly = plain.train(start, text, 3, 5, 2e-3, (4, 9))
+    np.testing.assert_allclose(losses, [loss for loss, _ in plainly], rtol=2e-6)
+    assert all(seconds > 0 for _, seconds in plainly)
+
+
+def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
+    weights = weights_of(Decoder(SHAPE))
+    tokens, targets = torch.randint(0, 256, (2, 4, 9))
+    assert plain.check(weights, tokens, targets, 3) < 1e-5
+    assert len(inspect.getsource(plain).splitlines()) <= 120
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4295, 123_456_789])
+def test_the_audits_sampler_draws_what_the_runs_does(seed):
+    corpus, text = load_corpus(), read_text().train
+    for step in (0, 1, 77):
+        ours = corpus.batch(rows=6, context=32, seed=seed, step=step)
+        theirs = reference.batch(text, 6, 32, seed, step)
+        assert all(map(torch.equal, ours, theirs))
+    held = corpus.heldout_batch(rows=4, context=32), reference.spread(read_text().heldout, 4, 32)
+    assert all(map(torch.equal, *held))
+
+
+def test_adamw_takes_torchs_steps():
+    torch.manual_seed(0)
+    w = torch.randn(5, 3, dtype=torch.float64)
+    ours, theirs = {"w": w.clone()}, torch.nn.Parameter(w.clone())
+    optimizer = reference.AdamW(ours, 0.01)
+    torchs = torch.optim.AdamW([theirs], lr=0.01)
+    for _ in range(4):
+        theirs.grad = torch.randn_like(theirs)
+        ours = optimizer.step(ours, {"w": theirs.grad})
+        torchs.step()
+    assert reference.distance(ours["w"], theirs.detach()) < 1e-14
+
+
+def test_attention_row_by_row_is_softmax_of_the_scores():
+    q, k, v = torch.randn(3, 2, 2, 7, 4, dtype=torch.float64)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(reference.attention(q, k, v), exact)
+
+
+def test_a_distance_is_never_small_by_accident():
+    one = torch.ones(3)
+    assert reference.distance(torch.ones(4), one) == float("inf")
+    assert np.isnan(reference.distance(torch.tensor([1.0, float("nan"), 1.0]), one))
+    assert reference.furthest({"a": one}, {"b": one})[0] == float("inf")
+    assert np.isnan(
+        reference.furthest({"a": one * float("nan"), "b": one}, {"a": one, "b": one})[0]
+    )
+
+
+def bytes_of_an_all_reduce(count):
+    tensor = torch.ones(count)
+    dist.all_reduce(tensor)
+    received = network.Received()
+    dist.all_reduce(tensor)
+    return received.bytes()
+
+
+@pytest.mark.skipif(not network.available(), reason="this kernel does not count bytes by socket")
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_kernel_counts_what_a_ring_brings(world):
+    expected = 4 * 300_000 * 2 * (world - 1) / world
+    for received in run_ranks(bytes_of_an_all_reduce, world, 300_000):
+        assert expected <= received <= 1.01 * expected

@@ -1,0 +1,367 @@
+"""Servers and workers on a network and a clock that are simulated: both are generous with trouble.
+
+Messages are delayed, lost, doubled and overtaken; workers die, hang and come back; servers are
+killed and restarted from their journals. Nothing here knows how the protocol keeps its promises:
+`Oracle` folds the first server's log by itself, and says what each version has to hold.
+"""
+
+import copy
+import heapq
+import itertools
+import random
+from collections import Counter
+from functools import partial
+
+import torch
+from paramserver.core import Core, Followed, Staged
+from paramserver.ledger import Accept, Join, Leave, Read, Write
+from paramserver.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.partition import partition
+from paramserver.replica import Replica
+from paramserver.session import Session
+
+ONE = partial(torch.optim.SGD, lr=1.0)
+TIMEOUT, RETRY, BEAT = 6.0, 1.0, 1.5  # seconds of the simulated clock
+
+
+class Oracle:
+    """What the log says, worked out apart from the package: plain counting."""
+
+    def __init__(self, ids, workers, bound):
+        self.bound, self.position = bound, 0
+        self.clocks = dict.fromkeys(range(workers), 0)  # of those who take part
+        self.past = Counter()
+        self.versions = [torch.zeros(ids, dtype=torch.float64)]
+        self.written, self.reads = set(), {}
+
+    def follow(self, entries):
+        for entry in entries[self.position :]:
+            self.position += 1
+            match entry:
+                case Join(worker, _, clock):
+                    assert clock <= min(self.clocks.values(), default=clock)
+                    self.clocks[worker] = clock
+                case Leave(worker):
+                    del self.clocks[worker]
+                case Accept(push):
+                    self.count(push)
+                case Write(pushes):
+                    accepted = [push for push in pushes if push in self.past]
+                    assert len(accepted) in (0, len(pushes))
+                    change = torch.zeros_like(self.versions[0])
+                    for push in pushes:
+                        assert push not in self.written  # every push is applied once
+                        self.written.add(push)
+                        change[push[0]] += 1 / len(pushes)
+                        if not accepted:
+                            self.count(push)
+                    self.versions.append(self.versions[-1] + change)
+                case Read(worker, epoch, number):
+                    ahead = self.clocks[worker] - min(self.clocks.values())
+                    assert ahead <= self.bound
+                    self.reads[worker, epoch, number] = len(self.versions) - 1
+
+    def count(self, push):
+        self.past[push] += 1
+        assert self.past[push] == 1
+        if push[0] in self.clocks:
+            self.clocks[push[0]] += 1
+
+
+class World:
+    """A network, a clock, and all who are on them."""
+
+    def __init__(self, seed, *, servers, workers, joiners, consistency, loss, steps, faults):
+        self.random = random.Random(seed)
+        self.now, self.loss, self.faults = 0.0, loss, faults
+        self.steps, self.consistency, self.founders = steps, consistency, workers
+        self.queue, self.order = [], itertools.count()
+        self.ids = workers + joiners
+        self.parameters = {"x": torch.zeros(servers * self.ids, dtype=torch.float64)}
+        self.shards = partition(self.parameters, servers)
+        self.oracle = Oracle(self.ids, workers, consistency.bound)
+        self.servers = [SimulatedServer(self, number) for number in range(servers)]
+        self.workers = [SimulatedWorker(self, number) for number in range(self.ids)]
+        for worker in self.workers:
+            self.after(0 if worker.number < workers else self.random.uniform(0, 20), worker.begin)
+        self.after(1, self.trouble)
+
+    def after(self, seconds, call, *args):
+        heapq.heappush(self.queue, (self.now + seconds, next(self.order), call, args))
+
+    def send(self, receive, *args):
+        """Carry something: now, later, twice or never."""
+        calm = self.now > self.faults
+        copies = 1 if calm else self.random.choices((0, 1, 2), (self.loss, 1, self.loss / 2))[0]
+        for _ in range(copies):
+            slow = not calm and self.random.random() < 0.05
+            self.after(self.random.uniform(0, 8 if slow else 0.4), receive, *args)
+
+    def trouble(self):
+        """Something happens to somebody, every now and then."""
+        if self.now > self.faults:
+            for each in (*self.servers, *self.workers):
+                each.revive()
+            return
+        kind = self.random.choice(["kill", "kill", "hang", "server", "snapshot", "calm", "calm"])
+        if kind == "server":
+            self.random.choice(self.servers).kill()
+        elif kind == "snapshot":
+            self.random.choice(self.servers).snapshot()
+        elif kind != "calm":
+            self.random.choice(self.workers).strike(kind)
+        self.after(self.random.uniform(0.5, 8), self.trouble)
+
+    def run(self):
+        while self.queue and not all(worker.done for worker in self.workers):
+            self.now, _, call, args = heapq.heappop(self.queue)
+            assert self.now < self.faults + 3000, "nobody gets on any more"
+            call(*args)
+
+    def log(self):
+        """All entries that the first server has ever written down."""
+        own = [r.log.entries for r in self.servers[0].journal if isinstance(r, Followed)]
+        return list(itertools.chain.from_iterable(own))
+
+
+class SimulatedServer:
+    def __init__(self, world, number):
+        self.world, self.number = world, number
+        self.journal, self.saved, self.saved_at = [], None, 0
+        self.up = False
+        self.start()
+
+    def start(self):
+        if self.up:
+            return
+        world, shard = self.world, self.world.shards[self.number]
+        self.up, self.waiting = True, {}
+        self.core = Core(
+            Replica(shard, world.parameters, ONE), world.consistency, workers=world.founders,
+            timeout=TIMEOUT, survives=True, elastic=True, journal=self,
+        )  # fmt: skip
+        journal, self.journal = self.journal, []  # what is restored is not recorded again
+        # A restored tensor may be written to; what is on the disk stays as it is.
+        self.core.restore(*copy.deepcopy((self.saved, journal[self.saved_at :])))
+        self.journal = journal
+        self.look()
+
+    def record(self, record):
+        if isinstance(record, Staged):  # the buffer may be used again
+            record = Staged(record.push, record.gradients.clone())
+        self.journal.append(record)
+
+    def snapshot(self):
+        if self.up:
+            self.saved, self.saved_at = self.core.snapshot(), len(self.journal)
+
+    def kill(self):
+        if self.up:
+            self.up = False
+            self.world.after(self.world.random.uniform(0.1, 10), self.start)
+
+    revive = start
+
+    def receive(self, worker, name, message, data):
+        if not self.up:
+            return
+        if message is None:
+            self.core.lose(worker.number, "its process has ended")
+        else:
+            self.waiting[worker.number] = worker, name, message, data
+            self.attempt(worker.number)
+        for other in list(self.waiting):
+            self.attempt(other)
+        held = self.core.replica.held_tensors
+        accepted = len(self.core.replica._accepted)
+        assert held <= 2 * self.world.ids + accepted + 1
+
+    def attempt(self, number):
+        worker, name, message, data = self.waiting.pop(number)
+        out = torch.zeros(self.core.replica.shard.buffer_bytes, dtype=torch.uint8)
+        data = None if data is None else data.clone()
+        try:
+            reply = self.core.handle(number, message, data, out, self.world.now)
+        except (PeerLost, ValueError, RuntimeError) as error:
+            reply = failure(error)
+        if reply is None:
+            self.waiting[number] = worker, name, message, data
+        else:
+            reply = Message.from_text(reply.to_text())
+            self.world.send(worker.receive, self.number, name, reply, out if reply.size else None)
+
+    def look(self):
+        """Every now and then, whether one that is waited for is silent."""
+        if self.up:
+            assert self.core.check(self.world.now) == []  # the run goes on without it
+            for other in list(self.waiting):
+                self.attempt(other)
+            self.world.after(1.0, self.look)
+
+
+class SimulatedWorker:
+    def __init__(self, world, number):
+        self.world, self.number = world, number
+        self.done, self.state, self.life = False, "away", 0
+        self.acknowledged, self.buffers = [], {}
+        self.names = itertools.count()
+
+    def begin(self):
+        if self.done:
+            return
+        self.life += 1
+        self.state, self.version = "well", 0
+        layouts = [shard.digest() for shard in self.world.shards]
+        self.session = Session(self.number, layouts, self.world.random.getrandbits(48))
+        self.steps, self.open = self.program(), {}
+        self.beat(self.life)
+        self.go_on(None)
+
+    def strike(self, kind):
+        if self.state != "well":
+            return
+        if kind == "kill":
+            self.state = "dead"
+            for server in self.world.servers:
+                self.world.send(server.receive, self, None, None, None)
+            self.world.after(self.world.random.uniform(0.5, 20), self.come_back)
+        else:
+            self.state = "hung"
+            self.world.after(self.world.random.uniform(1, 20), self.wake)
+
+    def come_back(self):
+        if self.state == "dead":
+            self.begin()
+
+    def wake(self):
+        if self.state == "hung":
+            self.state = "well"
+            self.beat(self.life)
+            self.retry(self.life)
+
+    def revive(self):
+        if self.state == "hung":
+            self.wake()
+        elif self.state in ("dead", "away") and not self.done:
+            self.begin()
+
+    def beat(self, life):
+        if self.state == "well" and life == self.life and not self.done:
+            for server in self.world.servers:
+                self.world.send(server.receive_beat, self.number)
+            self.world.after(BEAT, self.beat, life)
+
+    def program(self):
+        session, world = self.session, self.world
+        yield from session.join()
+        for _ in range(world.random.randint(1, world.steps)):
+            version = yield from session.pull()
+            self.check(version)
+            yield world.random.uniform(0, 1.5)  # computes
+            for _ in range(1 if world.consistency.averages else world.random.choice((1, 1, 2))):
+                yield from session.prepare_push()
+                name = (self.number, session.epoch, session.clock)
+                yield from session.push()
+                self.acknowledged.append(name)
+        if world.random.random() < 0.3:
+            yield from session.leave()
+        else:
+            self.check((yield from session.finish()))
+
+    def check(self, version):
+        """What was read is what the log says that this version holds, at every server."""
+        oracle = self.world.oracle
+        oracle.follow(self.world.log())
+        assert version >= self.version  # versions only grow
+        self.version = version
+        shards = [self.buffers[i][: self.world.ids * 8] for i in range(len(self.world.shards))]
+        for shard in shards:
+            torch.testing.assert_close(shard.view(torch.float64), oracle.versions[version])
+
+    def go_on(self, answers):
+        try:
+            step = next(self.steps) if answers is None else self.steps.send(answers)
+        except StopIteration:
+            self.done = True
+            return
+        if isinstance(step, float):
+            self.world.after(step, self.computed, self.life)
+            return
+        self.open = {r.server: (next(self.names), r.message) for r in step}
+        self.expected, self.answers = [r.server for r in step], {}
+        self.retry(self.life)
+
+    def computed(self, life):
+        if life != self.life or self.state == "dead":
+            return
+        if self.state == "hung":
+            self.world.after(1.0, self.computed, life)
+        else:
+            self.go_on(None)
+
+    def retry(self, life):
+        if self.state != "well" or life != self.life or self.done or not self.open:
+            return
+        for server, (name, message) in self.open.items():
+            data = self.gradient(server) if message.kind in (Kind.STAGE, Kind.PUSH) else None
+            host = self.world.servers[server]
+            text = Message.from_text(message.to_text())
+            self.world.send(host.receive, self, (self.life, name), text, data)
+        self.world.after(RETRY, self.retry, life)
+
+    def gradient(self, server):
+        shard = self.world.shards[server]
+        buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        shard.views(buffer)[0].view(-1)[self.number] = -1.0
+        return buffer
+
+    def receive(self, server, name, reply, data):
+        if self.state != "well" or self.open.get(server, (None,))[0] != name[1]:
+            return
+        if name[0] != self.life:
+            return
+        try:
+            raise_failure(f"server {server}", reply)
+        except PeerLost:
+            self.open = {}
+            self.world.after(0.1, self.begin_again, self.life)
+            return
+        del self.open[server]
+        if data is not None:
+            self.buffers[server] = data
+        self.answers[server] = reply
+        if not self.open:
+            self.go_on([self.answers[s] for s in self.expected])
+
+    def begin_again(self, life):
+        if life == self.life and self.state == "well":
+            self.begin()
+
+
+def _receive_beat(self, number):
+    if self.up:
+        self.core.handle(number, Message(Kind.BEAT), None, None, self.world.now)
+
+
+SimulatedServer.receive_beat = _receive_beat
+
+
+def simulate(seed, **options):
+    """Run a world to its end, and hold what is left against what was promised."""
+    world = World(seed, **options)
+    world.run()
+    entries = world.log()
+    world.oracle.follow(entries)
+    acknowledged = [name for worker in world.workers for name in worker.acknowledged]
+    assert len(set(acknowledged)) == len(acknowledged)
+    in_log = {push for entry in entries if isinstance(entry, Accept) for push in [entry.push]}
+    in_log |= world.oracle.written
+    assert set(acknowledged) <= in_log  # what was acknowledged is not lost
+    first = world.servers[0]
+    for server in world.servers:
+        server.start()
+        server.core._follow(first.core.ledger.since(server.core.replica.position))
+        held = server.core.replica.state_dict()["parameters"][: world.ids * 8].view(torch.float64)
+        torch.testing.assert_close(held, world.oracle.versions[-1])
+        assert server.core.replica.version == len(world.oracle.versions) - 1
+    return world

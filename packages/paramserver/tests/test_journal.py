@@ -1,0 +1,154 @@
+"""What a server was told is on the disk before it says so; a disk that fails is named."""
+
+import errno
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paramserver import Asynchronous, Server, Worker
+from paramserver.journal import DiskJournal
+from torch import nn
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def server_with(folder, **options):
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    adam = torch.optim.Adam
+    server = Server(dict(module.named_parameters()), adam, Asynchronous(), workers=1, elastic=True)
+    journal = DiskJournal(folder, **options)
+    journal.load(server.core)
+    OPEN.append(journal)
+    return server, journal
+
+
+def steps(server, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    worker = Worker(nn.Linear(3, 2), server)
+    for _ in range(count):
+        worker.pull()
+        for parameter in worker.module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        worker.push()
+    return worker
+
+
+def held(server):
+    state = server.state_dict()
+    return state["parameters"].tolist(), state["version"], str(state["optimizer"])
+
+
+@pytest.mark.parametrize("snapshots", [(), (2,), (1, 3)])
+def test_a_new_server_goes_on_where_the_journal_ends(tmp_path, snapshots):
+    server, journal = server_with(tmp_path)
+    for turn in range(5):
+        steps(server, 3, turn)
+        if turn in snapshots:
+            journal.snapshot(server.core)
+    again, _ = server_with(tmp_path)
+    assert held(again) == held(server)
+    assert steps(again, 1).pushes == 16
+    assert len(list(tmp_path.iterdir())) == (2 if snapshots else 1)
+
+
+@given(share=st.floats(0, 1))
+def test_a_journal_that_ends_anywhere_is_a_prefix(tmp_path_factory, share):
+    folder = tmp_path_factory.mktemp("journal")
+    server, journal = server_with(folder)
+    steps(server, 4)
+    journal.close()
+    file = folder / "journal-00000000"
+    raw = file.read_bytes()
+    file.write_bytes(raw[: int(share * len(raw))])
+    again, _ = server_with(folder)
+    assert again.version <= 4
+    assert steps(again, 2).pushes == again.version
+
+
+def test_a_bit_that_fell_over_ends_the_journal_there(tmp_path):
+    server, journal = server_with(tmp_path)
+    steps(server, 4)
+    journal.close()
+    file = tmp_path / "journal-00000000"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    file.write_bytes(raw)
+    assert 0 < server_with(tmp_path)[0].version < 4
+
+
+def test_a_snapshot_that_was_not_finished_is_no_snapshot(tmp_path):
+    server, _ = server_with(tmp_path)
+    steps(server, 3)
+    (tmp_path / "unfinished-00000001").write_bytes(b"half of one")
+    assert held(server_with(tmp_path)[0]) == held(server)
+
+
+class FullDisk:
+    """A file that takes so many more bytes, and then half of what it is given."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def write(self, part):
+        if self.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = part[: max(1, min(len(part), self.room))]
+        self.room -= len(part)
+        return self._file.write(part)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def push_often(worker):
+    for _ in range(3):
+        worker._drive(worker._session.push())
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 100, 150, 200])
+def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
+    server, journal = server_with(tmp_path)
+    worker = steps(server, 2)
+    journal._file = FullDisk(journal._file, room)
+    worker.pull() if room > 150 else None
+    for parameter in worker.module.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    with pytest.raises(RuntimeError, match=r"no journal can be written in .*No space left"):
+        push_often(worker)
+    journal._file.room = 10**9  # somebody has made room
+    worker = steps(server, 1)
+    assert worker.pushes == server.version
+    assert held(server_with(tmp_path)[0]) == held(server)
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(tmp_path, monkeypatch):
+    server, journal = server_with(tmp_path, snapshot_bytes=1)
+    steps(server, 2)
+    assert journal.is_long()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(RuntimeError, match="no snapshot can be written"):
+            journal.snapshot(server.core)
+    steps(server, 1)
+    assert held(server_with(tmp_path)[0]) == held(server)
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match=r"no journal can be kept in .*file"):
+        DiskJournal(tmp_path / "file" / "folder")

@@ -1,0 +1,223 @@
+"""DiLoCo equals a plain loop, and compression loses nothing for good."""
+
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    Integers,
+    LocalSteps,
+    Server,
+    StaleSynchronous,
+    TopK,
+    Worker,
+    partition,
+    plain,
+    run,
+)
+from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model, train
+
+INNER = partial(torch.optim.AdamW, lr=0.01)
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def loss_of_step(module, worker, step):
+    inputs, targets = batch(step, worker)
+    return F.mse_loss(module(inputs), targets)
+
+
+def diloco_in_twenty_lines(workers, rounds, steps):
+    theta = model()
+    outer = OUTER(theta.parameters())
+    replicas = [model() for _ in range(workers)]
+    inners = [INNER(replica.parameters()) for replica in replicas]
+    for turn in range(rounds):
+        for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
+            replica.load_state_dict(theta.state_dict())
+            for step in range(turn * steps, (turn + 1) * steps):
+                inner.zero_grad()
+                loss_of_step(replica, worker, step).backward()
+                inner.step()
+        for name, parameter in theta.named_parameters():
+            changes = [parameter.detach() - r.get_parameter(name).detach() for r in replicas]
+            parameter.grad = sum(changes) / workers
+        outer.step()
+    return {name: p.detach() for name, p in theta.named_parameters()}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_local_steps_are_diloco(transport, servers):
+    result = run(
+        train, model(), INNER, LocalSteps(4, OUTER), args=(12,), workers=3, servers=servers,
+        transport=transport,
+    )  # fmt: skip
+    assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
+    assert result.versions == [3] * servers
+
+
+def test_the_plain_file_is_diloco():
+    expected = diloco_in_twenty_lines(2, 3, 5)
+    found = plain.train_diloco(model(), INNER, OUTER, loss_of_step, workers=2, rounds=3, steps=5)
+    assert_equal_parameters(dict(zip(expected, found, strict=True)), expected)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_bulk_synchronous_is_the_plain_file(optimizer):
+    found = plain.train(model(), optimizer, loss_of_step, workers=3, steps=5)
+    result = run(train, model(), optimizer, BulkSynchronous(), args=(5,), workers=3)
+    expected = dict(zip(result.parameters, found, strict=True))
+    assert_equal_parameters(result.parameters, expected)
+
+
+@pytest.mark.parametrize("consistency", [StaleSynchronous(2), Asynchronous()], ids=repr)
+def test_a_stale_schedule_is_the_plain_files(consistency):
+    # Worker 1 has a turn every third time only; with no time to wait, a turn that would is skipped.
+    server = Server(
+        dict(model().named_parameters()), SGD, consistency, workers=2, timeout=0.0
+    )  # fmt: skip
+    group = [Worker(model(), server, rank=rank) for rank in range(2)]
+    now = 0
+    while any(worker.clock < 8 for worker in group):
+        for worker in group:
+            if worker.clock < 8 and now % (1, 3)[worker.rank] == 0:
+                try:
+                    worker.pull()
+                except TimeoutError:
+                    continue
+                loss_of_step(worker.module, worker.rank, worker.clock).backward()
+                worker.push()
+        now += 1
+    expected = plain.train(
+        model(), SGD, loss_of_step, workers=2, steps=8, bound=consistency.bound, speeds=(1, 3)
+    )
+    group[0].module.zero_grad()
+    found = server.core.replica._parameters
+    flat = torch.cat([p.flatten() for p in expected])
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in found]), flat)
+
+
+def test_a_short_last_round_is_pushed_too():
+    result = run(train, model(), INNER, LocalSteps(4, OUTER), args=(6,), workers=2)
+    assert result.versions == [2]
+
+
+def in_threads(workers, steps):
+    threads = [threading.Thread(target=lambda w=w: (train(w, steps), w.finish())) for w in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.25)], ids=repr)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_with_compression_all_workers_hold_the_same_and_errors_are_made_good(compression, servers):
+    policy = LocalSteps(3, OUTER, compression)
+    start = model().float()
+    parameters = dict(start.named_parameters())
+    shards = partition(parameters, servers)
+    hosts = [Server(parameters, INNER, policy, workers=2, shard=shard) for shard in shards]
+    group = [
+        Worker(copy, hosts, rank=rank, local=policy, optimizer=INNER)
+        for rank, copy in enumerate([model().float(), model().float()])
+    ]
+
+    def loss(worker, step):
+        inputs, targets = batch(step, worker.rank)
+        return F.mse_loss(worker.module(inputs.float()), targets.float())
+
+    def work(worker):
+        for step in range(30):
+            worker.pull()
+            loss(worker, step).backward()
+            worker.push()
+        worker.finish()
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    first, second = (torch.cat([p.flatten() for p in w.module.parameters()]) for w in group)
+    assert torch.equal(first, second)
+    for host in hosts:  # what is held out differs from what is true by one rounding, not by ten
+        true, held_out = host.core.replica._flat(), host.core.replica._published
+        change = host.core.replica.compression.decode(
+            host.core.replica._changes[host.version], len(true)
+        )
+        assert (true - held_out).abs().max() <= 2 * change.abs().max() + 1e-3
+    assert all(host.version == 10 for host in hosts)
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=3000), bits=st.sampled_from([4, 8]))
+def test_integers_round_each_element_by_half_a_step(values, bits):
+    values = torch.tensor(values)
+    data = Integers(bits).encode(values)
+    decoded = Integers(bits).decode(data, len(values))
+    for start in range(0, len(values), 1024):
+        block = values[start : start + 1024]
+        step = block.abs().max() / (2 ** (bits - 1) - 1)
+        error = (block - decoded[start : start + 1024]).abs().max()
+        assert error <= step * 0.5 + 1e-6 * block.abs().max()
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=300), share=st.floats(0.01, 0.25))
+def test_top_k_keeps_the_largest_as_they_are(values, share):
+    values = torch.tensor(values)
+    decoded = TopK(share).decode(TopK(share).encode(values), len(values))
+    kept = decoded != 0
+    assert torch.equal(decoded[kept], values[kept])
+    if kept.any() and (~kept).any():
+        assert values[~kept].abs().max() <= values[kept].abs().min()
+
+
+def test_four_bits_take_three():
+    data = Integers(4).encode(torch.randn(2**20, generator=torch.Generator().manual_seed(0)))
+    assert 8 * len(data) / 2**20 < 3.2
+
+
+def test_error_feedback_sends_the_sum_in_the_end():
+    generator = torch.Generator().manual_seed(0)
+    values, residual, sent = torch.randn(500, generator=generator), torch.zeros(500), 0
+    for _ in range(200):
+        data = TopK(0.05).encode(values + residual)
+        decoded = TopK(0.05).decode(data, 500)
+        residual = values + residual - decoded
+        sent = sent + decoded
+    # Per step, at most a fixed amount is still owed: the error does not grow with the steps.
+    assert (sent / 200 - values).abs().max() < 0.2
+
+
+def test_compressed_garbage_is_refused():
+    policy = LocalSteps(1, OUTER, Integers(4))
+    server = Server(dict(nn.Linear(3, 3).named_parameters()), INNER, policy, workers=1)
+    worker = Worker(nn.Linear(3, 3), server, local=policy, optimizer=INNER)
+    worker.pull()
+    bomb = Integers(4).encode(torch.zeros(10**6))
+    with pytest.raises(ValueError, match=r"12 compressed elements|bytes where 12 elements take"):
+        server.core.replica.expand(bomb)
+
+
+def test_local_steps_need_an_optimizer_and_a_number():
+    with pytest.raises(ValueError, match="0 local steps"):
+        LocalSteps(0)
+    with pytest.raises(ValueError, match="need a worker's own `optimizer`"):
+        Worker(model(), [], local=LocalSteps(2))
+    with pytest.raises(ValueError, match="5 bits"):
+        Integers(5)
+    with pytest.raises(ValueError, match="a share of 0"):
+        TopK(0)

@@ -1,0 +1,39 @@
+"""The protocol keeps its promises on a network and a clock that keep none."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import Asynchronous, BulkSynchronous, StaleSynchronous
+from simulated_network import simulate
+
+WORLDS = {
+    "seed": st.integers(0, 2**32),
+    "servers": st.integers(1, 3),
+    "workers": st.integers(1, 4),
+    "joiners": st.integers(0, 2),
+    "consistency": st.sampled_from(
+        [BulkSynchronous(), StaleSynchronous(0), StaleSynchronous(2), Asynchronous()]
+    ),
+    "loss": st.sampled_from([0.0, 0.05, 0.3]),
+    "steps": st.integers(1, 10),
+    "faults": st.sampled_from([0.0, 15.0, 40.0]),
+}
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(**WORLDS)
+def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_whole(**world):
+    simulate(**world)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=10_000, suppress_health_check=list(HealthCheck))
+@given(**WORLDS)
+def test_ten_thousand_schedules(**world):
+    simulate(**world)

@@ -1,0 +1,256 @@
+"""Processes that are killed at any moment cost a pause: nothing is lost, nothing is doubled."""
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import Asynchronous, BulkSynchronous, Job, PeerLost, StaleSynchronous, run
+from paramserver.supervise import final, join_servers, open_server
+from paramserver.transport.zeromq import Keys
+from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
+
+zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
+
+
+ONE = partial(torch.optim.SGD, lr=1.0)
+
+
+class Vector(nn.Module):
+    """Each push of worker w adds one to element w of every row."""
+
+    def __init__(self, workers=3, rows=20):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(rows, workers, dtype=torch.float64))
+
+
+def count(worker, steps, seconds):
+    """Push until this rank has been accepted `steps` times, in however many lives."""
+    while worker.pushes < steps:
+        worker.pull()
+        rows = worker.module.x
+        assert (rows == rows[0]).all()  # one version
+        worker.module.x.grad = torch.zeros_like(rows)
+        worker.module.x.grad[:, worker.rank] = -1.0
+        time.sleep(seconds)
+        worker.push()
+    return worker.pushes
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_run_equals_one_process(servers):
+    result = run(train, model(), SGD, args=(5,), workers=3, servers=servers, transport="zeromq")
+    assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
+    assert result.versions == [5] * servers
+    assert result.staleness == {0: 15 * servers}
+
+
+def run_and_kill(consistency, kills, seed, steps=60, servers=2):
+    """The result of a run during which processes are killed, and how many were."""
+    chance, killed, done = random.Random(seed), [], threading.Event()
+
+    def killer():
+        while len(killed) < kills and not done.wait(chance.uniform(0.05, 1.2)):
+            children = [
+                p for p in multiprocessing.active_children() if p.name[:6] in ("server", "worker")
+            ]
+            if children:
+                victim = chance.choice(children)
+                killed.append(victim.name)
+                os.kill(victim.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        result = run(
+            count, Vector(), ONE, consistency, args=(steps, 0.02), workers=3, servers=servers,
+            transport="zeromq", restarts=kills + 1, timeout=30.0,
+        )  # fmt: skip
+    finally:
+        done.set()
+        thread.join()
+    return result, killed
+
+
+@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(2)], ids=repr)
+def test_nothing_is_lost_or_doubled_when_processes_are_killed(consistency):
+    result, killed = run_and_kill(consistency, 4, seed=1)
+    assert killed
+    assert result.values == [60, 60, 60]
+    assert result.versions == [180, 180]
+    assert result.parameters["x"].unique().tolist() == [60.0]
+
+
+def test_bulk_synchronous_training_survives_a_kill():
+    result, killed = run_and_kill(BulkSynchronous(), 3, seed=2)
+    assert killed
+    assert result.values == [60, 60, 60]
+    x = result.parameters["x"]
+    assert (x == x[0]).all()
+    assert x[0].sum() == pytest.approx(result.versions[0])  # each update is a mean of ones
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(1)], ids=repr)
+def test_two_hundred_kills(consistency, seed):
+    result, killed = run_and_kill(consistency, 5, seed=100 + seed, steps=80)
+    assert killed
+    assert result.parameters["x"].unique().tolist() == [80.0]
+
+
+def test_an_exception_in_training_is_raised_as_it_was():
+    with pytest.raises(ZeroDivisionError, match="seven"):
+        run(fail, model(), SGD, args=(0, "raise"), workers=2, transport="zeromq")
+
+
+def test_a_dead_worker_is_named_where_nobody_is_started_again():
+    with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
+        run(fail, model(), SGD, args=(1, "die"), workers=2, transport="zeromq", timeout=30)
+
+
+def test_only_zeromq_starts_anybody_again():
+    with pytest.raises(ValueError, match="use transport='zeromq'"):
+        run(train, model(), SGD, restarts=1)
+
+
+@pytest.fixture
+def served():
+    """A job with one server in a thread; and a way to serve it with keys."""
+    open_servers = []
+
+    def serve(job, keys=None, address="tcp://127.0.0.1:*"):
+        server = open_server(job, 0, address, journal=None, keys=keys)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        open_servers.append((server, thread))
+        return server
+
+    yield serve
+    for server, thread in open_servers:
+        server.stop()
+        thread.join()
+        server.close()
+
+
+def job_of(**options):
+    return Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=5.0, **options)
+
+
+def test_garbage_and_half_messages_disturb_nobody(served):
+    server = served(job_of())
+    port = int(server.address.rsplit(":", 1)[1])
+    slow = socket.create_connection(("127.0.0.1", port))
+    slow.sendall(b"\xff\x00")  # the beginning of a greeting, and nothing more
+    chance = random.Random(0)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(chance.randbytes(200))
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(server.address)
+    for frames in (
+        [b""],
+        [b"{"],
+        [b"[1,2,3]"],
+        [b'[0,0,0,3,0,0,0,0,0,-1,""]', b"short"],
+        [b"x"] * 9,
+    ):
+        stranger.send_multipart(frames)
+    with join_servers(job_of(), 1, [server.address]) as worker:
+        assert count(worker, 5, 0.0) == 5
+    stranger.close(linger=0)
+    context.term()
+    slow.close()
+    assert final(job_of(), [server.address])[0].version == 5
+
+
+def test_only_those_whose_keys_are_known_may_come(served):
+    (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
+        tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
+    )
+    server = served(job_of(), Keys(server_public, server_secret, (ours,)))
+    known = Keys(ours, our_secret, (server_public,))
+    with join_servers(job_of(), 0, [server.address], keys=known) as worker:
+        assert count(worker, 3, 0.0) == 3
+    stranger = Keys(theirs, their_secret, (server_public,))
+    for keys in (stranger, None):
+        with (
+            pytest.raises(PeerLost, match="has said nothing for 5 s"),
+            join_servers(job_of(), 1, [server.address], keys=keys),
+        ):
+            pass
+
+
+def test_an_open_address_needs_keys():
+    with pytest.raises(ValueError, match="give keys, or bind tcp://127"):
+        open_server(job_of(), 0, "tcp://0.0.0.0:5555", journal=None)
+
+
+def test_workers_join_and_leave_while_others_train(served):
+    server = served(job_of())
+    with join_servers(job_of(), 0, [server.address]) as first:
+        count(first, 3, 0.0)
+        with join_servers(job_of(), 1, [server.address]) as second:
+            assert second.pull() >= 3
+            assert second.module.x[0, 0] == 3  # it has caught up
+            count(second, 4, 0.0)
+            second.leave()
+            second.finish = lambda: None
+        count(first, 6, 0.0)
+    with join_servers(job_of(), 1, [server.address]) as again:
+        assert again.pushes == 4  # where it was in its data
+    assert final(job_of(), [server.address])[0].version == 10
+
+
+@pytest.mark.exhaustive
+def test_serve_and_join_by_hand(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-m", "paramserver"]
+    for name in ("server", "worker"):
+        subprocess.run([*command, "keys", str(tmp_path / name)], check=True, cwd=tmp_path)
+    (tmp_path / "by_hand.py").write_text(
+        "from test_zeromq import Vector, count, ONE\nfrom paramserver import *\n"
+        "def job():\n"
+        "    return Job(count, Vector(), ONE, Asynchronous(), args=(4, 0.0), workers=0)\n"
+    )
+    serve = [
+        *command, "serve", "by_hand:job", "--address", "tcp://127.0.0.1:*", "--journal", "state",
+        "--keys", "server", "--peer", "worker.public",
+    ]  # fmt: skip
+    for ranks in ("01", "2"):  # the second one goes on from the first one's journal
+        server = subprocess.Popen(
+            serve, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+        )
+        address = server.stdout.readline().split()[-1]
+        for rank in ranks:
+            join = [
+                *command, "join", "by_hand:job", "--address", address, "--rank", rank,
+                "--keys", "worker", "--peer", "server.public",
+            ]  # fmt: skip
+            done = subprocess.run(
+                join, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
+            )
+            assert done.stdout.strip() == "4", done.stderr
+        server.terminate()
+        assert server.wait(30) == 0
+        server.stdout.close()
+    restored = open_server(
+        Job(count, Vector(), ONE, Asynchronous(), workers=0), 0, f"ipc://{tmp_path}/x",
+        journal=tmp_path / "state",
+    )  # fmt: skip
+    assert restored.core.replica.version == 12
+    restored.close()

@@ -1,0 +1,443 @@
+"""Random programs, sharded and in one process in float64: equal, or an error that names the cause.
+
+A program is drawn from its number: a model, an optimizer, a stage, a number of ranks, and what a
+training loop does with them. Every rank runs it sharded, on its part of each batch, and unsharded,
+on all parts. Many save on the way and resume at another stage on another number of ranks.
+"""
+
+import copy
+import random
+import re
+import traceback
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from worker_pool import run_ranks
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+
+WORLD = 3
+SAMPLE, ALL = 100, 10_000
+AT_ONCE = 50
+OPTIMIZERS = {
+    "SGD": [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "nesterov": True}],
+    "Adam": [{}, {"amsgrad": True}, {"weight_decay": 0.1}],
+    "AdamW": [{}, {"foreach": True}, {"maximize": True}],
+    "Adamax": [{}],
+    "NAdam": [{}],
+    "RAdam": [{}],
+    "Adagrad": [{}],
+    "RMSprop": [{"momentum": 0.5, "centered": True}],
+    "ASGD": [{}],
+    "Adafactor": [{}],
+    "Muon": [{}],
+}
+WHOLE = {"Adafactor", "Muon"}
+
+
+class Model(nn.Module):
+    """A few blocks out of what models are made of; `draw` says which."""
+
+    def __init__(self, draw, name):
+        super().__init__()
+        # Muon takes matrices, Adafactor no empty tensors.
+        matrices_only, empty = name == "Muon", name != "Adafactor"
+        self.width = draw.choice([4, 5, 6])
+        self.kinds = [
+            draw.choice(["linear", "norm", "attention", "free", "scale", "read", "batchnorm"])
+            for _ in range(draw.randint(1, 3))
+        ]
+        if matrices_only:
+            self.kinds = [draw.choice(["linear", "free"]) for _ in self.kinds]
+        bias = not matrices_only
+        self.embed = nn.Embedding(7, self.width)
+        self.blocks = nn.ModuleList()
+        for kind in self.kinds:
+            self.blocks.append(
+                {
+                    "linear": lambda: nn.Linear(self.width, self.width, bias=bias),
+                    "norm": lambda: nn.LayerNorm(self.width),
+                    "attention": lambda: nn.MultiheadAttention(
+                        # Keys' biases have no gradient but rounding, which Adam makes steps of.
+                        self.width,
+                        1,
+                        bias=False,
+                        batch_first=True,
+                    ),
+                    "free": lambda: nn.Linear(self.width, self.width + 3, bias=False),
+                    "scale": lambda: Scale(empty),
+                    "read": lambda: nn.Linear(self.width, self.width, bias=bias),
+                    "batchnorm": lambda: nn.BatchNorm1d(self.width, track_running_stats=False),
+                }[kind]()
+            )
+        # Used in some steps only, or by some ranks.
+        self.spare = nn.Linear(self.width, self.width, bias=bias)
+        self.head = nn.Linear(self.width, 7, bias=False)
+        if draw.random() < 0.4:
+            self.head.weight = self.embed.weight
+        self.recompute = draw.random() < 0.3
+        self.read_head = draw.random() < 0.3
+
+    def forward(self, tokens, use_spare=False):
+        x = self.embed(tokens)
+        for kind, block in zip(self.kinds, self.blocks, strict=True):
+            step = lambda x, kind=kind, block=block: self.apply_block(kind, block, x)  # noqa: E731
+            if self.recompute and torch.is_grad_enabled():
+                x = x + checkpoint(step, x, use_reentrant=False)
+            else:
+                x = x + step(x)
+        if use_spare:
+            x = x + torch.tanh(self.spare(x))
+        if self.read_head:
+            return F.linear(x, self.head.weight)
+        return self.head(x)
+
+    def apply_block(self, kind, block, x):
+        if kind == "attention":
+            return block(x, x, x, need_weights=False)[0]
+        if kind == "read":
+            return torch.tanh(F.linear(x, block.weight))
+        if kind == "free":
+            return torch.tanh(block(x))[..., : self.width]
+        if kind == "batchnorm":
+            return block(x.mT).mT
+        return torch.tanh(block(x))
+
+
+class Scale(nn.Module):
+    """A number, and a tensor without elements."""
+
+    def __init__(self, empty):
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.zeros(0)) if empty else torch.zeros(0)
+
+    def forward(self, x):
+        return x * self.by + self.nothing.sum()
+
+
+class Program:
+    """One program: `run()` trains both ways and compares after every step."""
+
+    def __init__(self, number, folder):
+        self.draw = random.Random(number)
+        self.number, self.folder = number, folder
+        self.log = []
+        self.hooked = False
+        draw = self.draw
+        self.name = draw.choice(list(OPTIMIZERS))
+        self.options = {"lr": 0.05, **draw.choice(OPTIMIZERS[self.name])}
+        self.ranks = draw.randint(1, WORLD)
+        self.stage = self.draw_stage()
+        self.grouped = draw.random() < 0.4
+        self.clip = draw.choice([None, None, "torch", "ours", "value", "inf", "by hand"])
+        self.scaling = draw.choice([None, None, "amp", "sharded"])
+        self.seed = draw.randrange(1 << 30)
+
+    def draw_stage(self):
+        return self.draw.choice([1, 2] if self.name in WHOLE else [1, 2, 3])
+
+    def run(self):
+        self.group = self.new_group()
+        torch.manual_seed(self.seed)
+        self.twin = Model(random.Random(self.seed), self.name).double()
+        self.theirs = self.optimizer(self.twin)
+        self.wrap(copy.deepcopy(self.twin))
+        self.scalers = self.make_scaler(), self.make_scaler(plain=True)
+        for step in range(self.draw.randint(2, 4)):
+            self.step(step)
+            self.compare(step)
+            if self.draw.random() < 0.3:
+                self.resume(step)
+                self.compare(step)
+
+    def new_group(self):
+        return dist.new_group(list(range(self.ranks)))
+
+    @property
+    def here(self):
+        return dist.get_rank() < self.ranks
+
+    def groups(self, module):
+        named = [(n.removeprefix("module."), p) for n, p in module.named_parameters()]
+        if not self.grouped:
+            return [p for _, p in named]
+        some = [p for n, p in named if "blocks" in n]
+        return [
+            {"params": [p for n, p in named if "blocks" not in n], "weight_decay": 0.05},
+            *([{"params": some, "lr": 0.02}] if some else []),
+        ]
+
+    def optimizer(self, module):
+        return getattr(torch.optim, self.name)(self.groups(module), **self.options)
+
+    def wrap(self, model):
+        if not self.here:
+            self.model = self.ours = None
+            return
+        if self.stage == 3:
+            shard = (nn.Linear, nn.Embedding)
+            if self.draw_same() < 0.3:
+                shard = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.LayerNorm)
+            self.model = FSDP(model, group=self.group, shard=shard)
+            self.ours = self.optimizer(self.model)
+            return
+        self.model = model
+        self.ours = ShardedOptimizer(
+            self.groups(model),
+            getattr(torch.optim, self.name),
+            group=self.group,
+            shard_gradients=self.stage == 2,
+            bucket_size_mb=[100 / 2**20, 400 / 2**20, 25][self.number % 3],
+            **self.options,
+        )
+
+    def draw_same(self):
+        """A number that ranks without a part draw as well as the others."""
+        return random.Random(self.seed + self.stage).random()
+
+    def make_scaler(self, plain=False):
+        if self.scaling is None or not (self.here or plain):
+            return None
+        options = {"init_scale": 256.0, "growth_interval": 2}
+        if self.scaling == "sharded" and not plain:
+            return ShardedGradScaler("cpu", process_group=self.group, **options)
+        return torch.amp.GradScaler("cpu", **options)
+
+    def both(self):
+        ours = [(self.model, self.ours)] if self.here else []
+        return [*ours, (self.twin, self.theirs)]
+
+    def parameters(self, module):
+        return {n.removeprefix("module."): p for n, p in module.named_parameters()}
+
+    def loss(self, model, step, micro, rank, spare):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank + self.seed)
+        tokens, targets = (torch.randint(7, (2, 3), generator=generator) for _ in range(2))
+        loss = F.cross_entropy(model(tokens, use_spare=spare).flatten(0, 1), targets.flatten())
+        return loss if self.draw_overflow(step) != rank else loss * float("inf")
+
+    def draw_overflow(self, step):
+        """The rank whose gradients overflow in this step."""
+        if self.scaling is None:
+            return None
+        return random.Random(self.seed + step).choice([None, None, None, *range(self.ranks)])
+
+    def step(self, step):
+        draw = self.draw
+        self.change_what_trains()
+        micros = draw.randint(1, 3)
+        synced = [draw.random() < 0.4 for _ in range(micros - 1)] + [True]
+        spares = [[draw.random() < 0.5 for _ in range(WORLD)] for _ in range(micros)]
+        if self.stage == 3:
+            # Every FSDP needs the same layers on every rank.
+            spares = [[row[0]] * WORLD for row in spares]
+        together = draw.random() < 0.3
+
+        if self.here:
+            holder = self.model if self.stage == 3 else self.ours
+            rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])
+            waiting = 0.0
+            for micro in range(micros):
+                with nullcontext() if synced[micro] else holder.no_sync():
+                    loss = self.loss(self.model, step, micro, rank, spares[micro][rank])
+                    if together and synced[micro] and micro + 1 < micros:
+                        waiting = waiting + loss
+                    else:
+                        scale(loss + waiting).backward()
+                        waiting = 0.0
+            if draw_evaluation(self.seed, step):
+                with torch.no_grad():
+                    self.loss(self.model, step, 7, rank, True)
+        scale = self.scale_of(self.scalers[1])
+        for micro in range(micros):
+            for rank in range(self.ranks):
+                loss = self.loss(self.twin, step, micro, rank, spares[micro][rank])
+                scale(loss / self.ranks).backward()
+        dropped = draw.random() < 0.1
+        zero = draw.choice(["optimizer", "model", "zeros", "keep"])
+        edit = draw.choice([None, None, "data", "in place", "none"])
+        used = [row[: self.ranks] for row in spares]
+        self.log.append((step, synced, used, together, dropped, zero, edit))
+        for module, optimizer in self.both():
+            if dropped:
+                module.zero_grad()
+                continue
+            self.finish(module, optimizer, edit)
+            if zero == "optimizer":
+                optimizer.zero_grad()
+            elif zero == "model":
+                module.zero_grad()
+            elif zero == "zeros":
+                optimizer.zero_grad(set_to_none=False)
+
+    def scale_of(self, scaler):
+        return (lambda loss: loss) if scaler is None else scaler.scale
+
+    def finish(self, module, optimizer, edit):
+        ours = module is self.model
+        scaler = self.scalers[0 if ours else 1]
+        parameters = self.parameters(module)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                continue
+            if edit == "data":
+                parameter.grad.data.mul_(0.5)
+            elif edit == "in place":
+                parameter.grad *= 2.0
+            elif edit == "none" and "blocks" in name:
+                parameter.grad = None
+        # Every rank asks for the norms of the same parameters, if its shard of one is empty too.
+        filled = {n for n, p in self.twin.named_parameters() if p.numel()}
+        values = [p for n, p in parameters.items() if p.grad is not None and n in filled]
+        if self.clip == "torch" or (self.clip == "ours" and not ours):
+            nn.utils.clip_grad_norm_(values, 0.3)
+        elif self.clip == "ours":
+            (module if self.stage == 3 else optimizer).clip_grad_norm_(0.3)
+        elif self.clip == "value":
+            nn.utils.clip_grad_value_(values, 0.02)
+        elif self.clip == "inf":
+            nn.utils.clip_grad_norm_(values, 0.05, norm_type=float("inf"))
+        elif self.clip == "by hand":
+            norm = sum(p.grad.pow(2).sum() for p in values) ** 0.5
+            for parameter in values:
+                parameter.grad.mul_(0.3 / (norm + 0.3))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    def change_what_trains(self):
+        draw = self.draw
+        action = draw.choice([None, None, None, "freeze", "data", "move", "rate", "hook", "copy"])
+        names = sorted(n for n, _ in self.twin.named_parameters())
+        chosen = {n for n in names if draw.random() < 0.5}
+        self.log.append((action, sorted(chosen) if action == "freeze" else ""))
+        for module, optimizer in self.both():
+            parameters = self.parameters(module)
+            if action == "rate":
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
+            for name in names:
+                parameter = parameters[name]
+                if action == "freeze":
+                    parameter.requires_grad_(name in chosen or name == "embed.weight")
+                elif action == "data":
+                    parameter.data.mul_(0.9)
+                elif action == "move":
+                    parameter.data = parameter.data.clone()
+                elif action == "hook" and not self.hooked and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda p: None)
+        self.hooked = self.hooked or action == "hook"
+        if action == "copy":
+            # A copy of a parameter has no gradient.
+            for _, optimizer in self.both():
+                optimizer.zero_grad()
+        if action == "copy" and self.here and self.stage == 3:
+            state = copy.deepcopy(self.ours.state_dict())
+            self.model = copy.deepcopy(self.model)
+            self.ours = self.optimizer(self.model)
+            self.ours.load_state_dict(state)
+
+    def resume(self, step):
+        """Save, and go on at another stage on another number of ranks."""
+        path = f"{self.folder}/{self.number}-{step}"
+        if self.here:
+            asynchronous = random.Random(self.seed + step).random() < 0.5
+            saving = save_checkpoint(
+                path, self.model, self.ours, extra={"step": step}, async_op=asynchronous,
+                group=self.group,
+            )  # fmt: skip
+            for parameter in self.model.parameters():
+                parameter.data.add_(1.0)
+            if saving is not None:
+                saving.wait()
+        dist.barrier()
+        scale = self.scalers[1].state_dict() if self.scaling else None
+        self.ranks, self.stage = self.draw.randint(1, WORLD), self.draw_stage()
+        self.log.append(("resume", self.ranks, self.stage))
+        self.group = self.new_group()
+        torch.manual_seed(1)
+        model = Model(random.Random(self.seed), self.name).double()
+        wanted = {n: p.requires_grad for n, p in self.twin.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(wanted[name])
+        self.wrap(model)
+        if self.here:
+            loaded = load_checkpoint(path, self.model, self.ours, group=self.group)
+            assert loaded == {"step": step}
+            rates = [group["lr"] for group in self.theirs.param_groups]
+            assert [group["lr"] for group in self.ours.param_groups] == rates
+        self.theirs.zero_grad()
+        self.scalers = self.make_scaler(), self.make_scaler(plain=True)
+        for scaler in self.scalers:
+            if scaler is not None:
+                scaler.load_state_dict(scale)
+        self.hooked = True
+
+    def compare(self, step):
+        problem = ""
+        if self.here:
+            whole = self.parameters(self.model)
+            if self.stage == 3:
+                whole = self.model.gather_full_params()
+            for name, value in self.twin.named_parameters():
+                apart = (whole[name].detach() - value.detach()).abs() > 1e-9 + 1e-7 * value.abs()
+                if bool(apart.any()):
+                    problem += f"step {step}, {name}: {whole[name].data} is not {value.data}; "
+        everyone = [None] * WORLD
+        dist.all_gather_object(everyone, problem)
+        # Together, so that no rank goes on alone.
+        assert not any(everyone), everyone
+
+
+def draw_evaluation(seed, step):
+    return random.Random(seed + 17 * step).random() < 0.3
+
+
+# What may be refused, by the words that name the cause.
+REFUSALS = ("dropped after backward on some ranks",)
+
+
+def programs(first, last, folder):
+    refused, failures = 0, []
+    for number in range(first, last):
+        program = Program(number, folder)
+        try:
+            program.run()
+        except Exception as error:
+            if any(re.search(words, str(error)) for words in REFUSALS):
+                refused += 1
+                continue
+            failures.append(
+                f"program {number}: {program.name} {program.options} stage {program.stage} on "
+                f"{program.ranks} ranks, clip {program.clip}, scaler {program.scaling}; "
+                f"{getattr(getattr(program, 'twin', None), 'kinds', '')}; {program.log}\n"
+                f"{traceback.format_exc()[-3000:]}"
+            )
+            if not isinstance(error, AssertionError):
+                break
+    assert not failures, "\n\n".join(failures)
+    return refused
+
+
+@pytest.mark.parametrize("first", range(0, SAMPLE, AT_ONCE))
+def test_random_programs_equal_one_process(tmp_path, first):
+    for refused in run_ranks(programs, WORLD, first, first + AT_ONCE, str(tmp_path), timeout=600):
+        assert refused <= AT_ONCE // 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(SAMPLE, ALL, 10 * AT_ONCE))
+def test_every_random_program_equals_one_process(tmp_path, first):
+    last = min(ALL, first + 10 * AT_ONCE)
+    for refused in run_ranks(programs, WORLD, first, last, str(tmp_path), timeout=7200):
+        assert refused <= 10 * AT_ONCE // 4

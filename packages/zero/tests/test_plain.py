@@ -1,0 +1,61 @@
+"""The plain file trains, and what is fast equals it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks
+from zero import FSDP, ShardedOptimizer
+from zero.plain import PlainFSDP, PlainShardedOptimizer
+
+DEADLINE = 300.0
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3)).double()
+
+
+def loss_of(model, step):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean()
+
+
+def train(model, optimizer):
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        if hasattr(optimizer, "zero_grad"):
+            optimizer.zero_grad()
+
+
+def plain_and_real(stage):
+    plain, real = make_model(), make_model()
+    if stage < 3:
+        simple = PlainShardedOptimizer(plain, torch.optim.AdamW, stage=stage, lr=0.1)
+        train(plain, simple)
+        fast = ShardedOptimizer(
+            real.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, lr=0.1
+        )
+        train(real, fast)
+        whole = dict(real.named_parameters())
+        held = sum(s["exp_avg"].numel() for s in simple.optimizer.state.values())
+    else:
+        layers, plain = plain, PlainFSDP(plain)
+        train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
+        with torch.no_grad():
+            loss_of(plain, 0)
+        plain, real = layers, FSDP(real)
+        train(real, torch.optim.AdamW(real.parameters(), lr=0.1))
+        whole = real.gather_full_params()
+        held = 0
+    # Every rank sums in the same order, so to the bit.
+    return all(torch.equal(whole[n].data, p.data) for n, p in plain.named_parameters()), held
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_real_thing_equals_the_plain_one_to_the_bit(stage, world):
+    for equal, held in run_ranks(plain_and_real, world, stage, timeout=DEADLINE):
+        assert equal
+        assert held == (0 if stage == 3 else -(-78 // world))
