@@ -1,5 +1,6 @@
 """Every family as one decoder, against transformers' own models with random weights."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from interp import GPT2, attribution, composition_scores, logit_lens, patch, rec
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.gpt2 import GPT2Config
-from interp.patching import logit_difference, patch_streams
+from interp.patching import logit_difference, patch_parts, patch_streams
 from interp.patterns import record_patterns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -179,6 +180,38 @@ def test_the_scan_equals_one_full_forward_each(name: str) -> None:
                 decoder(corrupted)
             expected = metric(last["norm:input"]).item()
             assert scan.values[layer, position].item() == pytest.approx(expected, rel=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+@pytest.mark.parametrize("part", ["attention.o:input", "attention.q", "attention.k", "mlp_out"])
+def test_the_scan_of_heads_equals_one_full_forward_each(name: str, part: str) -> None:
+    decoder = describe(peer(name))
+    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
+    corrupted[0, [3, 7]] = torch.tensor([1, 2])
+    attention = decoder.layers[0].attention
+    heads = {"attention.k": attention.kv_heads, "mlp_out": 1}.get(part, attention.heads)
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    scan = patch_parts(decoder, "blocks.*", part, clean, corrupted, metric, heads=heads, batch=9)
+    assert scan.values.shape == (3, heads, 13)
+    with record(decoder, f"blocks.*.{part}") as seen:
+        decoder(clean)
+    for layer, head, position in itertools.product(range(3), range(heads), (0, 3, 8, 12)):
+        site = f"blocks.{layer}.{part}"
+
+        def put(x: Tensor, site: str = site, head: int = head, at: int = position) -> Tensor:
+            x = x.clone()
+            width = x.shape[-1] // heads
+            chosen = slice(head * width, (head + 1) * width)
+            x[:, at, chosen] = seen[site][:, at, chosen]
+            return x
+
+        with patch(decoder, {site: put}), record(decoder, "norm:input") as last:
+            decoder(corrupted)
+        expected = metric(last["norm:input"]).item()
+        assert scan.values[layer, head, position].item() == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="for 5 heads and 13 tokens"):
+        patch_parts(decoder, "blocks.*", part, clean, corrupted, metric, heads=5)
 
 
 @torch.no_grad()

@@ -94,7 +94,7 @@ class _Watch(TorchFunctionMode):
         elif func is F.multi_head_attention_forward:
             # Watching ends at functions of Python that torch hands over whole: ask it for the rest.
             asked = {"need_weights": True, "average_attn_weights": False, "training": False}
-            pattern = func(*args, **{**kwargs, **asked})[1]
+            pattern: Any = func(*args, **{**kwargs, **asked})[1]
             self.keep(pattern if pattern.ndim == 4 else pattern[None])
         elif func in (F.softmax, torch.softmax, Tensor.softmax) and _over_keys(out, args, kwargs):
             # Cloned: what the model does with it in place is the model's own affair.

@@ -1,11 +1,12 @@
 """Which activation carries the answer: patches of streams and paths, exact and to first order."""
 
+from interp.patching.restart import Metric
 from interp.patching.streams import (
-    Metric,
     StreamScan,
     attribution_patching,
     drop_heads,
     logit_difference,
+    patch_parts,
     patch_streams,
     path_patching,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "attribution_patching",
     "drop_heads",
     "logit_difference",
+    "patch_parts",
     "patch_streams",
     "path_patching",
 ]

@@ -3,6 +3,7 @@
 - `patch_streams`: every (layer, position) of the residual stream, exactly. A patch entering block l
   changes nothing before it, so each layer restarts from the recorded stream with all positions as
   one batch, and the metric sees the final stream alone, not a whole vocabulary of logits.
+- `patch_parts`: the same for every head's queries, keys, values or result at every position.
 - `attribution_patching`: all sites at once, to first order, from one backward pass.
 - `path_patching`: the effect of one component through chosen readers alone.
 
@@ -11,23 +12,23 @@ Nanda 2023, "Attribution Patching"; Goldowsky-Dill et al. 2023, "Path Patching".
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from interp.tap import Replacement, expand_sites, patch, record
-
-Metric = Callable[[Tensor], Tensor]
+from interp.patching.restart import Metric, Restart, forward
+from interp.tap import Replacement, patch, record
 
 
 @dataclass(frozen=True, eq=False)
 class StreamScan:
-    """The metric after each patch, (layers, positions), and in the two runs themselves."""
+    """The metric after each patch, (layers, positions), and in the two runs themselves.
+
+    `patch_parts` gives (layers, heads, positions).
+    """
 
     names: tuple[str, ...]
     values: Tensor
@@ -60,63 +61,81 @@ def patch_streams(
     Raises ValueError if a block does not feed the next one, or gives something else when called
     again.
     """
-    if batch < 1:
-        raise ValueError(f"batch {batch} holds no position; give at least 1")
-    if clean.shape != corrupted.shape or len(clean) != 1:
-        raise ValueError(
-            f"runs are {tuple(clean.shape)} and {tuple(corrupted.shape)}; both must be (1, seq)"
-        )
-    names = expand_sites(model, (blocks,))
-    modules = [model.get_submodule(name) for name in names]
-    calls = _Calls(modules)
-    with record(model, *(f"{name}:input" for name in names), *names, clone=True) as seen, calls:
-        _forward(model, clean)
-        clean_streams = dict(seen)
-        _forward(model, corrupted)
-    streams, last = [seen[f"{name}:input"] for name in names], seen[names[-1]]
-    for name, following in zip(names, streams[1:], strict=False):
-        if not torch.equal(seen[name], following):
-            raise ValueError(
-                f"one of {names[0]} ... {names[-1]} does not feed the next: what {name} gives is "
-                "not what the next one gets; name the blocks of the residual stream, in order"
-            )
-
-    def run(x: Tensor, start: int) -> Tensor:
-        for index in range(start, len(modules)):
-            x = calls.again(index, x)
-        return x
-
-    stateful = (
-        f"called again, {names[0]} ... {names[-1]} give another stream; they must not keep "
-        "a state (a cache, dropout): use eval() and turn caches off"
-    )
-    # A cache that grew makes keys longer than masks: the error of a shape deep inside a block.
-    try:
-        again = run(streams[0], 0)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise ValueError(stateful) from error
-    if again.shape != last.shape or not torch.allclose(
-        again, last, rtol=1e-3, atol=1e-4 * float(last.abs().max())
-    ):
-        raise ValueError(stateful)
-    positions = torch.arange(clean.shape[1], device=last.device)
+    run = Restart(model, blocks, clean, corrupted, batch=batch)
+    positions = torch.arange(clean.shape[1], device=clean.device)
     values = []
-    for start, (name, stream) in enumerate(zip(names, streams, strict=True)):
+    for layer in range(len(run.names)):
         results = []
         for chosen in torch.split(positions, batch):
-            patched = stream.repeat(len(chosen), 1, 1)
-            rows = torch.arange(len(chosen), device=last.device)
-            patched[rows, chosen] = clean_streams[f"{name}:input"][0, chosen]
-            result = metric(run(patched, start))
-            if result.shape != (len(chosen),):
-                raise ValueError(
-                    f"the metric gave {tuple(result.shape)} for {len(chosen)} streams "
-                    f"{tuple(patched.shape)}; it must give one number each"
-                )
-            results.append(result)
+            patched = run.corrupted[layer].repeat(len(chosen), 1, 1)
+            rows = torch.arange(len(chosen), device=chosen.device)
+            patched[rows, chosen] = run.clean[layer][0, chosen]
+            results.append(run.measured(metric, layer, patched))
         values.append(torch.cat(results))
-    ends = metric(torch.cat([clean_streams[names[-1]], last]))
-    return StreamScan(tuple(names), torch.stack(values), ends[0].item(), ends[1].item())
+    ends = run.ends(metric)
+    return StreamScan(run.names, torch.stack(values), *ends)
+
+
+@torch.no_grad()
+def patch_parts(
+    model: nn.Module,
+    blocks: str,
+    part: str,
+    clean: Tensor,
+    corrupted: Tensor,
+    metric: Metric,
+    *,
+    heads: int = 1,
+    batch: int = 64,
+) -> StreamScan:
+    """Put the clean value of one head at one position into the corrupted run, for all of them.
+
+    `part` is a site inside each block whose last dimension is `heads` heads one after the other:
+    of a `Decoder` "attention.o:input" for z, "attention.q", or with its kv_heads "attention.k" and
+    "attention.v"; "mlp_out" with one head. The rest is as in `patch_streams`; `values` are
+    (layers, heads, positions).
+
+    Raises ValueError where `patch_streams` does, and if the site does not have that many heads.
+    """
+    if heads < 1:
+        raise ValueError(f"heads {heads} is less than 1")
+    run = Restart(model, blocks, clean, corrupted, batch=batch)
+    sites = [f"{name}.{part}" for name in run.names]
+    with record(model, *sites, clone=True) as seen:
+        forward(model, clean)
+    length = clean.shape[1]
+    values = []
+    for layer, site in enumerate(sites):
+        value = seen[site]
+        if value.ndim != 3 or value.shape[1] != length or value.shape[2] % heads:
+            raise ValueError(
+                f"{site!r} is {tuple(value.shape)}; for {heads} heads and {length} tokens it must "
+                f"be (1, {length}, heads * d_head)"
+            )
+        by_head = value.unflatten(-1, (heads, -1))
+        places = torch.arange(heads * length, device=value.device)
+        results = []
+        for chosen in torch.split(places, batch):
+            head, position = chosen // length, chosen % length
+            rows = torch.arange(len(chosen), device=chosen.device)
+
+            def put(
+                old: Tensor,
+                rows: Tensor = rows,
+                head: Tensor = head,
+                position: Tensor = position,
+                by_head: Tensor = by_head,
+            ) -> Tensor:
+                new = old.unflatten(-1, (heads, -1)).clone()
+                new[rows, position, head] = by_head[0, position, head]
+                joined: Tensor = new.flatten(-2)
+                return joined
+
+            streams = run.corrupted[layer].repeat(len(chosen), 1, 1)
+            with patch(model, {site: put}):
+                results.append(run.measured(metric, layer, streams))
+        values.append(torch.cat(results).view(heads, length))
+    return StreamScan(run.names, torch.stack(values), *run.ends(metric))
 
 
 def logit_difference(
@@ -153,15 +172,15 @@ def attribution_patching(
     to one number. The error against real patches is of second order in clean - corrupted.
     """
     with torch.no_grad(), record(model, *sites, clone=True) as seen:
-        _forward(model, clean)
+        forward(model, clean)
         before = dict(seen)
-        _forward(model, corrupted)
+        forward(model, corrupted)
     _require_equal_shapes(before, seen)
     # An added zero is a place to differentiate at, also where no parameter asks for gradients.
     zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
     with torch.enable_grad(), patch(model, added), record(model, *sites, clone=True) as again:
-        result = metric(_forward(model, corrupted))
+        result = metric(forward(model, corrupted))
         _require_repeatable(seen, again)
         _require_one_number(result)
         gradients = torch.autograd.grad(result, list(zeros.values()))
@@ -183,16 +202,16 @@ def path_patching(
     sees the corrupted run.
     """
     with record(model, sender, clone=True) as seen:
-        _forward(model, clean)
+        forward(model, clean)
         before = seen[sender]
-        _forward(model, corrupted)
+        forward(model, corrupted)
     _require_equal_shapes({sender: before}, seen)
     change = before - seen[sender]
     with (
         patch(model, {site: partial(torch.add, change) for site in receivers}),
         record(model, sender, clone=True) as again,
     ):
-        out: Tensor = _forward(model, corrupted)
+        out: Tensor = forward(model, corrupted)
     _require_repeatable(seen, again)
     return out
 
@@ -207,12 +226,6 @@ def drop_heads(*dropped: int, heads: int) -> Callable[[Tensor], Tensor]:
         return torch.cat([p * (i not in dropped) for i, p in enumerate(parts)], -1)
 
     return drop
-
-
-def _forward(model: nn.Module, tokens: Tensor) -> Any:
-    """The model's output; a cache that `use_cache` turns off would make blocks remember."""
-    parameters = inspect.signature(model.forward).parameters
-    return model(tokens, use_cache=False) if "use_cache" in parameters else model(tokens)
 
 
 def _require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
@@ -242,34 +255,3 @@ def _require_one_number(result: object) -> None:
     if not isinstance(result, Tensor) or result.numel() != 1:
         given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")
-
-
-class _Calls:
-    """The arguments that modules are called with, to call them again with another first tensor."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-        self.arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-
-    def __enter__(self) -> None:
-        self.handles = [
-            module.register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
-            for index, module in enumerate(self.modules)
-        ]
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _keep(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.arguments[index] = (args, kwargs)
-
-    def again(self, index: int, x: Tensor) -> Tensor:
-        args, kwargs = self.arguments[index]
-        if args:
-            args = (x, *args[1:])
-        else:
-            kwargs = {**kwargs, next(iter(kwargs)): x}
-        out = self.modules[index](*args, **kwargs)
-        result: Tensor = out if isinstance(out, Tensor) else out[0]
-        return result
