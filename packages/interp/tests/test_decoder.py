@@ -302,6 +302,8 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         decoder(torch.tensor([[0, 40]]))
     with pytest.raises(ValueError, match=r"give ids \(batch, seq\)"):
         decoder(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="one at least"):
+        decoder(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="describe the model that has the unembedding"):
         describe(peer("LlamaForCausalLM").model)
     with pytest.raises(ValueError, match="give it an attribute num_heads"):

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
+
 
 class Patterns(dict[str, Tensor]):
     """Patterns (batch, heads, seq_q, seq_k) by the name of the module that attends."""
@@ -96,7 +98,7 @@ class _Watch(TorchFunctionMode):
             asked = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **asked})[1]
             self.keep(pattern if pattern.ndim == 4 else pattern[None])
-        elif func in (F.softmax, torch.softmax, Tensor.softmax) and _over_keys(out, args, kwargs):
+        elif func in _SOFTMAX and _over_keys(out, args, kwargs):
             # Cloned: what the model does with it in place is the model's own affair.
             self.keep(out.clone())
         return out

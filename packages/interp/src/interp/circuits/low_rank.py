@@ -186,6 +186,21 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
 
 
+def synthesize(matrix: Tensor, rank: int) -> LowRank:
+    """The heads of `rank` dimensions that come nearest to the given circuits (..., m, n).
+
+    The truncated SVD, its values shared evenly by both factors: no matrix of that rank is nearer
+    in the Frobenius norm (Eckart and Young 1936), and a circuit of that rank is met exactly.
+    """
+    if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
+        raise ValueError(
+            f"rank {rank} is not within 1 and the smaller side of {tuple(matrix.shape)}"
+        )
+    u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
+    root = s[..., :rank].sqrt()
+    return LowRank(u[..., :rank] * root[..., None, :], root[..., None] * vh[..., :rank, :])
+
+
 def decomposable(x: Tensor) -> Tensor:
     """`x` in the least dtype that factorizations exist for: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

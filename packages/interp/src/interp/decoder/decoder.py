@@ -285,9 +285,10 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the tokens."""
-        if tokens.ndim != 2 or tokens.is_floating_point():
+        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             raise ValueError(
-                f"tokens are {tokens.dtype} {tuple(tokens.shape)}; give ids (batch, seq)"
+                f"tokens are {tokens.dtype} {tuple(tokens.shape)}; give ids (batch, seq), one at "
+                "least"
             )
         if int(tokens.max()) >= self.embed.num_embeddings or int(tokens.min()) < 0:
             raise ValueError(
