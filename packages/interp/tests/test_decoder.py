@@ -257,6 +257,53 @@ def test_decoders_of_one_s_own_are_found_by_structure_and_checked(decoder: nn.Mo
     torch.testing.assert_close(describe(own)(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
 
 
+class FusedBlock(nn.Module):
+    """GPT-2's block with its names, but with `nn.Linear`: weights are output x input."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.n_head = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(d, 3 * d), "c_proj": nn.Linear(d, d)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(d, 4 * d), "c_proj": nn.Linear(4 * d, d)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, self.n_head, -1))
+        q, k, v = fused.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn["c_proj"](mixed.transpose(1, 2).flatten(2))
+        inner = nn.functional.gelu(self.mlp["c_fc"](self.ln_2(x)))
+        return x + self.mlp["c_proj"](inner)
+
+
+class Fused(nn.Module):
+    def __init__(self, d: int = 24) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(37, d), nn.Embedding(20, d)
+        self.h = nn.ModuleList(FusedBlock(d, 3) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(d), nn.Linear(d, 37, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x)), None
+
+
+def test_fused_weights_of_either_orientation_and_a_tied_head_are_found() -> None:
+    torch.manual_seed(0)
+    model = Fused()
+    found = describe(model)
+    torch.testing.assert_close(found(TOKENS), model(TOKENS)[0], rtol=1e-5, atol=1e-5)
+    assert found.unembed.weight is found.embed.weight
+    with record_patterns(model) as patterns, record(found, "blocks.*.attention.pattern") as seen:
+        model(TOKENS)
+        found(TOKENS)
+    for ours, pattern in zip(seen.values(), patterns.values(), strict=True):
+        torch.testing.assert_close(ours, pattern)
+
+
 def test_the_suite_s_decoder_is_found() -> None:
     suite = pytest.importorskip("llmsys_suite.model", reason="the suite, which uses this package")
     torch.manual_seed(0)

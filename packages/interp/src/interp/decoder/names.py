@@ -56,6 +56,7 @@ def canonical_weights(
     experts = any(".experts." in name for name in tensors)
     # A norm after the attention is called what others call the norm before the MLP.
     sandwiched = any("post_feedforward_layernorm" in name for name in tensors)
+    conv1d = _input_first(tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if _NO_WEIGHT.search(name):
@@ -67,8 +68,8 @@ def canonical_weights(
                 f"{name} {tuple(tensor.shape)} plays no part in a decoder that is known here; "
                 "rename the module, or give the tensors and `Settings` to `Decoder` yourself"
             )
-        transposed = bool(re.search(r"\.c_(attn|proj|fc)\.weight$", name))
-        tensor = tensor.T.contiguous() if transposed else tensor
+        turned = conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name)
+        tensor = tensor.T.contiguous() if turned else tensor
         for part, value in _unfused(role, tensor, heads, d_head):
             if part in found and found[part] is not value and not torch.equal(found[part], value):
                 raise ValueError(f"two different tensors are {part}; the second is {name}")
@@ -84,6 +85,21 @@ def layers_of(tensors: Mapping[str, Tensor]) -> int:
     if not numbers:
         raise ValueError("no numbered blocks among the tensors: this is no stack of blocks")
     return max(numbers) + 1
+
+
+def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
+    """How many features all heads have together: what enters the output projection."""
+    for name, tensor in tensors.items():
+        role = _role(name, experts=False, sandwiched=False) or ""
+        if role.endswith(".attention.o.weight"):
+            return tensor.shape[0 if _input_first(tensors) else 1]
+    raise ValueError("no attention was found among the tensors: none is an output projection")
+
+
+def _input_first(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether weights are input x output, as in GPT-2's checkpoints: c_attn is then wide."""
+    fused = (x for name, x in tensors.items() if name.endswith("c_attn.weight"))
+    return any(x.shape[1] > x.shape[0] for x in fused)
 
 
 def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
