@@ -62,7 +62,6 @@ def test_no_two_files_import_each_other(package):
     "package",
     packages(
         flashattn2="tiled.py takes its windows and scores from problem.py, and is 187 lines long",
-        interp="has no plain file yet",
     ),
 )
 def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
@@ -77,7 +76,6 @@ def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
 @pytest.mark.parametrize(
     "package",
     packages(
-        interp="no wings yet",
         paramserver="no wings yet",
         zero="no wings yet",
         llmsys_suite="its top folder has no wings yet",

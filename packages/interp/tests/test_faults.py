@@ -18,10 +18,10 @@ from interp import (
     record,
     view,
 )
-from interp.heads import attention_pattern
-from interp.induction import repeated_tokens
+from interp.circuits.heads import attention_pattern
+from interp.circuits.induction import repeated_tokens
+from interp.circuits.vocabulary import diagonal_rank, top_entries
 from interp.patching import drop_heads
-from interp.vocabulary import diagonal_rank, top_entries
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])

@@ -3,8 +3,8 @@ import copy
 import pytest
 import torch
 from interp import GPT2, record
-from interp.fold import center_unembed, fold_gpt2, fold_norm
-from interp.gpt2 import GPT2Config
+from interp.decoder.fold import center_unembed, fold_gpt2, fold_norm
+from interp.decoder.gpt2 import GPT2Config
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])

@@ -1,6 +1,6 @@
 import torch
 from interp import LowRank, ov_circuit, qk_circuit
-from interp.heads import (
+from interp.circuits.heads import (
     attention_head,
     attention_pattern,
     heads_by_addition,

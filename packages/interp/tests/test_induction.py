@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 from interp import composition_scores, detect_heads, induction_circuit, patch, record
-from interp.composition import chance
-from interp.induction import (
+from interp.circuits.composition import chance
+from interp.circuits.induction import (
     InductionTask,
     confirm_circuit,
     induction_reference,

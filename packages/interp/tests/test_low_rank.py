@@ -3,6 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import LowRank, ov_circuit, qk_circuit
+from interp.circuits.heads import circuit_pattern
+from interp.circuits.low_rank import synthesize
 
 SIZES = st.integers(1, 9)
 
@@ -108,3 +110,49 @@ def test_indexing_takes_batch_dimensions_only(index: object) -> None:
     torch.testing.assert_close(x[index].dense(), x.dense()[index])  # type: ignore[index]
     with pytest.raises(IndexError, match="past the batch"):
         x[0, 0, 0]
+
+
+def test_a_head_has_at_most_the_rank_of_its_dimension_and_heads_add_theirs() -> None:
+    """rank(W_O W_V) <= d_head; h heads together reach h * d_head, as one large head would."""
+    torch.manual_seed(0)
+    ov = LowRank(
+        torch.randn(4, 12, 2, dtype=torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
+    )
+    assert torch.linalg.matrix_rank(ov.dense()).tolist() == [2] * 4
+    assert int(torch.linalg.matrix_rank(ov.dense().sum(0))) == 8
+    joined = LowRank(ov.a.movedim(0, 1).flatten(1), ov.b.flatten(0, 1))
+    torch.testing.assert_close(joined.dense(), ov.dense().sum(0))
+
+
+def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_beyond() -> None:
+    torch.manual_seed(0)
+    wanted = torch.randn(3, 7, 2, dtype=torch.float64) @ torch.randn(3, 2, 5, dtype=torch.float64)
+    torch.testing.assert_close(synthesize(wanted, 2).dense(), wanted)
+    full = torch.randn(3, 7, 5, dtype=torch.float64)
+    error = torch.linalg.matrix_norm(full - synthesize(full, 3).dense())
+    left = torch.linalg.svdvals(full)[:, 3:].square().sum(-1).sqrt()
+    torch.testing.assert_close(error, left)
+    # No other choice of factors comes nearer, as gradient descent from there shows.
+    a, b = (x.clone().requires_grad_() for x in (synthesize(full, 3).a, synthesize(full, 3).b))
+    (full - a @ b).square().sum().backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert max(a.grad.abs().max(), b.grad.abs().max()) < 1e-12
+    with pytest.raises(ValueError, match=r"rank 6 is not within 1 and the smaller side"):
+        synthesize(full, 6)
+
+
+@pytest.mark.parametrize(
+    ("qk", "looks_at"),
+    [
+        (torch.zeros(4, 4), [0.25, 0.25, 0.25, 0.25]),  # nothing is preferred: the mean
+        (50 * torch.eye(4), [0.5, 0.0, 0.0, 0.5]),  # the same token
+        (-50 * torch.eye(4), [0.0, 0.5, 0.5, 0.0]),  # any token but the same
+        (50 * torch.eye(4).roll(1, 1), [0.0, 1.0, 0.0, 0.0]),  # one other token, for each token
+    ],
+)
+def test_what_four_kinds_of_w_qk_look_at(qk: torch.Tensor, looks_at: list[float]) -> None:
+    """Tokens are unit vectors; the last query is token 0 among the keys 0, 1, 2, 0."""
+    x = torch.eye(4)[[0, 1, 2, 0]]
+    pattern = circuit_pattern(x, synthesize(qk, 4), causal=True)
+    torch.testing.assert_close(pattern[-1], torch.tensor(looks_at), atol=1e-6, rtol=0)

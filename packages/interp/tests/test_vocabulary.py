@@ -1,8 +1,8 @@
-import interp.vocabulary
+import interp.circuits.vocabulary
 import pytest
 import torch
 from interp import LowRank
-from interp.vocabulary import (
+from interp.circuits.vocabulary import (
     bigrams,
     copying_eigenvalues,
     copying_scores,
@@ -70,7 +70,7 @@ def test_a_head_that_copies_scores_one_and_ranks_every_token_first() -> None:
 def test_streamed_summaries_equal_the_dense_ones(
     monkeypatch: pytest.MonkeyPatch, ov: LowRank, block: int
 ) -> None:
-    monkeypatch.setattr(interp.vocabulary, "_BLOCK_NUMBERS", block)
+    monkeypatch.setattr(interp.circuits.vocabulary, "_BLOCK_NUMBERS", block)
     dense = ov.dense()
     values, rows, columns = top_entries(ov, 7)
     best = dense.flatten(-2).topk(7)

@@ -29,10 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interp.composition import composition_scores
-from interp.fold import fold_gpt2
-from interp.gpt2 import GPT2, GPT2Config
-from interp.induction import (
+from interp.circuits.composition import composition_scores
+from interp.circuits.induction import (
     InductionTask,
     confirm_circuit,
     induction_circuit,
@@ -40,11 +38,13 @@ from interp.induction import (
     repeated_tokens,
     train_induction,
 )
+from interp.circuits.low_rank import LowRank
+from interp.circuits.vocabulary import copying_eigenvalues
+from interp.decoder.fold import fold_gpt2
+from interp.decoder.gpt2 import GPT2, GPT2Config
 from interp.lens import attribution
-from interp.low_rank import LowRank
 from interp.patching import logit_difference, patch_streams
 from interp.tap import patch, record
-from interp.vocabulary import copying_eigenvalues
 
 Row = dict[str, float | int | str]
 Run = Callable[[], Tensor]

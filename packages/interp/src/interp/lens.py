@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from interp.circuits.low_rank import require_alike
+
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -58,6 +60,9 @@ def logit_lens(
         names = tuple(str(i) for i in range(len(streams)))
     if not streams:
         raise ValueError("no residual streams were given")
+
+    if isinstance(unembed, Tensor):
+        require_alike("the streams and the unembedding", *streams, unembed)
 
     def decode(x: Tensor) -> Tensor:
         x = x if norm is None else norm(x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from interp.low_rank import LowRank
+from interp.circuits.low_rank import LowRank, require_alike
 
 
 def attention_pattern(
@@ -21,6 +21,7 @@ def attention_pattern(
     `scale` is 1/sqrt(d_head) by default; fewer key heads than query heads are shared evenly; with
     unequal lengths the last query sees the last key.
     """
+    require_alike("queries and keys", q, k)
     if q.shape[-3] % k.shape[-3]:
         raise ValueError(f"{q.shape[-3]} query heads cannot share {k.shape[-3]} key heads evenly")
     k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
@@ -35,6 +36,7 @@ def circuit_pattern(
 
     A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
     """
+    require_alike("the stream and W_QK", x, qk.a if isinstance(qk, LowRank) else qk)
     scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
     return _softmax(scores * scale, causal)
 
@@ -48,6 +50,7 @@ def attention_head(
     causal: bool = True,
 ) -> Tensor:
     """What one head adds to the stream, A (x W_OV^T), (..., seq, d_model)."""
+    require_alike("the stream and W_OV", x, ov.a if isinstance(ov, LowRank) else ov)
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale, causal=causal) @ moved
 

@@ -60,7 +60,7 @@ def view(
         terms = attributions.terms[:, example]
         _require_length("attributions", terms.shape[-1], len(tokens))
         data["attribution"] = {"names": list(attributions.names), "terms": terms.tolist()}
-    page = resources.files("interp").joinpath("view.html").read_text(encoding="utf-8")
+    page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     return _write(Path(path), page)

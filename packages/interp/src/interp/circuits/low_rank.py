@@ -23,7 +23,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """The matrix `a @ b`: `a` is (..., m, r), `b` is (..., r, n), the rest is a batch."""
+    """The matrix `a @ b`: `a` is (..., m, r), `b` is (..., r, n), the rest is a batch.
+
+    Factors in float16 or bfloat16 are decomposed in float32, and what `svd`, `norm`, `eig`,
+    `eigenvalues` and the spaces give is float32 (complex64) then: LAPACK has no half precision,
+    and eight bits would not hold an orthonormal basis.
+    """
 
     a: Tensor
     b: Tensor
@@ -35,11 +40,16 @@ class LowRank:
                 f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; "
                 "give (..., m, r) and (..., r, n)"
             )
-        if a.dtype != b.dtype or not a.dtype.is_floating_point:
-            raise TypeError(
-                f"factors are {a.dtype} and {b.dtype}; give one floating dtype for both"
-            )
-        np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        if not a.dtype.is_floating_point:
+            raise TypeError(f"factors are {a.dtype} and {b.dtype}; give a floating dtype for both")
+        require_alike("factors", a, b)
+        try:
+            np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except ValueError as error:
+            raise ValueError(
+                f"factors of shapes {tuple(a.shape)} and {tuple(b.shape)} have batches that do not "
+                "broadcast; give (layers, heads) for both"
+            ) from error
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -67,6 +77,8 @@ class LowRank:
 
     def apply(self, x: Tensor) -> Tensor:
         """Map stream vectors, the rows of `x` (..., n), to (..., m)."""
+        require_alike("the matrix and the vectors", self.a, x)
+        _require_product(self.shape, x.mT if x.ndim > 1 else x[:, None])
         return (x @ self.b.mT) @ self.a.mT
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LowRank:
@@ -79,20 +91,26 @@ class LowRank:
 
     def __matmul__(self, other: LowRank | Tensor) -> LowRank:
         """The product, at the smaller rank; a tensor on either side is a plain matrix."""
+        _require_product(self.shape, other)
         if isinstance(other, Tensor):
+            require_alike("the two matrices", self.a, other)
             return LowRank(self.a, self.b @ other)
+        require_alike("the two matrices", self.a, other.a)
         middle = self.b @ other.a
         if self.rank <= other.rank:
             return LowRank(self.a, middle @ other.b)
         return LowRank(self.a @ middle, other.b)
 
     def __rmatmul__(self, other: Tensor) -> LowRank:
+        require_alike("the two matrices", other, self.a)
+        _require_product(other.shape, self)
         return LowRank(other @ self.a, self.b)
 
     def trace(self) -> Tensor:
         """The sum of the diagonal, (...)."""
         _require_square(self)
-        return (self.a * self.b.mT).sum(dim=(-2, -1))
+        full = self._decomposable()
+        return (full.a * full.b.mT).sum(dim=(-2, -1)).to(self.a.dtype)
 
     def norm(self) -> Tensor:
         """The Frobenius norm, (...).
@@ -100,7 +118,8 @@ class LowRank:
         Through R of a = QR rather than through the Gram matrices, which would lose half of the
         digits.
         """
-        norm: Tensor = torch.linalg.matrix_norm(_triangle(self.a) @ self.b)
+        full = self._decomposable()
+        norm: Tensor = torch.linalg.matrix_norm(_triangle(full.a) @ full.b)
         return norm
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,15 +128,17 @@ class LowRank:
         From the QR of both factors: a b = Q_a (R_a R_b^T) Q_b^T, so that only r x r goes into an
         SVD.
         """
-        q_a, r_a = torch.linalg.qr(self.a)
-        q_b, r_b = torch.linalg.qr(self.b.mT)
+        full = self._decomposable()
+        q_a, r_a = torch.linalg.qr(full.a)
+        q_b, r_b = torch.linalg.qr(full.b.mT)
         u, s, vh = torch.linalg.svd(r_a @ r_b.mT, full_matrices=False)
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
         """The r eigenvalues that may not be 0, complex (..., r): `a b` shares them with `b a`."""
         _require_square(self)
-        values: Tensor = torch.linalg.eigvals(self.b @ self.a)
+        full = self._decomposable()
+        values: Tensor = torch.linalg.eigvals(full.b @ full.a)
         return values
 
     def eig(self) -> tuple[Tensor, Tensor]:
@@ -126,9 +147,14 @@ class LowRank:
         If b a v = w v then a b (a v) = w (a v).
         """
         _require_square(self)
-        values, vectors = torch.linalg.eig(self.b @ self.a)
-        vectors = self.a.to(vectors.dtype) @ vectors
+        full = self._decomposable()
+        values, vectors = torch.linalg.eig(full.b @ full.a)
+        vectors = full.a.to(vectors.dtype) @ vectors
         return values, vectors / torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
+
+    def _decomposable(self) -> LowRank:
+        """The factors in float32 where they are in half precision."""
+        return LowRank(decomposable(self.a), decomposable(self.b))
 
     def write_space(self, rank: int | None = None) -> Tensor:
         """An orthonormal basis of what the matrix can write, (..., m, rank), strongest first."""
@@ -160,6 +186,36 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
 
 
+def synthesize(matrix: Tensor, rank: int) -> LowRank:
+    """The heads of `rank` dimensions that come nearest to the given circuits (..., m, n).
+
+    The truncated SVD, its values shared evenly by both factors: no matrix of that rank is nearer
+    in the Frobenius norm (Eckart and Young 1936), and a circuit of that rank is met exactly.
+    """
+    if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
+        raise ValueError(
+            f"rank {rank} is not within 1 and the smaller side of {tuple(matrix.shape)}"
+        )
+    u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
+    root = s[..., :rank].sqrt()
+    return LowRank(u[..., :rank] * root[..., None, :], root[..., None] * vh[..., :rank, :])
+
+
+def decomposable(x: Tensor) -> Tensor:
+    """`x` in the least dtype that factorizations exist for: float32 for half precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def require_alike(what: str, *tensors: Tensor) -> None:
+    """Refuse tensors of several dtypes (TypeError) or on several devices (ValueError)."""
+    if len({x.dtype for x in tensors}) > 1:
+        given = " and ".join(str(x.dtype) for x in tensors)
+        raise TypeError(f"{what} are {given}; give one dtype, with .to(torch.float32) for one")
+    if len({x.device for x in tensors}) > 1:
+        given = " and ".join(str(x.device) for x in tensors)
+        raise ValueError(f"{what} are on {given}; bring them to one device with .to(device)")
+
+
 def _split(weight: Tensor, heads: int, name: str) -> Tensor:
     """Split (..., heads * d_head, d_model) into (..., heads, d_head, d_model)."""
     if weight.shape[-2] % heads:
@@ -182,6 +238,14 @@ def _triangle(matrix: Tensor) -> Tensor:
     """R of matrix = Q R, (..., min(m, r), r)."""
     r: Tensor = torch.linalg.qr(matrix, mode="r").R
     return r
+
+
+def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:
+    if len(left) < 2 or len(right.shape) < 2 or left[-1] != right.shape[-2]:
+        raise ValueError(
+            f"matrices of shapes {tuple(left)} and {tuple(right.shape)} do not multiply; the left "
+            "one's columns must be as many as the right one's rows"
+        )
 
 
 def _require_square(matrix: LowRank) -> None:

@@ -16,7 +16,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from interp.gpt2 import GPT2
+from interp.decoder.decoder import Decoder
+from interp.decoder.gpt2 import GPT2
 
 
 @torch.no_grad()
@@ -82,16 +83,23 @@ def center_unembed(unembed: nn.Linear) -> None:
 
 
 @torch.no_grad()
-def fold_value_bias(value: nn.Linear, output: nn.Linear) -> None:
-    """Move the bias of the values into the output projection's: pattern rows sum to 1."""
+def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None = None) -> None:
+    """Move the bias of the values into the output projection's: pattern rows sum to 1.
+
+    With grouped queries give `d_head`: each value head's bias counts for all that share it.
+    """
     if value.bias is None:
         return
+    bias = value.bias
     if value.out_features != output.in_features:
-        raise ValueError(
-            f"values of {value.out_features} features feed an output of {output.in_features}; "
-            "with grouped queries repeat the value heads first"
-        )
-    added = output.weight @ value.bias
+        if d_head is None or output.in_features % value.out_features:
+            raise ValueError(
+                f"values of {value.out_features} features feed an output of {output.in_features}; "
+                "with grouped queries give d_head="
+            )
+        shared = output.in_features // value.out_features
+        bias = bias.unflatten(0, (-1, d_head)).repeat_interleave(shared, 0).flatten()
+    added = output.weight @ bias
     _set(output, "bias", added if output.bias is None else output.bias + added)
     _set(value, "bias", torch.zeros_like(value.bias))
 
@@ -113,6 +121,45 @@ def fold_gpt2(model: GPT2) -> GPT2:
     center_unembed(model.unembed)
     center_writes(model.embed, model.position)
     return model
+
+
+def fold_decoder(model: Decoder) -> Decoder:
+    """A copy of any family with all that folds folded, which gives the same log-probabilities.
+
+    Norms before a reader are folded, norms after a writer and those of queries and keys stay. The
+    stream is centred where every reader subtracts its mean (layer norm), the unembedding where no
+    cap follows it; otherwise the logits themselves stay. The original stays as it is.
+    """
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for block in model.layers:
+        attention = block.attention
+        fold_norm(block.norm1, attention.q, attention.k, attention.v)
+        fold_norm(block.norm2, *_mlp_readers(block.mlp))
+        fold_value_bias(attention.v, attention.o, d_head=attention.d_head)
+    norms = [model.norm, *(n for block in model.layers for n in (block.norm1, block.norm2))]
+    outs = [n for block in model.layers for n in (block.attention_out, block.mlp_out)]
+    if all(isinstance(n, nn.LayerNorm) for n in norms) and all(
+        isinstance(n, nn.Identity) for n in outs
+    ):
+        tables = [model.embed] if model.position is None else [model.embed, model.position]
+        center_writes(*tables)
+        for block in model.layers:
+            writers = [m for n, m in block.mlp.named_modules() if n.rpartition(".")[2] == "down"]
+            center_writes(block.attention.o, *(m for m in writers if isinstance(m, nn.Linear)))
+    fold_norm(model.norm, model.unembed)
+    if model.settings.logit_cap is None:
+        center_unembed(model.unembed)
+    return model
+
+
+def _mlp_readers(mlp: nn.Module) -> list[nn.Linear]:
+    """What reads the stream in an MLP, or in all experts, their router and their shared one."""
+    readers = ("gate", "up", "router", "shared_gate")
+    return [
+        module
+        for name, module in mlp.named_modules()
+        if name.rpartition(".")[2] in readers and isinstance(module, nn.Linear)
+    ]
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:

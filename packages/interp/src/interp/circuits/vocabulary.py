@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from interp.low_rank import LowRank
+from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 # Entries of a block of columns that exist at once: 32 MiB in float32.
 _BLOCK_NUMBERS = 1 << 23
@@ -43,10 +43,12 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """The eigenvalues of W_U W_OV W_E that can differ from 0, complex (..., d_head).
 
     W_U (A B) W_E shares them with B (W_E W_U) A, and the d_model x d_model matrix W_E W_U is the
-    same for all heads: the vocabulary is summed over once, not once per head.
+    same for all heads: the vocabulary is summed over once, not once per head. Half precision is
+    computed in float32.
     """
-    through: Tensor = embed.mT @ unembed
-    values: Tensor = torch.linalg.eigvals(ov.b @ through @ ov.a)
+    require_alike("the circuits and the embeddings", ov.a, embed, unembed)
+    through: Tensor = decomposable(embed).mT @ decomposable(unembed)
+    values: Tensor = torch.linalg.eigvals(decomposable(ov.b) @ through @ decomposable(ov.a))
     return values
 
 

@@ -14,8 +14,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from interp.heads import attention_pattern
-from interp.low_rank import LowRank, ov_circuit, qk_circuit
+from interp.circuits.heads import attention_pattern
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 
 Positions = Literal["stream", "attention"]
 

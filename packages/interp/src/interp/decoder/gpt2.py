@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from interp.circuits.low_rank import LowRank
+from interp.decoder.attention_only import Attention, stacked
 from interp.lens import head_outputs
-from interp.low_rank import LowRank
-from interp.model import Attention, stacked
 from interp.tap import record
 
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from interp.low_rank import LowRank
+from interp.circuits.low_rank import LowRank, decomposable, require_alike
 
 Kind = Literal["q", "k", "v"]
 
@@ -32,12 +32,13 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     """Scores (layer_1, head_1, layer_2, head_2) of head 1 feeding 2; 0 unless layer_1 < layer_2.
 
     `ov` and `qk` hold every head's circuit, batch (layers, heads); `qk` is not needed for
-    `kind="v"`. Two random circuits score about `chance(d_model)`.
+    `kind="v"`. Two random circuits score about `chance(d_model)`. Half precision is computed, and
+    given, in float32.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
     reads, writes = _folded(reader.mT).mT, _folded(ov)
-    scores = ov.a.new_zeros(layers, heads, layers, heads)
+    scores = writes.new_zeros(layers, heads, layers, heads)
     for first in range(layers - 1):
         scores[first, :, first + 1 :] = _pair_norms(reads[first + 1 :], writes[first])
     # Folding keeps the norms of the circuits themselves, too.
@@ -63,6 +64,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
         raise ValueError(f"kind {kind!r} reads through the QK circuits: give qk=")
     else:
         reader = qk if kind == "k" else qk.mT
+    require_alike("the circuits", ov.a, reader.a)
     if len(ov.batch_shape) != 2 or ov.batch_shape != reader.batch_shape:
         raise ValueError(
             f"circuits have batch shapes {tuple(ov.batch_shape)} and {tuple(reader.batch_shape)}; "
@@ -77,8 +79,9 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 
 def _folded(matrix: LowRank) -> Tensor:
     """`a R^T` with R from b^T = Q R: the matrix up to an orthonormal factor on its right."""
-    triangle: Tensor = torch.linalg.qr(matrix.b.mT, mode="r").R
-    return (matrix.a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
+    a, b = decomposable(matrix.a), decomposable(matrix.b)
+    triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
+    return (a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from interp.composition import composition_scores
+from interp.circuits.composition import composition_scores
+from interp.decoder.attention_only import AttentionOnly
 from interp.detect import FoundHead, detect_heads
-from interp.model import AttentionOnly
-from interp.patching import drop_heads
+from interp.patching.streams import drop_heads
 from interp.tap import patch, record
 
 BOS = 0

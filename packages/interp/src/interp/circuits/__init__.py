@@ -1,0 +1,1 @@
+"""Heads as algebra: thin matrices, patterns, composition, token to token, and induction whole."""

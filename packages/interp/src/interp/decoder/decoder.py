@@ -1,0 +1,355 @@
+"""One decoder for every family: what GPT-2, Llama, Gemma, OLMo and the others have in common.
+
+    stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
+
+A family that has no norm at one of these places has an `nn.Identity` there, so that the tap names
+are the same for all:
+
+    embed, position                     what enters the stream
+    blocks.*:input, blocks.*            the stream before and after a block
+    blocks.*.attention.q, .k, .v        queries, keys, values of all heads (before norms, rotation)
+    blocks.*.attention.pattern          (batch, heads, seq, seq), after the softmax
+    blocks.*.attention.o:input          z: what the heads have mixed, (batch, seq, heads * d_head)
+    blocks.*.attention_out, .mlp_out    what is added to the stream
+    norm:input, unembed                 the final stream, the logits (before a cap)
+
+Modules are built around the weights that they are given: nothing is initialized, copied or made
+twice. Rotary positions: Su et al. 2021; grouped heads: Ainslie et al. 2023; experts: Shazeer et
+al. 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
+from interp.decoder.attention_only import stacked
+from interp.lens import head_outputs
+from interp.tap import record
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the weights of a decoder do not say by their names and shapes."""
+
+    heads: int
+    d_head: int
+    eps: float
+    centred: bool  # layer norm, which subtracts the mean, rather than RMS norm
+    activation: str
+    scale: float  # of the scores, before the cap
+    # For each layer: the angles per position of each rotated pair, () without rotation; the window.
+    frequencies: tuple[tuple[float, ...], ...]
+    windows: tuple[int | None, ...]
+    parallel: bool = False  # the MLP reads the block's input, not the attention's output
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    experts_used: int = 0
+    experts_sum_to_one: bool = True
+
+
+class Weights:
+    """Tensors by canonical name; what is left over at the end fitted nowhere."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors, self.taken = tensors, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.weight" in self.tensors
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """One tensor as a parameter that shares its memory."""
+        if name not in self.tensors:
+            raise ValueError(f"the decoder has no {name}; found: {', '.join(sorted(self.tensors))}")
+        self.taken.add(name)
+        return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
+
+    def linear(self, name: str) -> nn.Linear:
+        """An `nn.Linear` around a weight and, where there is one, a bias."""
+        weight = self.parameter(f"{name}.weight")
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        module.weight = weight
+        if f"{name}.bias" in self.tensors:
+            module.bias = self.parameter(f"{name}.bias")
+        return module
+
+    def embedding(self, name: str) -> nn.Embedding:
+        """An `nn.Embedding` around a table."""
+        weight = self.parameter(f"{name}.weight")
+        module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+        module.weight = weight
+        return module
+
+    def norm(self, name: str, settings: Settings) -> nn.Module:
+        """The norm of that name, or the identity where the family has none."""
+        if name not in self:
+            return nn.Identity()
+        weight = self.parameter(f"{name}.weight")
+        if not settings.centred:
+            rms = nn.RMSNorm(len(weight), eps=settings.eps, device="meta")
+            rms.weight = weight
+            return rms
+        layer = nn.LayerNorm(len(weight), eps=settings.eps, bias=False, device="meta")
+        layer.weight = weight
+        if f"{name}.bias" in self.tensors:
+            layer.bias = self.parameter(f"{name}.bias")
+        return layer
+
+
+class DecoderAttention(nn.Module):
+    """Causal attention with grouped heads, rotary or learned positions, a window and a cap."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
+        super().__init__()
+        self.settings, self.window = settings, settings.windows[layer]
+        self.heads, self.d_head = settings.heads, settings.d_head
+        self.q, self.k, self.v = (weights.linear(f"{name}.{part}") for part in "qkv")
+        self.q_norm = weights.norm(f"{name}.q_norm", settings)
+        self.k_norm = weights.norm(f"{name}.k_norm", settings)
+        self.pattern = nn.Identity()
+        self.o = weights.linear(f"{name}.o")
+        self.kv_heads = self.k.out_features // self.d_head
+        if self.q.out_features != self.heads * self.d_head or self.heads % self.kv_heads:
+            raise ValueError(
+                f"{name}: queries of {self.q.out_features} and keys of {self.k.out_features} "
+                f"features are not {self.heads} heads of {self.d_head}, evenly shared"
+            )
+        # No buffer: .bfloat16() would round it, and at position 1,000 the digits count.
+        self.frequencies = settings.frequencies[layer]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the heads add to the stream (batch, seq, d_model) between them."""
+        q, k = self._normed(self.q(x), self.q_norm), self._normed(self.k(x), self.k_norm)
+        v = self._by_head(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
+        place = torch.arange(x.shape[1], device=x.device)
+        q, k = self.rotate(q, place), self.rotate(k, place)
+        k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
+        scores = (q @ k.mT) * self.settings.scale
+        if cap := self.settings.score_cap:
+            scores = (scores / cap).tanh() * cap
+        ago = place[:, None] - place  # how long before the query each key stands
+        hidden = ago < 0 if self.window is None else (ago < 0) | (ago >= self.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        # Half precision: the sum over keys in float32, as every family does it.
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
+        mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
+        return mixed
+
+    def rotate(self, x: Tensor, place: Tensor) -> Tensor:
+        """Turn the pairs (i, i + n/2) of the first n dims (..., seq, d_head) by place * angle."""
+        if not self.frequencies:
+            return x
+        half = len(self.frequencies)
+        angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
+        angle = place[:, None].float() * angles  # [seq, half]
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        left, right, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
+
+    def qk(self, distance: int = 0) -> LowRank:
+        """W_QK of the heads, for a key that stands `distance` before the query."""
+        w_k = self.k.weight.unflatten(0, (self.kv_heads, self.d_head))
+        # Both are rotated by their places; only the difference counts, so the key takes it all.
+        place = torch.tensor([-distance], device=w_k.device)
+        turned = self.rotate(w_k.mT, place).mT.flatten(0, 1)
+        return qk_circuit(self.q.weight, turned, heads=self.heads, kv_heads=self.kv_heads)
+
+    def ov(self) -> LowRank:
+        """W_OV of the heads."""
+        return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+        return heads
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """By head, normed over each head (Qwen 3, Gemma 3) or over all of them at once (OLMo 2)."""
+        gain = getattr(norm, "weight", None)
+        if gain is not None and len(gain) == x.shape[-1]:
+            return self._by_head(norm(x))
+        normed: Tensor = norm(self._by_head(x))
+        return normed
+
+
+class DecoderMLP(nn.Module):
+    """down(act(up x)), or gated: down(act(gate x) * up x)."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
+        super().__init__()
+        if settings.activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activation {settings.activation!r} is not one of {known}")
+        self.act = ACTIVATIONS[settings.activation]
+        self.gate = weights.linear(f"{name}.gate") if f"{name}.gate" in weights else None
+        self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each position by itself."""
+        inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Experts(nn.Module):
+    """MLPs of which a router picks some for each token, and one that all tokens may share."""
+
+    def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
+        super().__init__()
+        self.router = weights.linear(f"{name}.router")
+        self.used, self.sum_to_one = settings.experts_used, settings.experts_sum_to_one
+        self.experts = nn.ModuleList(
+            DecoderMLP(weights, f"{name}.experts.{i}", settings)
+            for i in range(self.router.out_features)
+        )
+        self.shared = self.shared_gate = None
+        if f"{name}.shared.up" in weights:
+            self.shared = DecoderMLP(weights, f"{name}.shared", settings)
+            self.shared_gate = weights.linear(f"{name}.shared_gate")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The chosen experts' outputs, weighed by the router."""
+        share, chosen = self.router(x).softmax(-1, dtype=torch.float32).topk(self.used, dim=-1)
+        share = share / share.sum(-1, keepdim=True) if self.sum_to_one else share
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            picked = chosen == i  # [batch, seq, used]
+            here = picked.any(-1)
+            if bool(here.any()):
+                out[here] += (share * picked).sum(-1)[here].to(x.dtype)[:, None] * expert(x[here])
+        if self.shared is not None and self.shared_gate is not None:
+            out = out + self.shared_gate(x).sigmoid() * self.shared(x)
+        return out
+
+
+class DecoderBlock(nn.Module):
+    """Attention and MLP, each between a norm before and a norm after, added to the stream."""
+
+    def __init__(self, weights: Weights, layer: int, settings: Settings) -> None:
+        super().__init__()
+        name = f"blocks.{layer}"
+        self.parallel = settings.parallel
+        self.norm1 = weights.norm(f"{name}.norm1", settings)
+        self.attention = DecoderAttention(weights, f"{name}.attention", settings, layer)
+        self.attention_out = weights.norm(f"{name}.attention_out", settings)
+        self.norm2 = weights.norm(f"{name}.norm2", settings)
+        kind = Experts if f"{name}.mlp.router" in weights else DecoderMLP
+        self.mlp = kind(weights, f"{name}.mlp", settings)
+        self.mlp_out = weights.norm(f"{name}.mlp_out", settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the stream (batch, seq, d_model) to the stream."""
+        attended = x + self.attention_out(self.attention(self.norm1(x)))
+        read = x if self.parallel else attended
+        out: Tensor = attended + self.mlp_out(self.mlp(self.norm2(read)))
+        return out
+
+
+class Decoder(nn.Module):
+    """Tokens (batch, seq) to logits (batch, seq, vocabulary); see the tap names above."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], settings: Settings) -> None:
+        super().__init__()
+        weights = Weights(tensors)
+        self.settings = settings
+        self.embed = weights.embedding("embed")
+        self.position = weights.embedding("position") if "position" in weights else None
+        layers = len(settings.windows)
+        self.blocks = nn.ModuleList(DecoderBlock(weights, i, settings) for i in range(layers))
+        self.norm = weights.norm("norm", settings)
+        if "unembed" in weights:
+            self.unembed = weights.linear("unembed")
+        else:
+            vocabulary, d_model = self.embed.weight.shape
+            self.unembed = nn.Linear(d_model, vocabulary, bias=False, device="meta")
+            self.unembed.weight = self.embed.weight
+        if left := sorted(tensors.keys() - weights.taken):
+            raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(left)}")
+        self.eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the tokens."""
+        if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+            raise ValueError(
+                f"tokens are {tokens.dtype} {tuple(tokens.shape)}; give ids (batch, seq), one at "
+                "least"
+            )
+        if int(tokens.max()) >= self.embed.num_embeddings or int(tokens.min()) < 0:
+            raise ValueError(
+                f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
+                f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
+            )
+        x = self.embed(tokens)
+        if self.position is not None:
+            if tokens.shape[1] > self.position.num_embeddings:
+                raise ValueError(
+                    f"{tokens.shape[1]} tokens do not fit {self.position.num_embeddings} positions"
+                )
+            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.decode(x)
+
+    def decode(self, stream: Tensor) -> Tensor:
+        """Logits of a stream: the final norm, the unembedding, the cap: what a lens uses."""
+        logits: Tensor = self.unembed(self.norm(stream))
+        cap = self.settings.logit_cap
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    @property
+    def layers(self) -> list[DecoderBlock]:
+        """The blocks under their own type."""
+        return cast(list[DecoderBlock], list(self.blocks))
+
+    def qk(self, distance: int = 0) -> LowRank:
+        """W_QK of every head, batch (layers, heads); under rotary positions at that distance.
+
+        Without biases, and without the norms of queries and keys where there are any.
+        """
+        return stacked([block.attention.qk(distance) for block in self.layers])
+
+    def ov(self) -> LowRank:
+        """W_OV of every head without biases, batch (layers, heads)."""
+        return stacked([block.attention.ov() for block in self.layers])
+
+    @torch.no_grad()
+    def components(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Everything that is added to the stream, by name; the sum is what `norm` reads.
+
+        An attention's output is split into its heads unless a norm follows it.
+        """
+        outs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
+        sites = ("embed", *(() if self.position is None else ("position",)), *outs)
+        with record(self, *sites, clone=True) as seen:
+            self(tokens)
+        parts = {"embed": seen["embed"]}
+        if self.position is not None:
+            parts["position"] = seen["position"].unsqueeze(0)
+        for i, block in enumerate(self.layers):
+            o = block.attention.o
+            if isinstance(block.attention_out, nn.Identity):
+                mixed = seen[f"blocks.{i}.attention.o:input"]
+                heads = block.attention.heads
+                parts |= head_outputs(mixed, o.weight, heads=heads, prefix=f"head {i}.")
+                if o.bias is not None:
+                    parts[f"attention bias {i}"] = o.bias.expand(1, 1, -1)
+            else:
+                parts[f"attention {i}"] = seen[f"blocks.{i}.attention_out"]
+            parts[f"mlp {i}"] = seen[f"blocks.{i}.mlp_out"]
+        return parts

@@ -1,0 +1,5 @@
+"""One page, one file: what heads look at, what layers say, who deserves the credit."""
+
+from interp.view.page import view
+
+__all__ = ["view"]
