@@ -20,10 +20,10 @@ from llmsys_suite.stages import attention, links, memory
 from worker_pool import run_ranks
 
 
-def a_run(folder=None):
-    """This rank's place in a group whose collectives end after two seconds."""
+def a_run(folder=None, seconds=2):
+    """This rank's place in a group whose collectives end after so many seconds."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    worker.TIMEOUT = timedelta(seconds=2)
+    worker.TIMEOUT = timedelta(seconds=seconds)
     config = RunConfig(world=world, out=Path(folder or "."))
     run = Run(
         config=config,
@@ -58,7 +58,8 @@ def summed(run):
 
 
 def stages_of_which_one_fails(folder, where, failing):
-    run = a_run(folder)
+    # A busy machine may need some of them to make the next stage's group.
+    run = a_run(folder, seconds=8)
 
     def fails(run):
         if run.rank == failing:

@@ -68,14 +68,14 @@ def hard_runs(count):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_only_the_whole_grid_is_a_proof():
     missed = 0
-    for runs in hard_runs(60):
+    for runs in hard_runs(25):
         for loss in ("huber", "lad"):
             fit, proved = fit_parametric(runs, loss), fit_parametric(runs, loss, prove=True)
             assert proved.objective <= fit.objective * (1 + 1e-6)
             # Some starts that agree prove nothing: a better optimum is missed now and then.
             assert fit.proof.starts == 289 or not fit.proof.holds
             missed += fit.objective > proved.objective * (1 + 1e-6)
-    assert missed <= 4
+    assert missed <= 3
 
 
 def test_a_start_whose_term_died_is_brought_back():

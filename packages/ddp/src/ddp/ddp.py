@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -476,6 +476,10 @@ class DDP(nn.Module, Joinable):
     def _late(self, parameter: Tensor) -> None:
         """The first gradient of a copy: only now do its ranks meet."""
         self._meet()
+        if self._weighing is not None and parameter.grad is not None:
+            # What should have gone before its accumulation.
+            weighted = self._weighing.hook(cast(nn.Parameter, parameter))(parameter.grad)
+            parameter.grad = parameter.grad if weighted is None else weighted
         for index, one in enumerate(self._reducer.parameters):
             if one is parameter:
                 self._reducer.arrive(index, parameter)
