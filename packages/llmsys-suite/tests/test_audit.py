@@ -350,7 +350,7 @@ def finished(path, change=lambda samples: None):
     folder.write_json("evidence.json", evidence)
     checks = training.checks(CONFIG, *honest())
     folder.write_json("checks.json", [check.to_json() for check in checks])
-    folder.add_stage("audit", {"checks": 0, "failed": []})
+    folder.add_stage("audit", {"checks": 0, "red": []})
     folder.finish()
     return folder
 

@@ -65,8 +65,8 @@ def headline(path: Path) -> str:
         lines.append(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
     if "checks" in stages.get("audit", {}):
         audit = stages["audit"]
-        lines.append(f"audit: {audit['checks'] - len(audit['failed'])}/{audit['checks']} passed")
-        lines += [f"  FAILED {name}" for name in audit["failed"]]
+        lines.append(f"audit: {audit['checks'] - len(audit['red'])}/{audit['checks']} passed")
+        lines += [f"  FAILED {name}" for name in audit["red"]]
     lines.append(f"report: {path / 'report.html'}")
     return "\n".join(lines)
 
@@ -115,7 +115,7 @@ def _overview(folder: RunFolder, stages: dict[str, Any]) -> Section:
     if not folder.complete and not audited:
         notes.append("**This run is incomplete.**")
     if audited:
-        failed = stages["audit"]["failed"]
+        failed = stages["audit"]["red"]
         count = stages["audit"]["checks"]
         notes.append(
             f"**{len(failed)} of {count} audit checks failed.**"
