@@ -23,6 +23,7 @@ PLAN = {
     "training_bytes_by_part": {"weights": 400, "optimizer": 800, "activations": 1},
     "measured_peak_bytes": 1040,
     "peak": 1e6,
+    "yardstick_flops_per_second": 8e5,
 }
 BATCHES = [
     [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
@@ -94,7 +95,7 @@ def honest():
         },
         "text": {"row_digests": BATCHES, "distinct": True},
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
-        "matmul_flops_per_second": 1.1e6,
+        "product_in_yardsticks": 1.35,
         "step_yardsticks": 95.0,
         "kept_bytes": 1200,
         "one_host": True,
@@ -133,7 +134,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
         ("gradient_bytes", 1200, "gradient bytes"),
         ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes a rank"),
-        ("peak", 2.2e6, "rate of a matrix product, FLOP/s"),
+        ("peak", 2.2e6, "rate of a matrix product, in yardsticks'"),
     ],
 )
 def test_a_wrong_prediction_fails(key, value, name):

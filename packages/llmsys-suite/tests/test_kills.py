@@ -55,7 +55,6 @@ def test_honest_runs_raise_no_alarm_on_an_idle_and_on_a_busy_machine(runs, busy)
     assert [str(outcome) for outcome in outcomes if outcome.killed] == []
 
 
-@pytest.mark.timing
 def test_an_honest_run_raises_no_alarm():
     (outcome,) = false_alarms(1)
     assert outcome.killed_by == ()

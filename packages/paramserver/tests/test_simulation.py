@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,7 +25,13 @@ WORLDS = {
     "faults": st.sampled_from([0.0, 15.0, 40.0]),
 }
 
+TWO = {"servers": 2, "workers": 2, "joiners": 1, "loss": 0.3, "steps": 3, "faults": 40.0}
 
+
+# A snapshot that went on changing with its server; a worker that joins between two servers' last
+# answers to one that has finished.
+@example(seed=2, consistency=BulkSynchronous(), **TWO)
+@example(seed=290, consistency=StaleSynchronous(0), **TWO)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
 def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_whole(**world):

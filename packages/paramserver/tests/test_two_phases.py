@@ -1,5 +1,6 @@
 """Over several servers a push is applied everywhere or nowhere, and a pull reads one version."""
 
+import copy
 import os
 import sys
 import threading
@@ -26,7 +27,7 @@ from paramserver import (
     run,
 )
 from paramserver.connection import RemoteConnection
-from paramserver.ledger import Accept, Join, Leave, Log, Read, Write
+from paramserver.ledger import Accept, Join, Leave, Ledger, Log, Read, Write
 from paramserver.messages import Message
 from paramserver.serving import serve
 from paramserver.transport.shared_memory import channel_pair
@@ -407,3 +408,14 @@ def test_a_log_of_garbage_is_refused(text):
 def test_a_message_of_garbage_is_refused(text):
     with pytest.raises(ValueError, match=r"is no message|is not a valid Kind|Expecting"):
         Message.from_text(text)
+
+
+def test_a_saved_ledger_stays_what_it_was_while_the_ledger_goes_on():
+    ledger = Ledger(3, BulkSynchronous())
+    ledger.commit((0, 0, 0))
+    saved = ledger.state()
+    before = copy.deepcopy(saved)
+    ledger.commit((1, 0, 0))
+    assert saved == before
+    ledger.commit((2, 0, 0))
+    assert saved == before

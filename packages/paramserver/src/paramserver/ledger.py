@@ -218,7 +218,7 @@ class Ledger:
         return {
             "version": self.version,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
-            "accepted": self._accepted,
+            "accepted": list(self._accepted),
             "log": Log(self._first, tuple(self._entries)).to_text(),
         }
 

@@ -105,10 +105,13 @@ class Session:
 
     def finish(self) -> Steps[int]:
         """Push no more; return the final version, whose parameters all send once nobody does."""
-        (first,) = yield [self._request(0, Kind.FINISH)]
-        others = self._with_log(Kind.END, Log.from_text(first.text))[1:]
-        answers = (yield others) if others else []
-        return self._one_version([first, *answers])
+        while True:
+            (first,) = yield [self._request(0, Kind.FINISH)]
+            others = self._with_log(Kind.END, Log.from_text(first.text))[1:]
+            answers = [first, *((yield others) if others else [])]
+            # Who joined in between, and pushed, has made another version the last.
+            if all(answer.number <= first.number for answer in answers):
+                return self._one_version(answers)
 
     def leave(self) -> Steps[None]:
         """Push no more, and wait for nobody."""

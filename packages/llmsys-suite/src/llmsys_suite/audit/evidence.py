@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 from functools import partial
@@ -68,12 +69,15 @@ def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
 
 
 def _speeds(run: Run) -> dict[str, float]:
-    """The rate of a product, and one process's step in yardsticks, all ranks at it at once."""
+    """A product and one process's step in yardsticks, all ranks at it at once."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
-    best = min(_clocked(partial(torch.mm, a, b), run.device) for _ in range(20))
-    rates = run.gather(2 * n**3 / best)
+    product = beside = math.inf
+    for _ in range(20):
+        product = min(product, _clocked(partial(torch.mm, a, b), run.device))
+        beside = min(beside, yardstick.core_seconds(run.device))
+    products = run.gather(2 * n**3 / product / (yardstick.flops(run.device) / beside))
     if run.rank:
         run.meet()
         return {}
@@ -98,7 +102,7 @@ def _speeds(run: Run) -> dict[str, float]:
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     run.meet()
     return {
-        "matmul_flops_per_second": max(rates),
+        "product_in_yardsticks": statistics.median(products),
         "step_yardsticks": statistics.median(ratios),
         "kept_bytes": sum(t.nbytes for t in [*model.parameters(), *moments]),
     }

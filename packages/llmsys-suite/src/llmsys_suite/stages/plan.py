@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20
+# For the rate of a matrix product: so long, in turns with yardsticks.
 PRODUCTS_SECONDS = 0.5
+TURNS = 25
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
@@ -83,7 +85,7 @@ def run(run: Run) -> dict[str, Any]:
     fit = predicted["all_variants_bytes"] < 0.8 * available_memory_bytes(run.device.type)
     return predicted | {
         "variants_fit_together": _agreed(run, fit),
-        "peak": _agreed_peak(run),
+        **_agreed_rates(run),
         "measured_peak_bytes": measured_peak_bytes(run) if run.rank == 0 else 0,
         **counted(run.config),
     }
@@ -158,14 +160,21 @@ def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
     return best
 
 
-def _agreed_peak(run: Run) -> float:
+def _agreed_rates(run: Run) -> dict[str, float]:
+    """The best rate of any rank, and beside it that of yardsticks timed between its products."""
     import torch
     import torch.distributed as dist
 
+    from llmsys_suite.audit import yardstick
+
     run.barrier()
-    peak = torch.tensor(matmul_flops_per_second(run), device=run.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return float(peak)
+    best = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for _ in range(TURNS):
+        product = matmul_flops_per_second(run, PRODUCTS_SECONDS / TURNS)
+        beside = yardstick.flops(run.device) / yardstick.core_seconds(run.device)
+        best = best.maximum(best.new_tensor([product, beside]))
+    dist.all_reduce(best, dist.ReduceOp.MAX)
+    return dict(zip(("peak", "yardstick_flops_per_second"), best.tolist(), strict=True))
 
 
 def _agreed(run: Run, here: bool) -> bool:
