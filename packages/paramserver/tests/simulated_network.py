@@ -13,12 +13,12 @@ from collections import Counter
 from functools import partial
 
 import torch
-from paramserver.core import Core, Followed, Staged
-from paramserver.ledger import Accept, Join, Leave, Read, Write
-from paramserver.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.partition import partition
-from paramserver.replica import Replica
-from paramserver.session import Session
+from paramserver.protocol.core import Core, Followed, Staged
+from paramserver.protocol.ledger import Accept, Join, Leave, Read, Write
+from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.replica import Replica
+from paramserver.protocol.session import Session
 
 ONE = partial(torch.optim.SGD, lr=1.0)
 TIMEOUT, RETRY, BEAT = 6.0, 1.0, 1.5  # seconds of the simulated clock

@@ -24,8 +24,8 @@ from paramserver import (
     join,
     run,
 )
-from paramserver.connection import RemoteConnection
-from paramserver.messages import Kind, Message
+from paramserver.protocol.messages import Kind, Message
+from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pair
 from paramserver.worker import trainable
 from paramserver_training import SGD, batch, fail, model, train

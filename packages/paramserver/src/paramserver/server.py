@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import BulkSynchronous, Consistency, LocalSteps, OptimizerFactory
-from paramserver.core import Core
-from paramserver.messages import Message
 from paramserver.partition import Shard, partition
-from paramserver.replica import Replica
+from paramserver.protocol.core import Core
+from paramserver.protocol.messages import Message
+from paramserver.protocol.replica import Replica
 
 _SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.faults import difference
+from zero.fsdp.marks import after_gradient, before_gradient, cast
+from zero.fsdp.replicated import Replicated
+from zero.fsdp.unit import ShardedParameter, Unit
+from zero.fsdp.wrap import Materialise, clean, make_units, watch
 from zero.gradients import plain
-from zero.marks import after_gradient, before_gradient, cast
 from zero.norm import scale_to, square_sum
-from zero.replicated import Replicated
-from zero.unit import ShardedParameter, Unit
 from zero.wire import Collective, DryRun, Wire
-from zero.wrap import Materialise, clean, make_units, watch
 
 
 class FSDP(nn.Module):

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from zero import rivals
 from zero.allocator import peak_bytes
-from zero.fsdp import FSDP
+from zero.bench import rivals
+from zero.fsdp.fsdp import FSDP
 from zero.memory import memory_report
 from zero.partition import by_element, by_parameter
 from zero.wire import wire_bytes
@@ -264,7 +264,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramserver.job import Outcome
+from paramserver.running.job import Outcome
 
 
 def start(

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paramserver.messages import Kind, Message, PeerLost, raise_failure
+from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
 SENDS = (Kind.STAGE, Kind.PUSH)
 """Requests that gradients come with. An answer says by its size whether parameters do."""

@@ -18,11 +18,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from paramserver.job import Job, Outcome, Result, ServerReport, assemble
 from paramserver.journal import DiskJournal
-from paramserver.ledger import Log
-from paramserver.messages import Kind, Message
-from paramserver.processes import start
+from paramserver.protocol.ledger import Log
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
+from paramserver.running.processes import start
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
 from paramserver.worker import Worker
 
@@ -83,7 +83,7 @@ def run_on_zeromq(job: Job, restarts: int, journal: str | Path | None, start_met
     """What `run` does, with processes that may die and are started again."""
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
-        context.set_forkserver_preload(["paramserver.supervise", "torch._dynamo"])
+        context.set_forkserver_preload(["paramserver.running.supervise", "torch._dynamo"])
     packed = pickle.dumps(job)
     shards = job.shards()
     with tempfile.TemporaryDirectory() as folder:

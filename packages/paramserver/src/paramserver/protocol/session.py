@@ -15,8 +15,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from paramserver.ledger import Log
-from paramserver.messages import Kind, Message
+from paramserver.protocol.ledger import Log
+from paramserver.protocol.messages import Kind, Message
 
 T = TypeVar("T")
 

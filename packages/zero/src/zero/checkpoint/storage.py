@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from zero import sums
+from zero.checkpoint import checksums
+from zero.checkpoint.holding import Part
+from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.faults import explain
-from zero.holding import Part
-from zero.planner import LoadPlanner, SavePlanner
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Writer:
         self.storage = FileSystemWriter(self.draft)
         self.error: Exception | None = None
         self.results: list[Any] = []
-        self.sums: sums.Ranges = {}
+        self.sums: checksums.Ranges = {}
         self.metadata: Metadata | None = None
         self.local_plan = SavePlan([])
 
@@ -74,7 +74,7 @@ class Writer:
         try:
             done = self.storage.write_data(self.local_plan, self.planner)
             self.results = done.wait()
-            self.sums = sums.of_ranges(self.draft, (r.storage_data for r in self.results))
+            self.sums = checksums.of_ranges(self.draft, (r.storage_data for r in self.results))
         except Exception as error:
             self.error = error
 
@@ -82,7 +82,7 @@ class Writer:
         """Put the finished folder in its place, or raise on every rank."""
         first = dist.get_rank(self.group) == 0
 
-        def written() -> tuple[list[Any], sums.Ranges]:
+        def written() -> tuple[list[Any], checksums.Ranges]:
             if self.error is not None:
                 raise self.error
             return self.results, self.sums
@@ -94,7 +94,7 @@ class Writer:
                 assert self.metadata is not None
                 results = [self._name_twice(results) for results, _ in everyones]
                 self.storage.finish(self.metadata, results)
-                sums.write(self.draft, (ranges for _, ranges in everyones))
+                checksums.write(self.draft, (ranges for _, ranges in everyones))
                 _put_in_place(self.draft, self.path)
 
         self._together(swap)
@@ -145,7 +145,7 @@ class Folder:
 
     path: Path
     metadata: Metadata
-    verifier: sums.Verifier
+    verifier: checksums.Verifier
 
     def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
         """Fill the values of `parts`; return the named objects."""
@@ -169,7 +169,7 @@ def find(path: Path) -> Folder:
         path = _previous(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
-    verifier = sums.Verifier(path)
+    verifier = checksums.Verifier(path)
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zero.fsdp import FSDP
-from zero.optimizer import ShardedOptimizer
+from zero.fsdp.fsdp import FSDP
+from zero.optimizer.optimizer import ShardedOptimizer
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import FSDP
-from zero.optimizer import ShardedOptimizer
-from zero.wrap import clean
+from zero.fsdp.fsdp import FSDP
+from zero.fsdp.wrap import clean
+from zero.optimizer.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)

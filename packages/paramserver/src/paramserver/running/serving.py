@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from threading import Thread
 
-from paramserver.connection import SENDS, Channel, used
-from paramserver.messages import Kind, Message, failure
+from paramserver.protocol.messages import Kind, Message, failure
 from paramserver.server import Server
+from paramserver.transport.connection import SENDS, Channel, used
 
 _LAST = (Kind.FINISH, Kind.END)  # of the first server and of the others
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
+from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
 from paramserver.worker import Worker, local_of, trainable
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zero.elementwise import Split
+from zero.optimizer.elementwise import Split
 from zero.partition import Piece
 from zero.wire import Wire
 

@@ -18,13 +18,13 @@ from typing import Any, Literal, Protocol
 
 from torch import nn
 
-from paramserver.connection import Channel, RemoteConnection
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.job import Job, Result, ServerReport, assemble, report
 from paramserver.partition import Shard
-from paramserver.processes import collect, start
-from paramserver.serving import serve
+from paramserver.running.job import Job, Result, ServerReport, assemble, report
+from paramserver.running.processes import collect, start
+from paramserver.running.serving import serve
 from paramserver.transport import distributed, shared_memory
+from paramserver.transport.connection import Channel, RemoteConnection
 
 _GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
@@ -67,7 +67,7 @@ def run(
 
         return run_on_ray(job, shards)
     if transport == "zeromq":
-        from paramserver.supervise import run_on_zeromq
+        from paramserver.running.supervise import run_on_zeromq
 
         return run_on_zeromq(job, restarts, journal, start_method)
     if restarts or journal is not None:
@@ -86,7 +86,7 @@ def run(
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             # Forked once torch is there, a process costs milliseconds.
-            context.set_forkserver_preload(["paramserver.launch", "torch._dynamo"])
+            context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
         # Pickled here, because torch would put the module's parameters into shared memory for
         # processes that it starts: they would be one and the same in all workers.
         packed = pickle.dumps(job)

@@ -24,9 +24,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zero.holding import Part, Slot, group_names, model_parts, second_names, slots, unwrapped
-from zero.optimizer import ShardedOptimizer, options_of
-from zero.storage import Folder, Writer, find, together
+from zero.checkpoint.holding import (
+    Part,
+    Slot,
+    group_names,
+    model_parts,
+    second_names,
+    slots,
+    unwrapped,
+)
+from zero.checkpoint.storage import Folder, Writer, find, together
+from zero.optimizer.optimizer import ShardedOptimizer, options_of
 
 # 2: checksums, and second names of tied tensors.
 VERSION = 2

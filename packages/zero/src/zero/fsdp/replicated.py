@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.direct import Work
-from zero.marks import cast
+from zero.fsdp.marks import cast
 from zero.wire import Wire
 
 

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero.elementwise import Split, how_to_split
 from zero.faults import difference
 from zero.norm import scale_to, square_sum
+from zero.optimizer.elementwise import Split, how_to_split
+from zero.optimizer.reducer import Bucket, Reducer, make_buckets
+from zero.optimizer.state import full_state, load_state, local_state
 from zero.partition import Piece, by_element, by_parameter
-from zero.reducer import Bucket, Reducer, make_buckets
-from zero.state import full_state, load_state, local_state
 from zero.wire import Collective, DryRun, Wire
 
 

@@ -34,7 +34,7 @@ from paramserver.consistency import (
     LocalSteps,
     StaleSynchronous,
 )
-from paramserver.launch import run
+from paramserver.running.launch import run
 from paramserver.transport.distributed import join
 from paramserver.worker import Worker
 
@@ -398,7 +398,3 @@ def table(rows: list[Row]) -> str:
 
 def _cell(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    main()

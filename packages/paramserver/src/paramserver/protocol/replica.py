@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from paramserver.compression import Compression
 from paramserver.consistency import OptimizerFactory
-from paramserver.ledger import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.partition import Shard
+from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
 
 
 class Replica:

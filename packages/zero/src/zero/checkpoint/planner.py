@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero.holding import Part
+from zero.checkpoint.holding import Part
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.ledger import Ledger, Log, Push
-from paramserver.messages import Kind, Message, PeerLost
-from paramserver.replica import Replica
+from paramserver.protocol.ledger import Ledger, Log, Push
+from paramserver.protocol.messages import Kind, Message, PeerLost
+from paramserver.protocol.replica import Replica
 
 
 @dataclass(frozen=True)

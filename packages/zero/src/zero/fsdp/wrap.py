@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.unit import Unit
+from zero.fsdp.unit import Unit
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
