@@ -44,7 +44,7 @@ class Integers:
         """Scales, then whole numbers."""
         largest = 2 ** (self.bits - 1) - 1
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
-        # [blocks]; below the smallest normal number a scale would be coarse, and its inverse infinite.
+        # [blocks]; below the smallest normal number a scale would itself be badly rounded.
         scales = (blocks.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
         whole = (blocks / scales[:, None]).round().clamp(-largest, largest).to(torch.int8).view(-1)
         if self.bits == 4:
