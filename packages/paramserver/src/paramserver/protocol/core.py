@@ -54,7 +54,8 @@ class Core:
     """The protocol of one server.
 
     `elastic` lets workers join that were not there at the start, and come back. One that is lost or
-    silent fails the run, unless it may go on without (`survives`).
+    silent fails the run, unless it may go on without (`survives`); then one that others have waited
+    for `drop_after` seconds is lost too, even if it is well.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Core:
         timeout: float,
         survives: bool,
         elastic: bool,
+        drop_after: float | None = None,
         journal: Journal | None = None,
     ) -> None:
         self.replica = replica
         self.ledger = Ledger(workers, consistency)
-        self.timeout = timeout
+        self.timeout, self._drop_after = timeout, drop_after
         self.failure = ""
         self.journal = journal
         self._consistency, self._workers = consistency, workers
@@ -108,7 +110,7 @@ class Core:
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._survives:
                 for w in silent:
-                    self.lose(w, f"it neither pulled nor pushed for {self.timeout:g} s")
+                    self.lose(w, self._reason(w, now))
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             del self._waiting[worker]
@@ -319,7 +321,16 @@ class Core:
         return [worker for worker in blockers if worker not in self._waiting]
 
     def _deadline(self, worker: int, since: float) -> float:
+        silent = self._silent_at(worker, since)
+        return silent if self._drop_after is None else min(silent, since + self._drop_after)
+
+    def _silent_at(self, worker: int, since: float) -> float:
         return max(since, self._heard.get(worker, 0.0)) + self.timeout
+
+    def _reason(self, worker: int, now: float) -> str:
+        if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
+            return f"the others have waited {self._drop_after:g} s for it"
+        return f"it neither pulled nor pushed for {self.timeout:g} s"
 
     def _log(self, m: Message) -> Log:
         """The log that the asker lacks; what lies before all servers know, and it is forgotten."""

@@ -33,6 +33,8 @@ class Replica:
         parameters: Mapping[str, Tensor],
         optimizer: OptimizerFactory,
         compression: Compression | None = None,
+        *,
+        scale_by_staleness: bool = False,
     ) -> None:
         self.shard = shard
         self.position = 0
@@ -50,7 +52,7 @@ class Replica:
                 flat = parameters[piece.name].detach().reshape(-1)
                 mine.view(-1).copy_(flat[piece.start : piece.stop])
         self._optimizer = optimizer(self._parameters) if self._parameters else None
-        self.compression = compression
+        self.compression, self._scale_by_staleness = compression, scale_by_staleness
         # With compression, readers hold `_buffer` plus a rounding error that is made good with the
         # next change: what they hold, and the changes that made it from one version to the next.
         self._published = self._flat() if compression else None
@@ -110,7 +112,11 @@ class Replica:
                     self._next[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._keep_promises()
-                    self._apply([self._staged.pop(push) for push in pushes])
+                    gradients = [self._staged.pop(push) for push in pushes]
+                    if self._scale_by_staleness and staleness[0]:
+                        for view in self.shard.views(gradients[0]):
+                            view.div_(1 + staleness[0])
+                    self._apply(gradients)
                     self._accepted.clear()
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:

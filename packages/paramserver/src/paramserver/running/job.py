@@ -47,6 +47,7 @@ class Job:
     timeout: float = 60.0
     on_worker_loss: Literal["stop", "continue"] = "stop"
     whole: bool = False
+    drop_after: float | None = None
 
     def shards(self) -> list[Shard]:
         """What each server holds."""
@@ -63,6 +64,7 @@ class Job:
             timeout=self.timeout,
             on_worker_loss=self.on_worker_loss,
             elastic=elastic,
+            drop_after=self.drop_after,
         )
 
     def worker(self, rank: int, connections: Sequence[Any]) -> Worker:

@@ -42,6 +42,7 @@ def run(
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False,
+    drop_after: float | None = None,
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     restarts: int = 0,
     journal: str | Path | None = None,
@@ -53,13 +54,16 @@ def run(
     must pickle. Raises what `train` raised, or PeerLost naming the process that died. After a
     failure, whoever has not ended within `timeout` seconds is killed.
 
+    A worker that is well but slow is waited for; with `drop_after` (and "continue") one that the
+    others have waited for so many seconds is lost, and they go on.
+
     With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
     calls `train` anew (`worker.pushes` says how many of its gradients were accepted), a server goes
     on from its `journal`, a folder. What an earlier run left there is gone on from.
     """
     job = Job(
         train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
-        on_worker_loss, whole,
+        on_worker_loss, whole, drop_after,
     )  # fmt: skip
     shards = job.shards()
     if transport == "ray":

@@ -101,6 +101,7 @@ def join(
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False,
+    drop_after: float | None = None,
 ) -> Iterator[Worker]:
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
@@ -143,6 +144,7 @@ def join(
                 shard=shard,
                 timeout=timeout,
                 on_worker_loss=on_worker_loss,
+                drop_after=drop_after,
             )
             connections.append(server.connect(rank))
             ends: dict[int, Channel] = {
