@@ -5,7 +5,10 @@ import re
 
 import numpy as np
 import pytest
-from llmsys_suite.compare import (
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
     differences,
@@ -13,9 +16,6 @@ from llmsys_suite.compare import (
     too_slow,
     warnings,
 )
-from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
-from llmsys_suite.samples import PEER, SINGLE
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 OURS = ("ddp flat", "zero 1", "fsdp")

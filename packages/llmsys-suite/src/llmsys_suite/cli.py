@@ -66,7 +66,7 @@ def run(
     )
     status = execute(config)
     if first and (config.out / "report.md").exists():
-        from llmsys_suite.report import headline
+        from llmsys_suite.report.page import headline
 
         print(headline(config.out))
     raise typer.Exit(status)
@@ -77,7 +77,7 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
     """Write report.md and report.html of a run anew, and print the first."""
-    from llmsys_suite.report import write_report
+    from llmsys_suite.report.page import write_report
 
     print(write_report(_run_folder(folder)))
 
@@ -144,8 +144,8 @@ def compare(
     ] = False,
 ) -> None:
     """Say which variants became faster or slower, and whether the samples can tell."""
-    from llmsys_suite.compare import compare_runs, differences, too_slow, warnings
     from llmsys_suite.config import percentage
+    from llmsys_suite.report.compare import compare_runs, differences, too_slow, warnings
 
     runs = _run_folder(before), _run_folder(after)
     if assert_equal:
@@ -172,7 +172,7 @@ def doctor() -> None:
 @app.command("list")
 def list_() -> None:
     """List the stages and the model sizes."""
-    from llmsys_suite.sizes import SIZES
+    from llmsys_suite.config import SIZES
 
     print("stages:", " ".join(STAGES))
     print("sizes:   d_model   d_ff  layers  heads")

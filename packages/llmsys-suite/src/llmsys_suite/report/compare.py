@@ -21,7 +21,7 @@ import numpy as np
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
-from llmsys_suite.samples import PEER, WHOLE_STEP, loss_curves
+from llmsys_suite.measure.samples import PEER, WHOLE_STEP, loss_curves
 
 Array = np.ndarray
 #: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
