@@ -78,7 +78,6 @@ def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
     packages(
         paramserver="no wings yet",
         zero="no wings yet",
-        llmsys_suite="its top folder has no wings yet",
     ),
 )
 def test_a_folder_tells_its_story(package):
