@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="One language model's whole life in one command, with every number audited.",
+    help="One language model's whole life in one command, and an audit of what it reports.",
 )
 USAGE_ERROR = 2
 

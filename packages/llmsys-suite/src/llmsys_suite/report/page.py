@@ -247,7 +247,7 @@ def _audit(folder: RunFolder) -> Section:
         for c in checks
     ]
     failed = frozenset(i for i, c in enumerate(checks) if not c["passed"])
-    notes = ["Each check holds one source against another that shares nothing with it."]
+    notes = ["Each check names its two sources; a figure without a row here has no check."]
     return Section("Audit", notes, [Table(rows, failed)])
 
 
