@@ -376,5 +376,8 @@ def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
 
 def test_a_run_without_an_audit_says_so(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    with pytest.raises(UsageError, match="is an incomplete run"):
+        check_again(folder)
+    folder.finish()
     with pytest.raises(UsageError, match="was not audited"):
         check_again(folder)

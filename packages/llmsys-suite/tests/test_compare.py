@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
+from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report.compare import (
     compare_ratios,
@@ -283,4 +283,4 @@ def test_other_losses_counts_and_lengths_are_differences(tmp_path):
 def test_losses_that_are_not_numbers_are_never_equal(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", loss=float("nan"))
     assert any("loss of step 0" in line for line in differences(a, b))
-    assert json.loads((a.path / "manifest.json").read_text())["format"] == 2
+    assert json.loads((a.path / "manifest.json").read_text())["format"] == FORMAT

@@ -79,7 +79,10 @@ def report(
     """Write report.md and report.html of a run anew, and print the first."""
     from llmsys_suite.report.page import write_report
 
-    print(write_report(_run_folder(folder)))
+    found = _run_folder(folder)
+    print(write_report(found))
+    if not found.complete:
+        print(f"llmsys: {folder} is an incomplete run; this is of what it has", file=sys.stderr)
 
 
 @app.command()
@@ -147,6 +150,8 @@ def compare(
     from llmsys_suite.config import percentage
     from llmsys_suite.report.compare import compare_runs, differences, too_slow, warnings
 
+    if fail_above is not None and not fail_above >= 0:
+        raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
     runs = _run_folder(before), _run_folder(after)
     if assert_equal:
         found = list(differences(*runs))

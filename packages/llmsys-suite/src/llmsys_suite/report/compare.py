@@ -84,8 +84,10 @@ class Comparison:
 
     def __str__(self) -> str:
         line = f"{self.variant:>20}  {self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]  "
-        line += self.verdict
         total = self.rounds + self.disturbed
+        if math.isnan(self.ratio):
+            line = f"{self.variant:>20}  {self.rounds} of {total} rounds to go by  "
+        line += self.verdict
         if self.disturbed > total * (1 - LEAST_SHARE):
             return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
         if self.verdict == "cannot tell" and self.resolved > self.resolve:
