@@ -66,12 +66,7 @@ def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
     assert f"{module(package)}.plain" in tested
 
 
-@pytest.mark.parametrize(
-    "package",
-    packages(
-        llmsys_suite="its top folder has no wings yet",
-    ),
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_folder_tells_its_story(package):
     for folder_of_files in {path.parent for _, path in files_of(package)}:
         assert len([*folder_of_files.glob("*.py")]) <= MOST_FILES_IN_A_FOLDER

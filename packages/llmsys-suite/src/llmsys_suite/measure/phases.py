@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
-from llmsys_suite.audit import yardstick
 from llmsys_suite.folder import Sample
-from llmsys_suite.samples import WHOLE_STEP
+from llmsys_suite.measure import yardstick
+from llmsys_suite.measure.samples import WHOLE_STEP
 
 
 class Recorder:

@@ -6,7 +6,9 @@ Notable:
 - rounds in which a rank waited for a core that another program had are left out, because such a
   wait does not cost all variants alike; where most are such, there is no verdict;
 - "slower" is said only where the whole 95 % interval lies beyond half of what is to be resolved:
-  two runs of the same code differ a little by where their memory happens to lie.
+  two runs of the same code differ a little by where their memory happens to lie; and only where it
+  would be said of none of all variants by chance, 19 times in 20, however few the rounds are;
+- a slow second outlasts a round: rounds that resemble the ones before them count for fewer.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
-from llmsys_suite.samples import PEER, WHOLE_STEP, loss_curves
+from llmsys_suite.measure.samples import PEER, WHOLE_STEP, loss_curves
 
 Array = np.ndarray
 #: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
@@ -34,6 +37,8 @@ LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
 #: Standard errors in half a resolution: 1.96 for the interval, 1.64 to find what is as large as it
 #: 19 times in 20, and a tenth more since the error itself is estimated.
 ERRORS_IN_HALF = 1.1 * (1.96 + 1.64)
+#: Of a verdict on any variant, where the code is the same.
+CHANCE = 0.05
 #: Without these two runs do not compare; where the others differ, times may too.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "gpus"),
@@ -58,6 +63,8 @@ class Comparison:
     rounds: int
     disturbed: int
     resolve: float
+    #: How likely so large a ratio is by chance, in any of the variants that are compared.
+    chance: float = 0.0
 
     @property
     def resolved(self) -> float:
@@ -69,7 +76,7 @@ class Comparison:
     def verdict(self) -> str:
         """Slower, faster, or cannot tell."""
         total = self.rounds + self.disturbed
-        if self.rounds < max(LEAST_ROUNDS, LEAST_SHARE * total):
+        if self.rounds < max(LEAST_ROUNDS, LEAST_SHARE * total) or self.chance > CHANCE:
             return "cannot tell"
         if self.low > 1 + self.resolve / 2:
             return "slower"
@@ -77,8 +84,10 @@ class Comparison:
 
     def __str__(self) -> str:
         line = f"{self.variant:>20}  {self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]  "
-        line += self.verdict
         total = self.rounds + self.disturbed
+        if math.isnan(self.ratio):
+            line = f"{self.variant:>20}  {self.rounds} of {total} rounds to go by  "
+        line += self.verdict
         if self.disturbed > total * (1 - LEAST_SHARE):
             return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
         if self.verdict == "cannot tell" and self.resolved > self.resolve:
@@ -108,7 +117,8 @@ def compare_ratios(
 ) -> list[Comparison]:
     """One row for each variant of both."""
     random = np.random.default_rng(seed)
-    return [_compare(n, old[n], new[n], resolve, random) for n in old if n in new]
+    names = [name for name in old if name in new]
+    return [_compare(n, old[n], new[n], resolve, len(names), random) for n in names]
 
 
 def too_slow(rows: list[Comparison], percent: float) -> bool:
@@ -199,16 +209,20 @@ def _compare(
     before: tuple[Array, int],
     after: tuple[Array, int],
     resolve: float,
+    among: int,
     random: np.random.Generator,
 ) -> Comparison:
     (old, old_lost), (new, new_lost) = before, after
     rounds, lost = min(len(old), len(new)), max(old_lost, new_lost)
     if rounds < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, lost, resolve)
-    ratio = math.exp(_middle(new) - _middle(old))
-    apart = _middles(new, random) - _middles(old, random)
-    low, high = np.exp(np.quantile(apart, [0.025, 0.975]))
-    return Comparison(name, ratio, float(low), float(high), rounds, lost, resolve)
+    away = _middle(new) - _middle(old)
+    (old_error, old_free), (new_error, new_free) = _error(old, random), _error(new, random)
+    error, free = math.hypot(old_error, new_error), min(old_free, new_free)
+    half = _student(0.975, free) * error
+    low, high = math.exp(away - half), math.exp(away + half)
+    chance = among * 2 * _beyond(abs(away) / error if error else math.inf, free)
+    return Comparison(name, math.exp(away), low, high, rounds, lost, resolve, chance)
 
 
 def _middle(logs: Array) -> float:
@@ -217,19 +231,35 @@ def _middle(logs: Array) -> float:
     return float(np.sort(logs)[cut : len(logs) - cut].mean())
 
 
-def _middles(logs: Array, random: np.random.Generator) -> Array:
-    """Of resampled rounds, a few at a time, since a slow second outlasts a round."""
+def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
+    """The standard error of the middle by resampled rounds, and how many of them are free.
+
+    What pulls the middle is each round cut to the quartiles; where that resembles the round's
+    before by a share r, n rounds tell as much as n (1 - r) / (1 + r).
+    """
     n = len(logs)
-    block = max(1, round(n ** (1 / 3)))
-    starts = random.integers(0, n, (RESAMPLES, -(-n // block)))
-    picked = (starts[..., None] + np.arange(block)) % n
-    drawn = np.sort(logs[picked.reshape(RESAMPLES, -1)[:, :n]], axis=1)
+    drawn = np.sort(logs[random.integers(0, n, (RESAMPLES, n))], axis=1)
     cut = n // 4
-    middles: Array = drawn[:, cut : n - cut].mean(1)
-    middle = middles.mean()
-    # Few blocks scatter less than what they are drawn from.
-    middles = middle + (middles - middle) * math.sqrt(n / max(1, n - 2 * block))
-    return middles
+    alone = float(drawn[:, cut : n - cut].mean(1).std())
+    pull = logs.clip(*np.quantile(logs, [0.25, 0.75]))
+    pull = pull - pull.mean()
+    found = float(pull[1:] @ pull[:-1] / max(pull @ pull, 1e-300))
+    # What a short series shows is too low, and uncertain by 1 / sqrt(n).
+    alike = min(max(found + (1 + 4 * max(found, 0.0)) / n + 0.5 / math.sqrt(n), 0.0), 0.9)
+    free = n * (1 - alike) / (1 + alike)
+    return alone * math.sqrt(n / free), max(free - 1, 1.0)
+
+
+def _student(share: float, free: float) -> float:
+    """The quantile of Student's t (Abramowitz and Stegun 1964, 26.7.5)."""
+    z = NormalDist().inv_cdf(share)
+    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+
+
+def _beyond(errors: float, free: float) -> float:
+    """The chance that Student's t is larger (Abramowitz and Stegun 1964, 26.7.8)."""
+    z = errors * (1 - 1 / (4 * free)) / math.sqrt(1 + errors**2 / (2 * free))
+    return 1 - NormalDist().cdf(z)
 
 
 def _disturbed(sample: Sample) -> bool:

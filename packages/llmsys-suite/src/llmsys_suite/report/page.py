@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmsys_suite import plots
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.report import plots
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem;
@@ -141,6 +141,7 @@ def _plan(plan: dict[str, Any]) -> Section:
         {"figure": "training memory, MiB", "predicted": plan["training_peak_bytes"] / MIB},
         {"figure": "gradient MiB a step", "predicted": plan["gradient_bytes"] / MIB},
         {"figure": "DDP wire MiB a rank", "predicted": plan["ddp_wire_bytes_per_rank"] / MIB},
+        {"figure": "one process's step, ms", "predicted": plan["step_ms"]},
     ]
     return Section("Plan", ["What the run costs, said before it ran."], [Table(rows)],
                    details=[plan["derivation"]])  # fmt: skip
@@ -246,7 +247,7 @@ def _audit(folder: RunFolder) -> Section:
         for c in checks
     ]
     failed = frozenset(i for i, c in enumerate(checks) if not c["passed"])
-    notes = ["Each check holds one source against another that shares nothing with it."]
+    notes = ["Each check names its two sources; a figure without a row here has no check."]
     return Section("Audit", notes, [Table(rows, failed)])
 
 
