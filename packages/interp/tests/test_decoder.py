@@ -10,7 +10,13 @@ from interp import GPT2, attribution, composition_scores, logit_lens, patch, rec
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.gpt2 import GPT2Config
-from interp.patching import logit_difference, patch_parts, patch_streams
+from interp.patching import (
+    attribute_parts,
+    edge_attribution,
+    logit_difference,
+    patch_parts,
+    patch_streams,
+)
 from interp.patterns import record_patterns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -373,6 +379,72 @@ def test_torch_s_own_attention_and_generation_are_tapped() -> None:
         model.generate(TOKENS[:, :5], max_new_tokens=4, do_sample=False)
     # The last token generated looks at the 7 before it and itself, through the cache.
     assert {p.shape for p in patterns.values()} == {(2, 4, 1, 8)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM"])
+def test_padded_prompts_give_their_logits_and_are_patched_as_without_padding(name: str) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    model = peer(name, "sdpa")
+    decoder = describe(model)
+    theirs, ours = (m(TOKENS, attention_mask=mask) for m in (model, decoder))
+    seen = mask.bool()
+    torch.testing.assert_close(ours[seen], theirs.logits[seen], rtol=1e-5, atol=1e-5)
+    assert ours.isfinite().all()
+    if name == "GPT2LMHeadModel":  # padding moves learned positions
+        return
+    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
+    corrupted[0, [5, 7]] = torch.tensor([1, 2])
+    padded = [{"input_ids": x, "attention_mask": mask[:1]} for x in (clean, corrupted)]
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    bare = patch_streams(decoder, "blocks.*", clean[:, 4:], corrupted[:, 4:], metric)
+    for patched, blocks in ((decoder, "blocks.*"), (model, "model.layers.*")):
+        scan = patch_streams(patched, blocks, *padded, metric)
+        torch.testing.assert_close(scan.values[:, 4:], bare.values, rtol=1e-5, atol=1e-5)
+        assert scan.clean == pytest.approx(bare.clean, rel=1e-5)
+    parts = [
+        patch_parts(decoder, "blocks.*", "attention.k", *pair, metric, heads=2).values
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    torch.testing.assert_close(parts[0][..., 4:], parts[1], rtol=1e-5, atol=1e-5)
+    estimates = [
+        attribute_parts(decoder, *pair, metric)
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    for part, values in estimates[0].items():
+        torch.testing.assert_close(values[..., 4:], estimates[1][part], rtol=1e-5, atol=1e-5)
+    edges = [
+        edge_attribution(decoder, *pair, metric, exact=True)
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    torch.testing.assert_close(edges[0].exact, edges[1].exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(edges[0].values, edges[1].values, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 3\); give \(2, 13\)"):
+        decoder(TOKENS, attention_mask=mask[:, :3])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_prompts_after_a_cached_prefix_are_patched_as_whole_ones(name: str) -> None:
+    model = peer(name, "sdpa")
+    blocks, part = ("transformer.h.*", "attn.c_proj:input") if "GPT2" in name else (
+        "model.layers.*", "self_attn.o_proj:input"
+    )  # fmt: skip
+    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
+    corrupted[0, [6, 8]] = torch.tensor([1, 2])
+    cache = model(clean[:, :5], use_cache=True).past_key_values
+    after = [{"input_ids": x[:, 5:], "past_key_values": cache} for x in (clean, corrupted)]
+
+    def metric(stream: Tensor) -> Tensor:
+        return stream[:, -1].square().sum(-1)
+
+    for scan, more in ((patch_streams, ()), (patch_parts, (part,))):
+        heads = {"heads": 4} if more else {}
+        whole = scan(model, blocks, *more, clean, corrupted, metric, batch=3, **heads)
+        rest = scan(model, blocks, *more, *after, metric, batch=3, **heads)
+        torch.testing.assert_close(rest.values, whole.values[..., 5:], rtol=1e-6, atol=1e-6)
+    assert cache.get_seq_length() == 5
 
 
 @torch.no_grad()
