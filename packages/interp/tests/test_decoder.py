@@ -132,6 +132,33 @@ def test_patterns_are_their_own_and_outputs_stay_equal_bit_by_bit(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_patterns_are_weighted_by_what_they_let_through(name: str, attention: str) -> None:
+    model = peer(name, attention)
+    decoder = describe(model)
+    with record_patterns(model) as patterns, record(decoder, "blocks.*.attention.v") as seen:
+        model(TOKENS)
+        decoder(TOKENS)
+    weighted = patterns.value_weighted()
+    assert list(weighted) == list(patterns)
+    with record_patterns(decoder) as own:
+        decoder(TOKENS)
+    for key, value, mine in zip(
+        patterns, seen.values(), own.value_weighted().values(), strict=True
+    ):
+        norms = value.unflatten(-1, (-1, 6)).norm(dim=-1).transpose(1, 2)  # (batch, heads, seq)
+        norms = norms.repeat_interleave(4 // norms.shape[1], 1)
+        torch.testing.assert_close(patterns.norms[key], norms, rtol=1e-5, atol=1e-6)
+        expected = patterns[key] * (norms / norms.amax(-1, keepdim=True))[:, :, None, :]
+        torch.testing.assert_close(weighted[key].to(expected), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+    patterns.norms.clear()
+    with pytest.raises(RuntimeError, match="was not seen"):
+        patterns.value_weighted()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str) -> None:
     decoder = describe(peer(name))

@@ -10,7 +10,8 @@ from interp.decoder.gpt2 import GPT2, load_gpt2
 from interp.detect import detect_heads
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.tap import patch, record
+from interp.store import open_records, record_to
+from interp.tap import at_positions, patch, record
 from interp.view import view
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "AttentionOnly",
     "Decoder",
     "LowRank",
+    "at_positions",
     "attribution",
     "composition_scores",
     "describe",
@@ -26,10 +28,12 @@ __all__ = [
     "load_decoder",
     "load_gpt2",
     "logit_lens",
+    "open_records",
     "ov_circuit",
     "patch",
     "qk_circuit",
     "record",
     "record_patterns",
+    "record_to",
     "view",
 ]
