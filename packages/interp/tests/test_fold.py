@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from interp import GPT2, record
-from interp.decoder.fold import center_unembed, fold_gpt2, fold_norm
+from interp.decoder.fold import center_unembed, fold_decoder, fold_norm
 from interp.decoder.gpt2 import GPT2Config
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
 ) -> None:
     model = random_gpt2(dtype)
     before = copy.deepcopy(model.state_dict())
-    folded = fold_gpt2(model)
+    folded = fold_decoder(model)
     with record(model, "**.pattern") as seen:
         expected = model(TOKENS).log_softmax(-1)
     with record(folded, "**.pattern", "norm:input") as after:
@@ -50,7 +50,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     )
     assert model.unembed.weight is model.embed.weight
     assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
-    again = fold_gpt2(folded)(TOKENS)
+    again = fold_decoder(folded)(TOKENS)
     torch.testing.assert_close(again, logits, atol=tolerance * 10, rtol=tolerance)
 
 

@@ -40,7 +40,7 @@ from interp.circuits.induction import (
 )
 from interp.circuits.low_rank import LowRank
 from interp.circuits.vocabulary import copying_eigenvalues
-from interp.decoder.fold import fold_gpt2
+from interp.decoder.fold import fold_decoder
 from interp.decoder.gpt2 import GPT2, GPT2Config
 from interp.lens import attribution
 from interp.patching import logit_difference, patch_streams
@@ -253,7 +253,7 @@ def sums(model: GPT2) -> Row:
     shares = attribution(model.components(tokens), model.norm, model.unembed, tokens)
     attributed = (shares.terms.sum(0) - shares.logits).abs() / shares.terms.abs().sum(0)
     expected = model(tokens).log_softmax(-1)
-    folded = (fold_gpt2(model)(tokens).log_softmax(-1) - expected).abs().max()
+    folded = (fold_decoder(model)(tokens).log_softmax(-1) - expected).abs().max()
     return {
         "case": "sums",
         "terms": len(shares.names),

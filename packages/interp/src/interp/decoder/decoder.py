@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
-from interp.decoder.attention_only import stacked
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stacked
 from interp.lens import head_outputs
 from interp.tap import record
 
@@ -50,13 +49,14 @@ class Settings:
 
     heads: int
     d_head: int
-    eps: float
-    centred: bool  # layer norm, which subtracts the mean, rather than RMS norm
-    activation: str
     scale: float  # of the scores, before the cap
     # For each layer: the angles per position of each rotated pair, () without rotation; the window.
     frequencies: tuple[tuple[float, ...], ...]
     windows: tuple[int | None, ...]
+    eps: float = 1e-5
+    centred: bool = False  # layer norm, which subtracts the mean, rather than RMS norm
+    activation: str = "silu"
+    positions_in_attention: bool = False  # learned positions are seen by queries and keys alone
     parallel: bool = False  # the MLP reads the block's input, not the attention's output
     score_cap: float | None = None
     logit_cap: float | None = None
@@ -124,19 +124,24 @@ class DecoderAttention(nn.Module):
         self.k_norm = weights.norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
         self.o = weights.linear(f"{name}.o")
-        self.kv_heads = self.k.out_features // self.d_head
-        if self.q.out_features != self.heads * self.d_head or self.heads % self.kv_heads:
+        self.kv_heads = max(1, self.k.out_features // self.d_head)
+        wide, shared = self.heads * self.d_head, self.kv_heads * self.d_head
+        sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
+        if sizes != (wide, shared, shared, wide) or self.heads % self.kv_heads:
             raise ValueError(
-                f"{name}: queries of {self.q.out_features} and keys of {self.k.out_features} "
-                f"features are not {self.heads} heads of {self.d_head}, evenly shared"
+                f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
+                f"{self.heads} heads of {self.d_head}, evenly shared"
             )
         # No buffer: .bfloat16() would round it, and at position 1,000 the digits count.
         self.frequencies = settings.frequencies[layer]
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         """What the heads add to the stream (batch, seq, d_model) between them."""
+        located = x if position is None else x + position
         v = self._by_head(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
-        scores = self.scores(self.q(x), self.k(x), padding)  # [batch, heads, seq, seq]
+        scores = self.scores(self.q(located), self.k(located), padding)  # [batch, heads, seq, seq]
         # Half precision: the sum over keys in float32, as every family does it.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
@@ -276,9 +281,11 @@ class DecoderBlock(nn.Module):
             self.mlp = NoMLP()
         self.mlp_out = weights.norm(f"{name}.mlp_out", settings)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         """Map the stream (batch, seq, d_model) to the stream."""
-        attended = x + self.attention_out(self.attention(self.norm1(x), padding))
+        attended = x + self.attention_out(self.attention(self.norm1(x), padding, position))
         read = x if self.parallel else attended
         out: Tensor = attended + self.mlp_out(self.mlp(self.norm2(read)))
         return out
@@ -319,13 +326,15 @@ class Decoder(nn.Module):
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
                 f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
             )
-        x = self.embed(tokens)
+        x, position = self.embed(tokens), None
         if self.position is not None:
             if tokens.shape[1] > self.position.num_embeddings:
                 raise ValueError(
                     f"{tokens.shape[1]} tokens do not fit {self.position.num_embeddings} positions"
                 )
-            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+            position = self.position(torch.arange(tokens.shape[1], device=tokens.device))
+            if not self.settings.positions_in_attention:
+                x, position = x + position, None
         padding = None if attention_mask is None else attention_mask == 0
         if padding is not None and padding.shape != tokens.shape:
             raise ValueError(
@@ -333,7 +342,7 @@ class Decoder(nn.Module):
                 "tokens are"
             )
         for block in self.blocks:
-            x = block(x, padding)
+            x = block(x, padding, position)
         return self.decode(x)
 
     def decode(self, stream: Tensor) -> Tensor:
@@ -369,7 +378,7 @@ class Decoder(nn.Module):
         with record(self, *sites, clone=True) as seen:
             self(tokens)
         parts = {"embed": seen["embed"]}
-        if self.position is not None:
+        if self.position is not None and not self.settings.positions_in_attention:
             parts["position"] = seen["position"].unsqueeze(0)
         for i, block in enumerate(self.layers):
             o = block.attention.o

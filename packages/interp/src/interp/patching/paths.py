@@ -167,6 +167,8 @@ def sent(
         raise TypeError(
             f"edges are those of a Decoder, not of a {type(model).__name__}: describe() it"
         )
+    if model.settings.positions_in_attention:
+        raise ValueError("edges need positions in the stream; these go into queries and keys alone")
     require_a_pair(clean, corrupted)
     sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
     with record(model, *sites, clone=True) as seen:
