@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import GPT2, attribution, composition_scores, logit_lens, patch, record
+from interp import attribution, composition_scores, logit_lens, patch, record
+from interp.bench import random_decoder
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
-from interp.decoder.gpt2 import GPT2Config
 from interp.patching import (
     attribute_parts,
     edge_attribution,
@@ -286,7 +286,7 @@ def test_decoders_of_one_s_own_are_found_by_structure_and_checked(decoder: nn.Mo
         describe(decoder)
     with pytest.raises(ValueError, match="theta: not among rope_theta, heads"):
         describe(decoder, theta=100.0)
-    own = GPT2(GPT2Config(vocab_size=37, n_positions=20, n_embd=24, n_layer=2, n_head=3))
+    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3)
     torch.testing.assert_close(describe(own)(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
 
 

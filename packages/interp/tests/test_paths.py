@@ -141,7 +141,7 @@ def test_estimates_of_edges_and_parts_err_by_second_order(family: str, corrected
     errors = []
     for size in (1e-2, 1e-3):  # the tokens that differ have embeddings this far apart
         table[[9, 11]] = table[[3, 2]] + size * step
-        edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, corrected=corrected, exact=True)
+        edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, exact=True)
         assert edges.values[edges.exists].abs().max() > size / 100
         found = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=corrected)
         largest = [edges.error.abs().max().item()]

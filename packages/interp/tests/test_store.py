@@ -14,7 +14,6 @@ from interp import (
     record_patterns,
     record_to,
 )
-from interp.store import at
 from torch import Tensor
 
 SITES = ("blocks.*", "blocks.*.attention.o:input")
@@ -51,7 +50,7 @@ def test_what_is_written_is_what_flows(
 
 def test_some_heads_and_positions_in_half_precision(model: AttentionOnly, tmp_path: Path) -> None:
     tokens = torch.randint(11, (3, 9))
-    site, select = SITES[1], at(positions=[-1, 2], heads=[1], of=2)
+    site, select = SITES[1], lambda z: z[:, [-1, 2]].unflatten(-1, (2, 4))[..., [1], :]
     with (
         record_to(tmp_path, model, site, select=select, dtype=torch.bfloat16),
         record(model, site) as seen,
@@ -93,8 +92,6 @@ def test_runs_that_stop_and_folders_in_use_are_told(model: AttentionOnly, tmp_pa
         open_records(tmp_path / "c")["embed"]
     with pytest.raises(KeyError, match="was not recorded; recorded: embed"):
         open_records(tmp_path / "c")["blocks.0"]
-    with pytest.raises(ValueError, match="say of how many: of="):
-        at(heads=[3], of=2)
 
 
 def test_a_generator_that_is_closed_early_and_two_taps_at_once_leave_nothing(

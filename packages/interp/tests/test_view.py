@@ -133,7 +133,7 @@ def test_a_browser_draws_every_part_sorts_heads_and_says_what_is_pointed_at(
     sort = "document.querySelectorAll('th button')[3].click();"
     point = """
       const map = document.querySelector("#detail canvas"), area = map.getBoundingClientRect();
-      map.dispatchEvent(new PointerEvent("pointermove", {clientX: area.right - 9, clientY: area.bottom - 29}));
+      map.dispatchEvent(new PointerEvent("pointermove", {clientX: area.right - 50, clientY: area.bottom - 29}));
       window.scrollTo(0, 0);
     """  # noqa: E501
     text = drawn(tmp_path / "page.html", tmp_path, sort, point)

@@ -1,6 +1,7 @@
 """Activations of runs that do not fit memory: written as they come, read as a memory map.
 
-    with record_to("activations", model, "blocks.*.attention.o:input", select=last) as store:
+    last = lambda z: z[:, -1].unflatten(-1, (12, 64))            # one position, by head
+    with record_to("activations", model, "blocks.*.attention.o:input", select=last):
         for tokens in batches:
             model(tokens)
     open_records("activations")["blocks.3.attention.o:input"]      all calls, one after the other
@@ -69,8 +70,8 @@ def record_to(
 ) -> Iterator[None]:
     """Record every call of the modules at `sites`, named as in `record`, into an empty folder.
 
-    `select` takes from each activation what is to be kept, some positions or heads (`at`);
-    `dtype` is what it is kept in. Raises FileExistsError if the folder holds something.
+    `select` takes from each activation what is to be kept, some positions or heads; `dtype` is
+    what it is kept in. Raises FileExistsError if the folder holds something.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -124,20 +125,3 @@ def open_records(folder: str | Path) -> Records:
             f"{path / _INDEX} does not exist: nothing was recorded there, or the run was stopped"
         )
     return Records(path, json.loads((path / _INDEX).read_text()))
-
-
-def at(
-    *, positions: slice | list[int] | None = None, heads: list[int] | None = None, of: int = 1
-) -> Callable[[Tensor], Tensor]:
-    """A `select` for (batch, seq, of * d_head): some positions, and some of `of` heads.
-
-    With heads it gives (batch, positions, heads, d_head).
-    """
-    if heads is not None and not all(0 <= head < of for head in heads):
-        raise ValueError(f"heads {heads} are not all within 0 and {of - 1}; say of how many: of=")
-
-    def select(x: Tensor) -> Tensor:
-        chosen = x if positions is None else x[:, positions]
-        return chosen if heads is None else chosen.unflatten(-1, (of, -1))[..., heads, :]
-
-    return select

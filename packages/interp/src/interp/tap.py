@@ -118,10 +118,7 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
 
 
 def at_positions(
-    positions: slice | Sequence[int],
-    new: Replacement,
-    *,
-    cached: bool = True,
+    positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
 ) -> Callable[[Tensor], Tensor]:
     """A patch of (batch, seq, ...) at some positions of the text, while it is being generated too.
 

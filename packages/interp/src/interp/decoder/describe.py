@@ -139,6 +139,13 @@ def load_decoder(
     return Decoder(weights, settings).to(device)
 
 
+def load_gpt2(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder:
+    """`load_decoder` for a folder that holds GPT-2 and nothing else."""
+    return load_decoder(path, dtype=dtype, device=device, families=("gpt2",))
+
+
 def settings_from_config(config: Mapping[str, Any]) -> Settings:
     """What a Hugging Face configuration says beyond the weights' names and shapes."""
     family = config.get("model_type")

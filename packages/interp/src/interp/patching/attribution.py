@@ -131,50 +131,39 @@ def edge_attribution(
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
-    corrected: bool = True,
     exact: bool = False,
     batch: int = 64,
 ) -> Edges:
     """Estimates of what `patch_edges` measures, from one backward pass.
 
-    `corrected` takes what a receiver reads through its norm, projection and softmax as it is, and
-    holds linear what follows. `exact` measures each edge too, so that `.error` shows what the
+    What a receiver reads goes through its norm, projection and softmax as it is, what follows is
+    held linear. `exact` measures each edge too, so that `.error` shows what the
     estimate is worth.
     """
     with torch.no_grad():
         edges, changes = sent(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final = f"blocks.{len(layers) - 1}"
+    final, padding = f"blocks.{len(layers) - 1}", _padding(corrupted)
     sites = [final, *(f"blocks.{i}.{s}" for i in layers for s in inner)]
     streams = [f"blocks.{i}:input" for i in layers]
     with torch.no_grad(), record(model, *sites, *streams, clone=True) as seen:
         forward(model, corrupted)
     at_sites = {site: seen[site] for site in sites}
     slopes = _gradients(model, corrupted, lambda out, end: measure(metric, end), at_sites)
+    found: dict[tuple[str, int], Tensor] = {}  # (senders, heads) of each kind and layer
     for column, receiver in enumerate(edges.receivers):
         rows = edges.exists[:, column].nonzero()[:, 0]
-        at = f"blocks.{receiver.layer}."
-        for chosen in torch.split(rows, batch):
-            change = changes[chosen]
-            if receiver.kind in ("final", "mlp"):
-                site = final if receiver.kind == "final" else at + "norm2:input"
-                value = (change * slopes[site]).sum((1, 2))
-                if corrected and receiver.kind == "final":
-                    with torch.no_grad():
-                        end = seen[site]
-                        value = measure(metric, end + change) - measure(metric, end)
-            else:
-                value = _read(
-                    model.layers[receiver.layer],
-                    receiver,
-                    seen[f"blocks.{receiver.layer}:input"],
-                    change,
-                    {k[len(at) :]: v for k, v in slopes.items() if k.startswith(at)},
-                    corrected,
-                    _padding(corrupted),
-                )
-            edges.values[chosen, column] = value
+        key, at = (receiver.kind, receiver.layer), f"blocks.{receiver.layer}."
+        if key not in found:
+            site = {"final": final, "mlp": at + "norm2:input"}.get(receiver.kind, at + "attention")
+            found[key] = torch.cat(
+                [
+                    _read(model, receiver, site, changes[chosen], seen, slopes, metric, padding)
+                    for chosen in torch.split(rows, batch)
+                ]
+            )
+        edges.values[rows, column] = found[key][:, receiver.head]
     if not exact:
         return edges
     measured = patch_edges(
@@ -183,44 +172,38 @@ def edge_attribution(
     return replace(edges, exact=measured.values)
 
 
+@torch.no_grad()
 def _read(
-    block: Any,
+    model: Decoder,
     receiver: Node,
-    stream: Tensor,
+    site: str,
     change: Tensor,
+    seen: Mapping[str, Tensor],
     slopes: Mapping[str, Tensor],
-    corrected: bool,
+    metric: Metric,
     padding: Tensor | None,
 ) -> Tensor:
-    """The effect (n,) of changes (n, seq, d_model) on what a head's q, k or v reads."""
-    attention: DecoderAttention = block.attention
+    """The effect (n, heads) of changes (n, seq, d_model) in what all such receivers read."""
+    if receiver.kind == "final":
+        return (measure(metric, seen[site] + change) - measure(metric, seen[site]))[:, None]
+    if receiver.kind == "mlp":
+        return torch.einsum("nsd,xsd->n", change, slopes[site])[:, None]
+    block = model.layers[receiver.layer]
+    attention = block.attention
     linear, heads = projection(attention, receiver.kind)
-    slope = slopes[f"attention.{receiver.kind}"].unflatten(-1, (heads, -1))[..., receiver.head, :]
-
-    def one_head(x: Tensor) -> Tensor:
-        value: Tensor = linear(block.norm1(x)).unflatten(-1, (heads, -1))[..., receiver.head, :]
-        return value
-
-    if not corrected:
-        with torch.enable_grad():
-            x = stream.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad((one_head(x) * slope).sum(), x)
-        return torch.einsum("nsd,xsd->n", change, gradient)
-    with torch.no_grad():
-        if receiver.kind == "v":
-            moved = one_head(stream + change) - one_head(stream)
-            return torch.einsum("nsd,xsd->n", moved, slope)
-        old, new = (block.norm1(x) for x in (stream, stream + change))
-        q, k = (attention.q(old), attention.k(old))
-        before = attention.scores(q, k, padding).softmax(-1)
-        q, k = (linear(new), k) if receiver.kind == "q" else (q, linear(new))
-        after = attention.scores(
-            q.expand(len(new), -1, -1), k.expand(len(new), -1, -1), padding
-        ).softmax(-1)
+    stream = seen[f"blocks.{receiver.layer}:input"]
+    new, old = linear(block.norm1(stream + change)), seen[f"{site}.{receiver.kind}"]
+    if receiver.kind == "v":
+        moved = (new - old) * slopes[f"{site}.v"]
+        effects = moved.unflatten(-1, (heads, -1)).sum((1, 3))
+    else:
+        q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
+        q, k = (new, k) if receiver.kind == "q" else (q, new)
+        after = attention.scores(q, k, padding).softmax(-1)
         # By query head; those that share a key head all change with it.
-        effects = ((after - before) * slopes["attention.pattern"]).sum((2, 3))
-        shared: Tensor = effects.unflatten(-1, (heads, -1)).sum(-1)
-        return shared[:, receiver.head]
+        moved = (after - seen[f"{site}.pattern"]) * slopes[f"{site}.pattern"]
+        effects = moved.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
+    return effects
 
 
 def _through_softmax(

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -89,21 +89,8 @@ def patch_streams(
     Raises ValueError if a block does not feed the next one, or gives something else when called
     again.
     """
-    require_a_pair(clean, corrupted)
-    run = Restart(model, blocks, corrupted, batch=batch)
-    with record(model, *run.sites, run.names[-1], clone=True) as seen:
-        forward(model, clean)
-    positions = torch.arange(run.end.shape[1], device=run.end.device)
-    values = []
-    for layer, site in enumerate(run.sites):
-        results = []
-        for chosen in torch.split(positions, batch):
-            patched = run.rows(layer, len(chosen))
-            rows = torch.arange(len(chosen), device=chosen.device)
-            patched[rows, chosen] = seen[site][0, chosen]
-            results.append(run.measured(metric, layer, patched))
-        values.append(torch.cat(results))
-    return StreamScan(run.names, torch.stack(values), *_ends(metric, seen[run.names[-1]], run.end))
+    scan = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
+    return replace(scan, values=scan.values[:, 0])
 
 
 @torch.no_grad()
@@ -129,16 +116,18 @@ def patch_parts(
     """
     require_a_pair(clean, corrupted)
     run = Restart(model, blocks, corrupted, batch=batch)
-    sites = [f"{name}.{part}" for name in run.names]
+    sites = _sites(run, part)
     with record(model, *sites, run.names[-1], clone=True) as seen:
         forward(model, clean)
-    length = run.end.shape[1]
-    head, position = (x.flatten() for x in _places(heads, length, run.end.device))
+    length, device = run.end.shape[1], run.end.device
+    places = torch.arange(max(heads, 1) * length, device=device)
     values = []
     for layer, site in enumerate(sites):
         source = _by_head(site, seen[site], heads, length)
-        values.append(_scan(run, layer, site, source, head, position, metric).view(heads, length))
-    return StreamScan(run.names, torch.stack(values), *_ends(metric, seen[run.names[-1]], run.end))
+        effects = _scan(run, layer, site, source, places // length, places % length, metric)
+        values.append(effects.view(heads, length))
+    ends = measure(metric, torch.cat([seen[run.names[-1]], run.end])).tolist()
+    return StreamScan(run.names, torch.stack(values), *ends)
 
 
 @torch.no_grad()
@@ -173,7 +162,7 @@ def ablate_parts(
             f"(n, {tokens.shape[1]}) tokens"
         )
     run = Restart(model, blocks, prompt, batch=batch)
-    sites = [f"{name}.{part}" for name in run.names]
+    sites = _sites(run, part)
     with record(model, *sites, clone=True) as seen:
         forward(model, prompt if reference is None else reference)
     length, device = run.end.shape[1], run.end.device
@@ -193,10 +182,8 @@ def ablate_parts(
     return Ablations(run.names, torch.stack(values), float(measure(metric, run.end)))
 
 
-def _places(heads: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every (head, position)."""
-    head = torch.arange(heads, device=device)[:, None].expand(-1, length)
-    return head, torch.arange(length, device=device).expand(heads, -1)
+def _sites(run: Restart, part: str) -> list[str]:
+    return [name + part if part.startswith(":") else f"{name}.{part}" for name in run.names]
 
 
 def _by_head(site: str, value: Tensor, heads: int, length: int | None) -> Tensor:
@@ -240,17 +227,14 @@ def _scan(
     return torch.cat(results)
 
 
-def put_heads(places: tuple[Tensor | slice, ...], new: Tensor, heads: int, old: Tensor) -> Tensor:
+def put_heads(
+    places: tuple[Tensor | slice | int, ...], new: Tensor, heads: int, old: Tensor
+) -> Tensor:
     """`old` (n, seq, heads * d_head) with `new` at places (row, position, head)."""
     changed = old.unflatten(-1, (heads, -1)).clone()
     changed[places] = new
     joined: Tensor = changed.flatten(-2)
     return joined
-
-
-def _ends(metric: Metric, clean: Tensor, corrupted: Tensor) -> tuple[float, float]:
-    first, second = measure(metric, torch.cat([clean, corrupted])).tolist()
-    return first, second
 
 
 def logit_difference(
