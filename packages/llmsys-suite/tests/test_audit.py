@@ -9,7 +9,7 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.samples import PEER, SINGLE, summarize, utilisation
+from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilisation
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
@@ -24,6 +24,7 @@ PLAN = {
     "measured_peak_bytes": 1040,
     "peak": 1e6,
     "yardstick_flops_per_second": 8e5,
+    "step_yardsticks": 95.0,
 }
 BATCHES = [
     [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
@@ -71,6 +72,8 @@ def probed(ranks, wire=400):
         "loss": [5.5] * ranks,
         "received": [wire] * ranks,
         "planned_wire": [[wire, wire]] * ranks,
+        "shared": [400] * ranks,
+        "planned_shared": [400] * ranks,
     }
 
 
@@ -96,7 +99,6 @@ def honest():
         "text": {"row_digests": BATCHES, "distinct": True},
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_in_yardsticks": 1.35,
-        "step_yardsticks": 95.0,
         "kept_bytes": 1200,
         "one_host": True,
         "stage_clocks": [["train", 0, 5.0, 5.01], ["train", 1, 5.0, 5.01]],
@@ -279,10 +281,9 @@ def test_a_stage_whose_clock_is_not_the_launchers_fails():
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
-    def change(train, samples, evidence):
-        evidence["step_yardsticks"] *= factor
-
-    assert tampered(change) == ["time of one process's step, in yardsticks"]
+    plan, *rest = honest()
+    wrong = plan | {"step_yardsticks": factor * plan["step_yardsticks"]}
+    assert red(wrong, *rest) == ["time of one process's step, in yardsticks"]
 
 
 def test_a_doubled_utilisation_fails():
@@ -314,6 +315,14 @@ def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
         evidence["probe"]["variants"]["ddp flat"]["received"][1] = nbytes
 
     assert tampered(change) == ["ddp flat: bytes received, rank 1"]
+
+
+@pytest.mark.parametrize("nbytes", [0, 200, 1800])
+def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
+    def change(train, samples, evidence):
+        evidence["probe"]["variants"]["ddp flat"]["shared"][0] = nbytes
+
+    assert tampered(change) == ["ddp flat: bytes summed in shared memory, rank 0"]
 
 
 @pytest.mark.parametrize("loss", [5.01, float("nan")])
@@ -367,5 +376,8 @@ def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
 
 def test_a_run_without_an_audit_says_so(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    with pytest.raises(UsageError, match="is an incomplete run"):
+        check_again(folder)
+    folder.finish()
     with pytest.raises(UsageError, match="was not audited"):
         check_again(folder)

@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmsys_suite.config import STAGES, UsageError, percentage, resolve, with_dependencies
+from llmsys_suite.config import (
+    STAGES,
+    RunConfig,
+    UsageError,
+    percentage,
+    resolve,
+    with_dependencies,
+)
+from llmsys_suite.data import read_text, require_text
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import _require_writable, execute
-from llmsys_suite.text import read_text, require_text
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
@@ -40,6 +47,27 @@ def test_unknown_names_and_senseless_numbers(options, complaint):
     stages = options.pop("stages", [])
     with pytest.raises(UsageError, match=complaint):
         resolve(stages, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"rows": 7}, "7 rows do not split over 2 ranks"),
+        ({"rows": 0}, "--rows 0"),
+        ({"context": 1}, "--context 1 is below 8"),
+        ({"steps": 2.5}, r"steps 2\.5 is no whole number"),
+        ({"learning_rate": 0.0}, "learning_rate 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate nan"),
+        ({"stages": ("train",)}, "need, in this order, plan, train, report"),
+        ({"size": "huge"}, "size 'huge' is unknown"),
+    ],
+)
+def test_a_configuration_made_by_hand_is_checked_before_anything_starts(
+    tmp_path, options, complaint
+):
+    with pytest.raises(UsageError, match=complaint):
+        execute(RunConfig(**{"out": tmp_path / "run", **options}))
+    assert list(tmp_path.iterdir()) == []
 
 
 @no_gpu

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from llmsys_suite.config import UsageError
-from llmsys_suite.data import load_corpus
-from llmsys_suite.text import read_text, require_text
+from llmsys_suite.data import load_corpus, read_text, require_text
 
 
 def test_the_standard_library_is_text_of_this_interpreter():

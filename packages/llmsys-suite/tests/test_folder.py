@@ -4,7 +4,7 @@ import json
 
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
+from llmsys_suite.folder import FORMAT, RunFolder
 
 
 @pytest.fixture
@@ -73,6 +73,28 @@ def test_a_folder_of_another_version_is_said(finished):
     (finished.path / "manifest.json").unlink()
     with pytest.raises(UsageError, match="another version wrote it"):
         RunFolder.open(finished.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("manifest.json", [], "is not what a run writes"),
+        ("manifest.json", {"format": FORMAT}, "is not what a run writes"),
+        ("manifest.json", {"format": FORMAT, "files": {}}, r"has no digest of config.json"),
+        ("summary.json", [], r"summary.json was changed"),
+    ],
+)
+def test_a_manifest_that_says_less_than_a_run_does_is_refused(finished, name, content, complaint):
+    (finished.path / name).write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=complaint):
+        RunFolder.open(finished.path)
+
+
+@pytest.mark.parametrize("content", [[], {}, {"status": "complete"}])
+def test_a_summary_of_another_shape_is_refused(folder, content):
+    folder.write_json("summary.json", content)
+    with pytest.raises(UsageError, match="is not what a run writes"):
+        RunFolder.open(folder.path)
 
 
 def test_a_file_that_is_no_json_is_named(folder):

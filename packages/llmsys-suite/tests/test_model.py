@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from llmsys_suite.config import SIZES
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention, rotary_table, rotate
-from llmsys_suite.sizes import SIZES
 
 CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=11, context=9)
 
@@ -77,6 +77,41 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     at = [rotate(torch.stack([x] * 32), rope), rotate(torch.stack([y] * 32), rope)]
     torch.testing.assert_close(at[0].norm(dim=-1), x.norm().expand(32))
     torch.testing.assert_close(at[0][5] @ at[1][2], at[0][25] @ at[1][22], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"d_model": 6, "num_heads": 2}, "heads of 3 dims cannot be turned in pairs"),
+        ({"d_model": 24, "num_heads": 5}, "d_model 24 does not split into 5 heads"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"context": -1}, "context is -1"),
+        ({"d_ff": 2.5}, r"d_ff is 2\.5"),
+        ({"vocabulary": True}, "vocabulary is True"),
+    ],
+)
+def test_a_shape_that_no_model_can_have_is_refused(change, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        ModelConfig(**{**vars(CONFIG), **change})
+
+
+@pytest.mark.parametrize(
+    ("x", "table"),
+    [((7, 3), (4, 7)), ((7, 4), (6, 7)), ((7, 4), (4, 1)), ((7, 4), (4, 6)), ((1, 4), (4, 7))],
+)
+def test_a_rotation_never_broadcasts(x, table):
+    with pytest.raises(ValueError, match="does not turn"):
+        rotate(torch.ones(x), rotary_table(*table))
+    with pytest.raises(ValueError, match="cannot be turned in pairs"):
+        rotary_table(3, 7)
+
+
+@pytest.mark.parametrize("context", [1, 9])
+def test_more_tokens_than_the_context_are_refused(context):
+    model = Decoder(ModelConfig(**{**vars(CONFIG), "context": context}))
+    assert model(torch.zeros(2, context, dtype=torch.long)).shape == (2, context, 11)
+    with pytest.raises(ValueError, match=f"are more than the context of {context}"):
+        model(torch.zeros(2, context + 1, dtype=torch.long))
 
 
 def test_checkpointing_gives_the_same_gradients():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.report import headline, write_report
+from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.stages import audit
 
 ENVIRONMENT = {

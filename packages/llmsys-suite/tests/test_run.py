@@ -13,8 +13,8 @@ from llmsys_suite import worker
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.phases import Recorder
-from llmsys_suite.progress import Progress
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
 from llmsys_suite.stages import attention, links, memory
 from worker_pool import run_ranks

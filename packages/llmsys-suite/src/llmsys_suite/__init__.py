@@ -1,4 +1,4 @@
-"""One language model's whole life in one command, with every number audited."""
+"""One language model's whole life in one command, and an audit of what it reports."""
 
 from llmsys_suite.config import RunConfig, UsageError, resolve
 from llmsys_suite.folder import RunFolder

@@ -15,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="One language model's whole life in one command, with every number audited.",
+    help="One language model's whole life in one command, and an audit of what it reports.",
 )
 USAGE_ERROR = 2
 
@@ -66,7 +66,7 @@ def run(
     )
     status = execute(config)
     if first and (config.out / "report.md").exists():
-        from llmsys_suite.report import headline
+        from llmsys_suite.report.page import headline
 
         print(headline(config.out))
     raise typer.Exit(status)
@@ -77,9 +77,12 @@ def report(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:
     """Write report.md and report.html of a run anew, and print the first."""
-    from llmsys_suite.report import write_report
+    from llmsys_suite.report.page import write_report
 
-    print(write_report(_run_folder(folder)))
+    found = _run_folder(folder)
+    print(write_report(found))
+    if not found.complete:
+        print(f"llmsys: {folder} is an incomplete run; this is of what it has", file=sys.stderr)
 
 
 @app.command()
@@ -144,9 +147,11 @@ def compare(
     ] = False,
 ) -> None:
     """Say which variants became faster or slower, and whether the samples can tell."""
-    from llmsys_suite.compare import compare_runs, differences, too_slow, warnings
     from llmsys_suite.config import percentage
+    from llmsys_suite.report.compare import compare_runs, differences, too_slow, warnings
 
+    if fail_above is not None and not fail_above >= 0:
+        raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
     runs = _run_folder(before), _run_folder(after)
     if assert_equal:
         found = list(differences(*runs))
@@ -172,7 +177,7 @@ def doctor() -> None:
 @app.command("list")
 def list_() -> None:
     """List the stages and the model sizes."""
-    from llmsys_suite.sizes import SIZES
+    from llmsys_suite.config import SIZES
 
     print("stages:", " ".join(STAGES))
     print("sizes:   d_model   d_ff  layers  heads")

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmsys_suite.sizes import SIZES
 
+@dataclass(frozen=True)
+class Size:
+    """d_model, d_ff, layers and heads of a decoder."""
+
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+
+
+# "xl" has meant two models in print: this one, and the one that is called 2.7B here.
+SIZES = {
+    "mini": Size(32, 96, 2, 2),
+    "tiny": Size(128, 384, 4, 4),
+    "small": Size(768, 3072, 12, 12),
+    "medium": Size(1024, 4096, 24, 16),
+    "large": Size(1280, 5120, 36, 20),
+    "xl": Size(1600, 6400, 48, 25),
+    "2.7B": Size(2560, 10240, 32, 32),
+    "10B": Size(4608, 12288, 50, 36),
+}
+#: `memory` draws a quarter of the context, too, and a head takes two positions to look back.
+LEAST_CONTEXT = 8
 # In the order of a run.  Each stage names the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
@@ -128,7 +151,7 @@ def resolve(
         steps=config.steps if steps is None else steps,
         warmup=config.warmup if warmup is None else warmup,
     )
-    _check(config)
+    check(config)
     return config
 
 
@@ -187,7 +210,11 @@ def _backend(backend: str, preset: str, gpus: int, world: int, launched: bool) -
     return backend
 
 
-def _check(config: RunConfig) -> None:
+def check(config: RunConfig) -> None:
+    """Raise UsageError where the names, the numbers or the paths allow no run."""
+    if config.stages != with_dependencies(list(config.stages)):
+        needed = ", ".join(with_dependencies(list(config.stages)))
+        raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
     if config.size not in SIZES:
         raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
     for name, value, least in (
@@ -195,13 +222,28 @@ def _check(config: RunConfig) -> None:
         ("steps", config.steps, 1),
         ("warmup", config.warmup, 0),
         ("seed", config.seed, 0),
+        ("rows", config.rows, 1),
+        ("context", config.context, LEAST_CONTEXT),
     ):
+        if type(value) is not int:
+            raise UsageError(f"{name} {value!r} is no whole number")
         if value < least:
             raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
+    if config.rows % config.world:
+        raise UsageError(
+            f"{config.rows} rows do not split over {config.world} ranks: the mean of the ranks' "
+            f"means would not be that of the rows; take a multiple of {config.world}"
+        )
+    if not 0 < config.learning_rate < math.inf:
+        raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
-    # Not Path's methods, which raise for a name that is too long.
-    if os.path.exists(config.out) and not (
-        os.path.isdir(config.out) and not os.listdir(config.out)
+    first = os.environ.get("RANK", "0") == "0"
+    # Not Path's methods, which raise for a name that is too long; of the ranks that a launcher
+    # started only the one that makes the folder, lest another finds it made.
+    if (
+        first
+        and os.path.exists(config.out)
+        and not (os.path.isdir(config.out) and not os.listdir(config.out))
     ):
         raise UsageError(f"{config.out} exists and is not empty; name another folder with --out")

@@ -1,18 +1,32 @@
-"""Text as tokens, one a byte, and batches of them.
+"""Real text as tokens, one a byte, and batches of them.
 
-A batch is a function of (seed, step) alone, and each rank takes its rows of it: every way of
-training the same model sees the same tokens in the same order, at any world size.
+The text is this interpreter's own standard library, a file or a folder. A batch is a function of
+(seed, step) alone, and each rank takes its rows of it: every way of training the same model sees
+the same tokens in the same order, at any world size.
+
+Notable: reading needs no torch, so that a run without enough to read is refused at once.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from llmsys_suite.config import UsageError
 
-from llmsys_suite.text import read_text
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on, and the last tenth, held out."""
+
+    train: bytes
+    heldout: bytes
+    source: str
 
 
 @dataclass(frozen=True)
@@ -36,8 +50,42 @@ class Corpus:
         return _shifted(self.heldout, [i * stride for i in range(rows)], context)
 
 
+def read_text(path: Path | None = None) -> Text:
+    """The bytes of `path` (a file, or every file below a folder), or the standard library's.
+
+    Raises UsageError where there is nothing to read.
+    """
+    if path is None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files, source = sorted(folder.glob("*.py")), "the standard library of this interpreter"
+    elif path.is_file():
+        files, source = [path], path.name
+    elif path.is_dir():
+        files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
+    else:
+        raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
+    content = b"\n".join(file.read_bytes() for file in files)
+    if len(content) < 2:
+        raise UsageError(f"no text in {path or source}; give a file or a folder that holds some")
+    cut = len(content) * 9 // 10
+    return Text(content[:cut], content[cut:], source)
+
+
+def require_text(text: Text, *, context: int) -> None:
+    """Raise UsageError where the text is too short for a row to train on and eight held out."""
+    needed = 10 * 8 * (context + 1)
+    if len(text.train) + len(text.heldout) < needed:
+        raise UsageError(
+            f"{text.source} holds {len(text.train)} training bytes and {len(text.heldout)} held "
+            f"out; rows of {context} need {needed} bytes in all, of which a tenth is held out: "
+            "give more text with --data"
+        )
+
+
 def load_corpus(path: Path | None = None) -> Corpus:
     """The text of `path`, or the standard library's, as tokens; UsageError where there is none."""
+    import torch
+
     text = read_text(path)
     return Corpus(
         *(torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (text.train, text.heldout))
@@ -46,11 +94,15 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 def _shifted(text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
     """Tokens, and the same moved on by one: both contiguous, as pipelines expect."""
+    import torch
+
     window = torch.stack([text[start : start + context + 1] for start in starts]).long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
+    import torch
+
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts: list[int] = torch.randint(length - context - 1, (rows,), generator=generator).tolist()
     return starts

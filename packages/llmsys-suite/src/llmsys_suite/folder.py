@@ -21,8 +21,10 @@ from llmsys_suite.config import RunConfig, UsageError
 
 Sample = dict[str, Any]
 #: Raised when what the files hold changes.
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
+#: What every run writes.
+ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class RunFolder:
     @property
     def summary(self) -> dict[str, Any]:
         """Status, and each finished stage's results."""
-        summary: dict[str, Any] = self.read_json("summary.json")
+        summary = self.read_json("summary.json")
+        if not isinstance(summary, dict) or not summary.keys() >= {"status", "stages"}:
+            raise UsageError(f"{self.path / 'summary.json'} is not what a run writes")
         return summary
 
     @property
@@ -110,12 +114,16 @@ class RunFolder:
                 raise UsageError(f"{self.path} holds no {MANIFEST}: another version wrote it")
             return
         manifest = self.read_json(MANIFEST)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise UsageError(f"{self.path / MANIFEST} is not what a run writes")
         if manifest.get("format") != FORMAT:
             found = manifest.get("format")
             raise UsageError(
                 f"{self.path} is of format {found} and this version reads {FORMAT}; "
                 "make the run again, or read it with the version that wrote it"
             )
+        if missing := [name for name in ALWAYS if name not in manifest["files"]]:
+            raise UsageError(f"{self.path / MANIFEST} has no digest of {missing[0]}")
         for name, digest in manifest["files"].items():
             path = self.path / name
             if not path.exists():

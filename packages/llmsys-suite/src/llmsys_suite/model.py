@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.sizes import SIZES, Size
+from llmsys_suite.config import SIZES, Size
 
 Attention = Callable[..., Any]
 
@@ -35,6 +35,19 @@ class ModelConfig:
     vocabulary: int = 256
     context: int = 128
     checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        """ValueError for a shape that no model can have."""
+        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}; it counts something, from one on")
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"d_model {self.d_model} does not split into {self.num_heads} heads; "
+                f"make it a multiple of {2 * self.num_heads}"
+            )
+        rotary_frequencies(self.d_model // self.num_heads)
 
     @classmethod
     def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
@@ -78,7 +91,11 @@ class Decoder(nn.Module):
         self.apply(self._initialize)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits for the token after each position."""
+        """Logits for the token after each position; ValueError for more than the context."""
+        if tokens_BT.shape[1] > self.config.context:
+            raise ValueError(
+                f"{tokens_BT.shape[1]} tokens are more than the context of {self.config.context}"
+            )
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
         for block in self.blocks:
@@ -160,15 +177,33 @@ class SwiGLU(nn.Module):
         return out_BTD
 
 
-def rotary_table(head_dim: int, context: int, base: float = 10_000.0) -> Tensor:
-    """Cosines and sines (2, context, head_dim / 2); Su et al. 2021, section 3.2."""
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
+def rotary_frequencies(head_dim: int, base: float = 10_000.0) -> Tensor:
+    """The angle of each pair of dims a position (head_dim / 2); ValueError where one is left over.
+
+    Su et al. 2021, section 3.2.
+    """
+    if head_dim % 2:
+        raise ValueError(
+            f"heads of {head_dim} dims cannot be turned in pairs; choose d_model and num_heads "
+            "so that d_model / num_heads is even"
+        )
+    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+
+
+def rotary_table(head_dim: int, context: int) -> Tensor:
+    """Cosines and sines (2, context, head_dim / 2)."""
+    place = torch.arange(context, dtype=torch.float64)
+    angle = place[:, None] * rotary_frequencies(head_dim).to(place.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
     """Turn each pair (first half, second half) of dims by its position's angle."""
+    if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
+        raise ValueError(
+            f"a table of {tuple(rope.shape[1:])} positions and pairs does not turn "
+            f"{x_BHTK.shape[-2]} positions of {x_BHTK.shape[-1]} dims"
+        )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

@@ -14,9 +14,9 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STAMPS, WITNESS
+from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.phases import Recorder
-from llmsys_suite.progress import Progress
+from llmsys_suite.report.progress import Progress
 
 
 class OtherRankFailed(RuntimeError):

@@ -6,10 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.config import RunConfig, UsageError, check
+from llmsys_suite.data import read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.text import read_text, require_text
 
 
 def run(config: RunConfig) -> RunFolder:
@@ -21,6 +21,7 @@ def run(config: RunConfig) -> RunFolder:
 
 def execute(config: RunConfig) -> int:
     """Do the run; its exit status. Raises UsageError, with nothing written, if it cannot be."""
+    check(config)
     require_text(read_text(config.data), context=config.context)
     _require_memory(config)
     if os.environ.get("RANK", "0") == "0":

@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from llmsys_suite.config import STAGES, RunConfig
-from llmsys_suite.data import load_corpus
+from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STORE
-from llmsys_suite.phases import Recorder
-from llmsys_suite.progress import Progress
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import OtherRankFailed, Run
-from llmsys_suite.text import read_text
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -1,1 +1,1 @@
-"""Hold what a run says against second sources that share nothing with it."""
+"""Hold what a run says against second sources, and the checks against planted defects."""

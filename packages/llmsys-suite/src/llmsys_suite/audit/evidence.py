@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmsys_suite.audit import network, reference, yardstick
+from llmsys_suite.audit import network, reference
 from llmsys_suite.audit.probe import initial_weights, probe
 from llmsys_suite.audit.training import text_evidence
+from llmsys_suite.data import read_text
+from llmsys_suite.measure import yardstick
+from llmsys_suite.measure.live_memory import make_state
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
-from llmsys_suite.text import read_text
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def gather_evidence(run: Run) -> dict[str, Any]:
         "probe": probe(run),
         "text": text_evidence(run.config, read_text(run.config.data).train),
         "counted": counted(run),
-        **_speeds(run),
+        "product_in_yardsticks": _product_in_yardsticks(run),
+        "kept_bytes": _kept_bytes(run) if run.rank == 0 else 0,
         "one_host": len(set(run.gather(platform.node()))) == 1,
         "stage_clocks": stage_clocks(run),
         "sockets_count": network.available() and run.config.backend == "gloo",
@@ -68,47 +70,25 @@ def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
     ]
 
 
-def _speeds(run: Run) -> dict[str, float]:
-    """A product and one process's step in yardsticks, all ranks at it at once."""
+def _product_in_yardsticks(run: Run) -> float:
+    """The rate of a product over a yardstick's, all ranks at it at once; the ranks' median."""
     run.barrier()
     n = 512 if run.device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=run.device) for _ in range(2))
     product = beside = math.inf
     for _ in range(20):
-        product = min(product, _clocked(partial(torch.mm, a, b), run.device))
+        begin = yardstick.clock(run.device)
+        torch.mm(a, b)
+        product = min(product, yardstick.clock(run.device) - begin)
         beside = min(beside, yardstick.core_seconds(run.device))
-    products = run.gather(2 * n**3 / product / (yardstick.flops(run.device) / beside))
-    if run.rank:
-        run.meet()
-        return {}
-    model = Decoder(run.model).to(run.device)
+    mine = 2 * n**3 / product / (yardstick.flops(run.device) / beside)
+    return float(statistics.median(run.gather(mine)))
+
+
+def _kept_bytes(run: Run) -> int:
+    """Weights, and what a real optimizer holds from its first step on."""
+    model = Decoder(run.model)
     optimizer = torch.optim.AdamW(model.parameters())
-    config, ratios = run.config, []
-    text = read_text(config.data).train
-
-    def step() -> None:
-        batch = reference.batch(text, config.rows, config.context, config.seed, 0)
-        tokens, targets = (part.to(run.device).chunk(config.parts) for part in batch)
-        for some, theirs in zip(tokens, targets, strict=True):
-            model.loss(some, theirs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for turn in range(4):
-        core = yardstick.core_seconds(run.device)
-        seconds = _clocked(step, run.device)
-        if turn:
-            ratios.append(seconds / core)
+    make_state(optimizer)
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
-    run.meet()
-    return {
-        "product_in_yardsticks": statistics.median(products),
-        "step_yardsticks": statistics.median(ratios),
-        "kept_bytes": sum(t.nbytes for t in [*model.parameters(), *moments]),
-    }
-
-
-def _clocked(call: Any, device: torch.device) -> float:
-    begin = yardstick.clock(device)
-    call()
-    return yardstick.clock(device) - begin
+    return sum(t.nbytes for t in [*model.parameters(), *moments])

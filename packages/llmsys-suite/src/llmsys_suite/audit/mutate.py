@@ -27,7 +27,7 @@ from llmsys_suite.audit.mutations import DEFECTS, Defect
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import launch
-from llmsys_suite.progress import Progress
+from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
 from llmsys_suite.stages import links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.variants import variants_here

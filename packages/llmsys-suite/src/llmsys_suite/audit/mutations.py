@@ -1,7 +1,8 @@
-"""Defects that are planted to see whether the audit finds them: one function each, in a registry.
+# ruff: noqa: D103, E501 - the table at the end says in a line what each of these does.
+"""Defects that are planted to see whether the audit finds them: a table of what a mistake does.
 
-Each returns the patches that make it; what a real mistake of the kind would do to numbers, the
-patch does. `mutate` plants them one by one in short runs.
+Each is a function of the run that returns the patches which make it; what a real mistake of the
+kind would do to numbers, the patch does. `mutate` plants them one by one in short runs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from llmsys_suite import live_memory, phases, samples, variants
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure import samples
+from llmsys_suite.measure.live_memory import LiveMemory
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.measure.turns import Turns
 from llmsys_suite.run import Run
-from llmsys_suite.samples import PEER, SINGLE
 from llmsys_suite.stages import (
     attention,
     compress,
@@ -40,40 +44,32 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
-from llmsys_suite.turns import Turns
+from llmsys_suite.variants import VARIANTS, single
+from llmsys_suite.variants.single import Variant
 
 Patch = AbstractContextManager[Any]
 Plant = Callable[[Run], Patch | list[Patch]]
-FEW = (SINGLE, PEER, "ddp flat")
+FLAT, NAIVE, SERVER = "ddp flat", "ddp naive", "parameter server"
 
 
 @dataclass(frozen=True)
 class Defect:
     """Something wrong, the stage that it is in, and the variants that a short run needs for it."""
 
-    name: str
     stage: str
+    name: str
     plant: Plant
-    variants: tuple[str, ...] = FEW
+    trained: tuple[str, ...] = (FLAT,)
 
     @property
     def label(self) -> str:
         """One line of the table."""
         return f"{self.stage}: {self.name}"
 
-
-DEFECTS: list[Defect] = []
-
-
-def defect(stage: str, name: str, *trained: str) -> Callable[[Plant], Plant]:
-    """Put a function into the registry."""
-
-    def register(plant: Plant) -> Plant:
-        variants = (SINGLE, PEER, *trained) if trained else FEW
-        DEFECTS.append(Defect(name, stage, plant, variants))
-        return plant
-
-    return register
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Those that are trained, and the two that all are compared with."""
+        return SINGLE, PEER, *self.trained
 
 
 def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Patch:
@@ -92,7 +88,7 @@ def after(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
     return around(owner, name, lambda original, *a, **k: change(original(*a, **k), *a))
 
 
-def edit(owner: Any, name: str, change: Callable[[Any], Any]) -> Patch:
+def edit(stage: Any, change: Callable[[Any], Any]) -> Patch:
     """`change` a stage's results in place."""
 
     def changed(result: Any, *_: Any) -> Any:
@@ -100,798 +96,311 @@ def edit(owner: Any, name: str, change: Callable[[Any], Any]) -> Patch:
             change(result)
         return result
 
-    return after(owner, name, changed)
+    return after(stage, "run", changed)
 
 
-def _first(model: torch.nn.Module, part: str = "attention.q.weight") -> torch.nn.Parameter:
-    return next(p for name, p in model.named_parameters() if name.endswith(part))
+def rows(stage: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+    """Update each row of a stage's results with what `change` says of it."""
+    return edit(stage, lambda result: [row.update(change(row)) for row in result["rows"]])
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-# ---- train: gradients ------------------------------------------------------------------------
-
-
-@defect("train", "a parameter's averaged gradient is not copied back (flat)")
-def _(run: Run) -> Patch:
-    def forgets(original: Any, model: Any, **more: Any) -> None:
-        own = _gradient(_first(model)).clone()
-        original(model, **more)
-        _gradient(_first(model)).copy_(own)
-
-    return around(ddp, "all_reduce_gradients_flat", forgets)
-
-
-@defect("train", "a sum instead of a mean, which Adam hides (naive)", "ddp naive")
-def _(run: Run) -> Patch:
-    def sums(_: Any, model: Any) -> None:
-        for parameter in model.parameters():
-            _gradient(parameter).mul_(run.world)
-
-    return after(ddp, "all_reduce_gradients", sums)
-
-
-def _then(cls: type, method: str, change: Callable[[Any], None]) -> Patch:
+def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
     """After a variant's method, `change(variant)`."""
+    cls = VARIANTS[name]
 
     def changed(result: Any, variant: Any, *_: Any) -> Any:
         if type(variant) is cls:
             change(variant)
         return result
 
-    owner = next(base for base in cls.__mro__ if method in vars(base))
-    return after(owner, method, changed)
+    return after(next(base for base in cls.__mro__ if method in vars(base)), method, changed)
 
 
-@defect("train", "one gradient of a bucket is summed", "ddp bucketed")
-def _(run: Run) -> Patch:
-    def sums(v: Any) -> None:
-        _gradient(_first(v.decoder)).mul_(run.world)
+def instead(name: str, method: str, wrapper: Callable[..., Any]) -> Patch:
+    """`wrapper(original, variant, *args)` in place of a variant's method."""
 
-    return _then(variants.Bucketed, "communicate", sums)
+    def wrapped(original: Any, variant: Any, *args: Any) -> Any:
+        if type(variant) is VARIANTS[name]:
+            return wrapper(original, variant, *args)
+        return original(variant, *args)
 
-
-@defect("train", "the last column of one gradient is lost", "ddp bucketed")
-def _(run: Run) -> Patch:
-    def loses(v: Any) -> None:
-        _gradient(_first(v.decoder, "down.weight"))[:, -1] = 0
-
-    return _then(variants.Bucketed, "communicate", loses)
+    return around(Variant, method, wrapped)
 
 
-@defect("train", "one gradient is that of the step before", "ddp overlapped")
-def _(run: Run) -> Patch:
+def first(model: torch.nn.Module, part: str = "attention.q.weight") -> torch.nn.Parameter:
+    """The first parameter whose name ends so."""
+    return next(p for name, p in model.named_parameters() if name.endswith(part))
+
+
+def gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """It has one."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def gradients(model: torch.nn.Module, change: Callable[[torch.Tensor], Any]) -> None:
+    """`change` every gradient in place."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            change(parameter.grad)
+
+
+# ---- what takes more than a line -------------------------------------------------------------
+
+
+def forgets_to_copy_back(original: Any, model: Any, **more: Any) -> None:
+    own = gradient(first(model)).clone()
+    original(model, **more)
+    gradient(first(model)).copy_(own)
+
+
+def sends_twice(original: Any, model: Any, **more: Any) -> None:
+    dist.all_reduce(torch.cat([gradient(p).flatten() for p in model.parameters()]))
+    original(model, **more)
+
+
+def sums_twice(original: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+    original(tensor.clone(), *args, **{k: v for k, v in more.items() if k != "async_op"})
+    return original(tensor, *args, **more)
+
+
+def goes_over_tcp(_: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+    more.pop("algorithm", None)
+    return dist.all_reduce(tensor, *args, **more)
+
+
+def stale_gradient(run: Run) -> Patch:
     kept: dict[int, torch.Tensor] = {}
 
     def stale(v: Any) -> None:
-        gradient = _gradient(_first(v.decoder))
-        now = gradient.clone()
-        gradient.copy_(kept.get(id(v), torch.zeros_like(now)))
+        now = gradient(first(v.decoder)).clone()
+        gradient(first(v.decoder)).copy_(kept.get(id(v), torch.zeros_like(now)))
         kept[id(v)] = now
 
-    return _then(variants.Overlapped, "communicate", stale)
+    return then("ddp overlapped", "communicate", stale)
 
 
-@defect("train", "two gradients of one shape are swapped")
-def _(run: Run) -> Patch:
-    def swaps(v: Any) -> None:
-        q, k = (_gradient(_first(v.decoder, f"attention.{part}.weight")) for part in "qk")
-        both = q.clone(), k.clone()
-        q.copy_(both[1])
-        k.copy_(both[0])
-
-    return _then(variants.Flat, "communicate", swaps)
+def swaps_gradients(v: Any) -> None:
+    q, k = (gradient(first(v.decoder, f"attention.{part}.weight")) for part in "qk")
+    both = q.clone(), k.clone()
+    q.copy_(both[1])
+    k.copy_(both[0])
 
 
-@defect("train", "nothing is exchanged", "ddp naive")
-def _(run: Run) -> Patch:
-    return mock.patch.object(variants.Naive, "communicate", return_value=None)
+def drops_last_elements(original: Any, v: Any) -> None:
+    last = [p.detach().flatten()[-1].clone() for p in v.decoder.parameters()]
+    original(v)
+    for parameter, old in zip(v.decoder.parameters(), last, strict=True):
+        parameter.data.flatten()[-1:].copy_(old)
 
 
-@defect("train", "gradients travel in bfloat16", "ddp naive")
-def _(run: Run) -> Patch:
-    def rounds(_: Any, model: Any) -> None:
-        for parameter in model.parameters():
-            gradient = _gradient(parameter)
-            gradient.copy_(gradient.bfloat16())
-
-    return after(ddp, "all_reduce_gradients", rounds)
-
-
-@defect("train", "a mean is divided twice, which Adam hides", "fsdp")
-def _(run: Run) -> Patch:
-    def divides(v: Any) -> None:
-        for parameter in v.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(run.world)
-
-    return _then(variants.FullySharded, "communicate", divides)
-
-
-@defect("train", "a gradient is handed over twice", "parameter server")
-def _(run: Run) -> Patch:
-    def doubles(_: Any, v: Any, *__: Any) -> Any:
-        if isinstance(v, variants.ParameterServer):
-            for parameter in v.decoder.parameters():
-                _gradient(parameter).mul_(2)
-        return _
-
-    return after(variants.Variant, "forward_backward", doubles)
-
-
-# ---- train: weights --------------------------------------------------------------------------
-
-
-@defect("train", "the last element of each shard is not updated", "zero 1")
-def _(run: Run) -> Patch:
-    def drops(original: Any, v: Any) -> None:
-        last = [p.detach().flatten()[-1].clone() for p in v.decoder.parameters()]
-        original(v)
-        if type(v) is variants.ShardedState:
-            for parameter, old in zip(v.decoder.parameters(), last, strict=True):
-                parameter.data.flatten()[-1:].copy_(old)
-
-    return around(variants.Variant, "update", drops)
-
-
-@defect("train", "a rank does not get one parameter's update", "zero 2")
-def _(run: Run) -> Patch:
+def keeps_one_weight(run: Run) -> Patch:
     def keeps(original: Any, v: Any) -> None:
-        old = _first(v.decoder).detach().clone()
+        old = first(v.decoder).detach().clone()
         original(v)
-        if type(v) is variants.ShardedGradients and run.rank == 1:
-            _first(v.decoder).data.copy_(old)
+        if run.rank == 1:
+            first(v.decoder).data.copy_(old)
 
-    return around(variants.Variant, "update", keeps)
+    return instead("zero 2", "update", keeps)
 
 
-@defect("train", "one weight of one rank is off by its last bit")
-def _(run: Run) -> Patch:
+def last_bit(run: Run) -> Patch:
     def nudges(v: Any) -> None:
         if run.rank == 1:
-            weight = _first(v.decoder).data
+            weight = first(v.decoder).data
             weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0))
 
-    return _then(variants.TorchDDP, "update", nudges)
+    return then(PEER, "update", nudges)
 
 
-@defect("train", "one late step is skipped on all ranks", "ddp shared memory")
-def _(run: Run) -> Patch:
+def skips_a_late_step(run: Run) -> Patch:
     seen: dict[int, int] = {}
 
     def skips(original: Any, v: Any) -> None:
         seen[id(v)] = seen.get(id(v), 0) + 1
-        if type(v) is variants.SharedMemory and seen[id(v)] == 4:
-            v.optimizer.zero_grad()
-        else:
-            original(v)
+        v.optimizer.zero_grad() if seen[id(v)] == 4 else original(v)
 
-    return around(variants.Variant, "update", skips)
+    return instead("ddp shared memory", "update", skips)
 
 
-@defect("train", "the learning rate is a tenth too high in every variant")
-def _(run: Run) -> Patch:
-    def raised(original: Any, self: Any, run_: Any, config: Any, optimizer: Any = None) -> None:
-        higher = functools.partial(torch.optim.AdamW, lr=1.1 * run.config.learning_rate)
-        original(self, run_, config, optimizer or higher)
+def other_optimizer(rate: float, **more: Any) -> Plant:
+    def planted(run: Run) -> Patch:
+        make = functools.partial(torch.optim.AdamW, lr=rate * run.config.learning_rate, **more)
+        return around(
+            Variant,
+            "__init__",
+            lambda original, self, run_, config, given=None: original(
+                self, run_, config, given or make
+            ),
+        )
 
-    return around(variants.Variant, "__init__", raised)
-
-
-@defect("train", "weight decay is ten times as large in every variant")
-def _(run: Run) -> Patch:
-    def decays(original: Any, self: Any, run_: Any, config: Any, optimizer: Any = None) -> None:
-        rate = run.config.learning_rate
-        more = functools.partial(torch.optim.AdamW, lr=rate, weight_decay=0.1)
-        original(self, run_, config, optimizer or more)
-
-    return around(variants.Variant, "__init__", decays)
+    return planted
 
 
-# ---- train: model and data -------------------------------------------------------------------
-
-
-@defect("train", "attention is not causal")
-def _(run: Run) -> Patch:
-    def sees_all(original: Any, q: Any, k: Any, v: Any, **_: Any) -> Any:
-        return original(q, k, v, is_causal=False)
-
-    return around(variants, "flash_attention", sees_all)
-
-
-@defect("train", "the attention kernel's output is scaled by 1.5")
-def _(run: Run) -> Patch:
-    return after(variants, "flash_attention", lambda out, *_: 1.5 * out)
-
-
-def _batches(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
+def batches(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     return around(Corpus, "batch", lambda original, self, **asked: original(self, **change(asked)))
 
 
-@defect("train", "the sampler repeats each batch")
-def _(run: Run) -> Patch:
-    return _batches(lambda asked: asked | {"step": asked["step"] // 2})
+def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
+    fewer = (tokens[:-1], targets[:-1]) if len(tokens) > 1 else (tokens, targets)
+    return original(v, *fewer)
 
 
-@defect("train", "every rank reads the first rank's rows")
-def _(run: Run) -> Patch:
-    return _batches(lambda asked: asked | {"rank": 0})
+def recorded(wrapper: Callable[..., Any]) -> Patch:
+    """`wrapper(keep, phase, seconds)` in place of what the recorder keeps."""
+
+    def kept(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
+        wrapper(lambda phase, seconds: original(self, phase, seconds, extra), phase, seconds)
+
+    return around(Recorder, "_keep", kept)
 
 
-@defect("train", "the batches are those of another seed")
-def _(run: Run) -> Patch:
-    return _batches(lambda asked: asked | {"seed": asked["seed"] + 1})
+def fastest_rank(original: Any, found: Any) -> Any:
+    steps: dict[str, dict[int, float]] = {}
+    for s in found:
+        if s["phase"] == samples.WHOLE_STEP and not s["warmup"]:
+            own = steps.setdefault(s["variant"], {})
+            own[s["step"]] = min(own.get(s["step"], 1e9), s["seconds"])
+    return steps
 
 
-@defect("train", "targets are the tokens themselves")
-def _(run: Run) -> Patch:
-    return after(Corpus, "batch", lambda pair, *_: (pair[0], pair[0].clone()))
+def straggles(ranks: tuple[int, ...], run: Run) -> Patch:
+    return then(FLAT, "update", lambda v: time.sleep(0.01 * (run.rank in ranks)))
 
 
-@defect("train", "each rank loses its last row")
-def _(run: Run) -> Patch:
-    def loses(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
-        if type(v) is variants.TorchDDP and len(tokens) > 1:
-            tokens, targets = tokens[:-1], targets[:-1]
-        return original(v, tokens, targets)
-
-    return around(variants.Variant, "forward_backward", loses)
-
-
-# ---- train: time -----------------------------------------------------------------------------
-
-
-@defect("train", "a rank reports half its time")
-def _(run: Run) -> Patch:
-    def halves(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
-        original(self, phase, seconds / 2 if run.rank == 1 else seconds, extra)
-
-    return around(phases.Recorder, "_keep", halves)
-
-
-@defect("train", "steps are timed by the thread's clock")
-def _(run: Run) -> Patch:
-    return mock.patch.object(phases.Recorder, "_now", side_effect=time.thread_time)
-
-
-@defect("train", "a step's time is that of the fastest rank, and one rank straggles")
-def _(run: Run) -> list[Patch]:
-    def fastest(original: Any, recorded: Any) -> Any:
-        found: dict[str, dict[int, float]] = {}
-        for s in recorded:
-            if s["phase"] == samples.WHOLE_STEP and not s["warmup"]:
-                steps = found.setdefault(s["variant"], {})
-                steps[s["step"]] = min(steps.get(s["step"], 1e9), s["seconds"])
-        return found
-
-    def straggles(v: Any) -> None:
-        if run.rank == 1:
-            time.sleep(0.01)
-
-    return [around(samples, "step_seconds", fastest), _then(variants.Flat, "update", straggles)]
-
-
-@defect("train", "step times are in seconds, labelled milliseconds")
-def _(run: Run) -> Patch:
-    def seconds(result: Any, *_: Any) -> Any:
-        for row in result["rows"]:
-            row["step_ms"] /= 1e3
-        return result
-
-    return after(train, "summarize", seconds)
-
-
-@defect("train", "warm-up steps are counted")
-def _(run: Run) -> Patch:
-    def never(original: Any, self: Any, **labels: Any) -> Any:
-        return original(self, **labels | {"warmup": False})
-
-    return around(phases.Recorder, "step", never)
-
-
-@defect("train", "a phase is not recorded")
-def _(run: Run) -> Patch:
-    def forgets(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
-        if phase != "backward":
-            original(self, phase, seconds, extra)
-
-    return around(phases.Recorder, "_keep", forgets)
-
-
-@defect("train", "the samples of one rank's step are lost")
-def _(run: Run) -> Patch:
-    def loses(taken: Any, *_: Any) -> Any:
-        return [s for s in taken if not (s.get("step") == 2 and s["rank"] == 1)]
-
-    return after(phases.Recorder, "take", loses)
-
-
-@defect("train", "ratios are the peer's time over ours")
-def _(run: Run) -> list[Patch]:
-    def upside_down(row: Any, *_: Any) -> Any:
-        return {key: 1 / value for key, value in row.items()}
-
-    def straggles(v: Any) -> None:
-        time.sleep(0.01)
-
-    return [after(samples, "ratio_row", upside_down), _then(variants.Flat, "update", straggles)]
-
-
-@defect("train", "the final loss is one rank's")
-def _(run: Run) -> Patch:
-    def one(original: Any, recorded: Any) -> Any:
-        return original([s for s in recorded if s["rank"] == 0])
-
-    return around(samples, "loss_curves", one)
-
-
-@defect("train", "utilisation's numerator is doubled")
-def _(run: Run) -> Patch:
-    return after(train, "utilisation", lambda value, *_: 2 * value)
-
-
-# ---- train: bytes ----------------------------------------------------------------------------
-
-
-@defect("train", "wire bytes are trebled in a package's count")
-def _(run: Run) -> Patch:
-    return after(variants.Naive, "gradient_bytes", lambda value, *_: 3 * value)
-
-
-@defect("train", "what is said to stay in shared memory goes over TCP", "ddp shared memory")
-def _(run: Run) -> Patch:
-    def over_tcp(original: Any, tensor: Any, *args: Any, **more: Any) -> Any:
-        more.pop("algorithm", None)
-        return dist.all_reduce(tensor, *args, **more)
-
-    return around(collectives, "all_reduce", over_tcp)
-
-
-@defect("train", "gradients are sent twice and used once")
-def _(run: Run) -> Patch:
-    def twice(original: Any, model: Any, **more: Any) -> None:
-        dist.all_reduce(torch.cat([_gradient(p).flatten() for p in model.parameters()]))
-        original(model, **more)
-
-    return around(ddp, "all_reduce_gradients_flat", twice)
-
-
-# ---- plan ------------------------------------------------------------------------------------
-
-
-def _predicts(key: str, change: Callable[[Any], Any]) -> Patch:
+def predicts(key: str, change: Callable[[Any], Any]) -> Patch:
     return after(plan, "predict", lambda found, *_: found | {key: change(found[key])})
 
 
-@defect("plan", "parameters without the head")
-def _(run: Run) -> Patch:
-    return _predicts("parameters", lambda n: n - 256 * run.model.d_model)
+def without_moments(p: Any, *_: Any) -> Any:
+    parts = p["training_bytes_by_part"]
+    total = p["training_peak_bytes"] - parts["optimizer"]
+    return p | {"training_peak_bytes": total, "training_bytes_by_part": parts | {"optimizer": 0}}
 
 
-@defect("plan", "multiplications for FLOPs")
-def _(run: Run) -> Patch:
-    return _predicts("step_flops_full", lambda n: n // 2)
+def short_sum(original: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+    last = tensor.view(-1)[-1].clone()
+    done = original(tensor, *args, **more)
+    tensor.view(-1)[-1] = last
+    return done
 
 
-@defect("plan", "a causal mask that saves nothing")
-def _(run: Run) -> Patch:
-    return after(plan, "predict", lambda p, *_: p | {"step_flops_causal": p["step_flops_full"]})
-
-
-@defect("plan", "peak memory without the optimizer's state")
-def _(run: Run) -> Patch:
-    def forgets(p: Any, *_: Any) -> Any:
-        parts = p["training_bytes_by_part"]
-        total = p["training_peak_bytes"] - parts["optimizer"]
-        parts = parts | {"optimizer": 0}
-        return p | {"training_peak_bytes": total, "training_bytes_by_part": parts}
-
-    return after(plan, "predict", forgets)
-
-
-@defect("plan", "wire bytes are trebled")
-def _(run: Run) -> Patch:
-    return _predicts("ddp_wire_bytes_per_rank", lambda n: 3 * n)
-
-
-@defect("plan", "gradients of two bytes")
-def _(run: Run) -> Patch:
-    return _predicts("gradient_bytes", lambda n: n // 2)
-
-
-@defect("plan", "the rate of a product is doubled")
-def _(run: Run) -> Patch:
-    return after(plan, "matmul_flops_per_second", lambda rate, *_: 2 * rate)
-
-
-# ---- links -----------------------------------------------------------------------------------
-
-
-@defect("links", "an all-reduce leaves out the last element")
-def _(run: Run) -> Patch:
-    def short(original: Any, tensor: Any, *args: Any, **more: Any) -> Any:
-        last = tensor.view(-1)[-1].clone()
-        done = original(tensor, *args, **more)
-        tensor.view(-1)[-1] = last
-        return done
-
-    return around(collectives, "all_reduce", short)
-
-
-def _link_rows(change: Callable[[dict[str, Any]], None]) -> Patch:
-    def each(result: Any) -> None:
-        for row in result["rows"]:
-            change(row)
-
-    return edit(links, "run", each)
-
-
-@defect("links", "bus bandwidth is doubled")
-def _(run: Run) -> Patch:
-    return _link_rows(lambda row: row.update(busbw_gbps=2 * row["busbw_gbps"]))
-
-
-@defect("links", "wire bytes are trebled")
-def _(run: Run) -> Patch:
-    return _link_rows(lambda row: row.update(wire_bytes=3 * row["wire_bytes"]))
-
-
-# ---- attention -------------------------------------------------------------------------------
-
-
-def _kernel(change: Callable[..., Any]) -> Patch:
+def kernel(change: Callable[..., Any]) -> Patch:
     original = attention.KERNELS["flashattn2"]
 
     def changed(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
-        return change(original, q, k, v)
+        return change(functools.partial(original, is_causal=is_causal), q, k, v)
 
     return mock.patch.dict(attention.KERNELS, {"flashattn2": changed})
 
 
-@defect("attention", "a kernel's output is scaled by 1.5")
-def _(run: Run) -> Patch:
-    return _kernel(lambda f, q, k, v: 1.5 * f(q, k, v, is_causal=True))
+def one_ahead(_: Any, q: Any, k: Any, v: Any) -> Any:
+    mask = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).tril(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-@defect("attention", "a kernel sees one position ahead")
-def _(run: Run) -> Patch:
-    def ahead(_: Any, q: Any, k: Any, v: Any) -> Any:
-        t = q.shape[-2]
-        mask = torch.ones(t, t, dtype=torch.bool).tril(1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+def split(cls: Any, change: Callable[[Any], Any]) -> Patch:
+    """After a split model's step."""
 
-    return _kernel(ahead)
-
-
-@defect("attention", "a kernel gives values no gradient")
-def _(run: Run) -> Patch:
-    return _kernel(lambda f, q, k, v: f(q, k, v.detach() + 0 * v, is_causal=True))
-
-
-@defect("attention", "a kernel leaves out the scale")
-def _(run: Run) -> Patch:
-    return _kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v, is_causal=True))
-
-
-@defect("attention", "times are in seconds, labelled milliseconds")
-def _(run: Run) -> Patch:
-    return after(Turns, "median_ms", lambda ms, *_: ms / 1e3)
-
-
-# ---- parallel --------------------------------------------------------------------------------
-
-
-@defect("parallel", "a tensor-parallel gradient is ten times as large")
-def _(run: Run) -> Patch:
-    def tenfold(loss: Any, self: Any, *_: Any) -> Any:
-        _gradient(_first(self.model)).mul_(10)
+    def changed(loss: Any, self: Any, *_: Any) -> Any:
+        change(self)
         return loss
 
-    return after(parallel.TensorModel, "step", tenfold)
+    return after(cls, "step", changed)
 
 
-@defect("parallel", "the pipeline's head has no gradient")
-def _(run: Run) -> Patch:
-    def headless(loss: Any, self: Any, *_: Any) -> Any:
-        if self.part.head is not None:
-            self.part.head.weight.grad = None
-        return loss
+def headless(model: Any) -> None:
+    if model.part.head is not None:
+        model.part.head.weight.grad = None
 
-    return after(parallel.PipelineModel, "step", headless)
 
+def one_rank_waits(run: Run) -> Patch:
+    """A norm, which every rank of tensor parallelism has whole, is trained on one of them only."""
 
-@defect("parallel", "the pipeline's gradients are sums over microbatches")
-def _(run: Run) -> Patch:
-    def sums(loss: Any, self: Any, *_: Any) -> Any:
-        for parameter in self.part.parameters():
-            _gradient(parameter).mul_(self.microbatches)
-        return loss
+    def waits(losses: Any, self: Any, *_: Any) -> Any:
+        if run.rank == 1:
+            torch.nn.init.ones_(self.part.norm.weight)
+        return losses
 
-    return after(parallel.PipelineModel, "step", sums)
+    return after(parallel.TensorModel, "train", waits)
 
 
-@defect("parallel", "one microbatch is missing from the loss")
-def _(run: Run) -> Patch:
-    def misses(loss: Any, self: Any, *_: Any) -> Any:
-        return loss * (self.microbatches - 1) / self.microbatches
+def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
+    start = {name: p.detach().clone() for name, p in self.part.named_parameters()}
+    losses = original(self, run)
+    for name, parameter in self.part.named_parameters():
+        if name == "head.weight":
+            parameter.data.copy_(start[name])
+    return losses
 
-    return after(parallel.PipelineModel, "step", misses)
 
+def mixed_sums(found: Any, *_: Any) -> Any:
+    found[1] |= {key: found[3][key] for key in ("sum", "relative_error")}
+    return found
 
-def _parallel_rows(change: Callable[[dict[str, Any]], None]) -> Patch:
-    def each(result: Any) -> None:
-        for row in result["rows"]:
-            change(row)
 
-    return edit(parallel, "run", each)
+def doubled_means(result: Any) -> None:
+    for row in result["protocol"]:
+        if "backward_mean_ms" in row:
+            row["backward_mean_ms"] *= 2
 
 
-@defect("parallel", "the time of all iterations is halved")
-def _(run: Run) -> Patch:
-    def halves(row: dict[str, Any]) -> None:
-        row.update(total_s=row["total_s"] / 2, iteration_ms=row["iteration_ms"] / 2)
+def blind_to_gradients(original: Any, self: Any, tensor: Any, operator: str) -> None:
+    if self.phase != "backward":
+        original(self, tensor, operator)
 
-    return _parallel_rows(halves)
 
+def scaled(key: str, change: Callable[[Any], Any]) -> Patch:
+    """A column of every run of the stage `scale`."""
+    return after(scale, "train_one", lambda row, *_: row | {key: change(row)})
 
-# ---- profile ---------------------------------------------------------------------------------
 
+def half_budget(original: Any, run: Run, budget: float, width: int) -> Any:
+    return original(run, budget / 2, width) | {"compute_flops": budget}
 
-@defect("profile", "operators' times are in nanoseconds")
-def _(run: Run) -> Patch:
-    return after(profile, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})
 
+def exponent_of_tokens(result: Any, *_: Any) -> Any:
+    if result["law"]:
+        result["law"]["exponent"] = 1 - result["law"]["exponent"]
+    return result
 
-@defect("profile", "the products of attention count once for two")
-def _(run: Run) -> Patch:
-    return after(
-        profile,
-        "attention_flops",
-        lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2},
-    )
 
+def without_largest(original: Any, found: Any) -> Any:
+    most = max(row["compute_flops"] for row in found)
+    return original([row for row in found if row["compute_flops"] < most])
 
-@defect("profile", "means are of ten steps, divided by five")
-def _(run: Run) -> Patch:
-    def doubles(result: Any) -> None:
-        for row in result["protocol"]:
-            if "backward_mean_ms" in row:
-                row["backward_mean_ms"] *= 2
 
-    return edit(profile, "run", doubles)
+def halved_bits(size: Any, *_: Any) -> Any:
+    return replace(size, sparse_by_name={n: b // 2 for n, b in size.sparse_by_name.items()})
 
 
-# ---- precision -------------------------------------------------------------------------------
+def methods(change: Callable[[dict[str, dict[str, Any]]], Any]) -> Patch:
+    """The rows of the stage `compress` by method."""
+    return edit(compress, lambda result: change({row["method"]: row for row in result["rows"]}))
 
 
-@defect("precision", "a sum in float16 is kept in float32")
-def _(run: Run) -> Patch:
-    def mixes(rows: Any, *_: Any) -> Any:
-        rows[1]["sum"], rows[1]["relative_error"] = rows[3]["sum"], rows[3]["relative_error"]
-        return rows
+def swapped_methods(found: Any) -> None:
+    a, b = found["linear, 8 bits"], found["linear, 4 bits"]
+    a["method"], b["method"] = b["method"], a["method"]
 
-    return after(precision, "accumulation", mixes)
 
+def flipped_bits(_: Any, model: Any, path: Any) -> None:
+    content = bytearray(path.read_bytes())
+    # The exponents of some float32 numbers, or codes, near the end.
+    for at in range(len(content) - 401, len(content), 4):
+        content[at] ^= 0x40
+    path.write_bytes(bytes(content))
 
-@defect("precision", "autocast is off")
-def _(run: Run) -> Patch:
-    def off(original: Any, kind: str, **more: Any) -> Any:
-        return original(kind, **more | {"enabled": False})
 
-    return around(torch, "autocast", off)
+def rounded_down(original: Any, model: Any, bits: int, **more: Any) -> Any:
+    lower = copy.deepcopy(model)
+    for layer in lower.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data -= layer.weight.abs().amax(1, keepdim=True) / 2**bits
+    return original(lower, bits, **more)
 
 
-@defect("precision", "999 terms for 1000")
-def _(run: Run) -> Patch:
-    return around(precision, "accumulation", lambda original: original(terms=999))
-
-
-# ---- memory ----------------------------------------------------------------------------------
-
-
-@defect("memory", "gradients are not counted")
-def _(run: Run) -> Patch:
-    def blind(original: Any, self: Any, tensor: Any, operator: str) -> None:
-        if self.phase != "backward":
-            original(self, tensor, operator)
-
-    return around(live_memory.LiveMemory, "_count", blind)
-
-
-@defect("memory", "bytes are divided by a million, labelled MiB")
-def _(run: Run) -> Patch:
-    return mock.patch.object(memory, "MIB", 10**6)
-
-
-@defect("memory", "checkpointing is not applied")
-def _(run: Run) -> Patch:
-    def never(original: Any, config: Any) -> Any:
-        return original(replace(config, checkpoint=False))
-
-    return around(memory, "training", never)
-
-
-@defect("memory", "nothing is ever freed")
-def _(run: Run) -> Patch:
-    return mock.patch.object(live_memory.LiveMemory, "_free", return_value=None)
-
-
-# ---- scale -----------------------------------------------------------------------------------
-
-
-def _trained_runs(change: Callable[[dict[str, Any]], None]) -> Patch:
-    def changed(row: Any, *_: Any) -> Any:
-        change(row)
-        return row
-
-    return after(scale, "train_one", changed)
-
-
-@defect("scale", "parameters include the embedding")
-def _(run: Run) -> Patch:
-    return _trained_runs(lambda row: row.update(parameters=row["parameters"] + 256 * row["width"]))
-
-
-@defect("scale", "runs stop at half their budget")
-def _(run: Run) -> Patch:
-    def half(original: Any, run_: Any, budget: float, width: int) -> Any:
-        return original(run_, budget / 2, width) | {"compute_flops": budget}
-
-    return around(scale, "train_one", half)
-
-
-@defect("scale", "tokens are those of one row")
-def _(run: Run) -> Patch:
-    return _trained_runs(lambda row: row.update(tokens=row["tokens"] // scale.ROWS))
-
-
-@defect("scale", "the loss is that of the text trained on")
-def _(run: Run) -> Patch:
-    def trained_on(original: Any, self: Any, *, rows: int, context: int) -> Any:
-        return self.batch(rows=rows, context=context, seed=0, step=0)
-
-    return around(Corpus, "heldout_batch", trained_on)
-
-
-@defect("scale", "the rate does not decay")
-def _(run: Run) -> Patch:
-    return mock.patch.object(scale, "_cosine", return_value=1.0)
-
-
-@defect("scale", "the law's exponent is that of tokens")
-def _(run: Run) -> Patch:
-    def swaps(result: Any, *_: Any) -> Any:
-        if result["law"]:
-            result["law"]["exponent"] = 1 - result["law"]["exponent"]
-        return result
-
-    return after(scale, "fit", swaps)
-
-
-@defect("scale", "the fit leaves out the largest budget")
-def _(run: Run) -> Patch:
-    def leaves_out(original: Any, rows: Any) -> Any:
-        most = max(row["compute_flops"] for row in rows)
-        return original([row for row in rows if row["compute_flops"] < most])
-
-    return around(scale, "fit", leaves_out)
-
-
-# ---- inspect ---------------------------------------------------------------------------------
-
-
-@defect("inspect", "patterns are not causal")
-def _(run: Run) -> Patch:
-    def sees_all(original: Any, attention_: Any, x: Any, rope: Any) -> Any:
-        pattern = original(attention_, x, rope)
-        return (pattern + pattern.flip(-1)) / 2
-
-    return around(inspect, "_pattern", sees_all)
-
-
-@defect("inspect", "the lens is read a layer early")
-def _(run: Run) -> Patch:
-    return edit(inspect, "run", lambda result: result["lens"].pop())
-
-
-@defect("inspect", "a component is missing from the attributions")
-def _(run: Run) -> Patch:
-    return edit(inspect, "run", lambda result: result["attribution"].pop(1))
-
-
-@defect("inspect", "another head is ablated than the one that is named")
-def _(run: Run) -> Patch:
-    def other(original: Any, model: Any, layer: int, head: int, *batch: Any) -> Any:
-        return original(model, layer, (head + 1) % model.config.num_heads, *batch)
-
-    return around(inspect, "loss_without", other)
-
-
-@defect("inspect", "the ablation does nothing")
-def _(run: Run) -> Patch:
-    def nothing(original: Any, model: Any, layer: int, head: int, *batch: Any) -> Any:
-        return float(model.loss(*batch))
-
-    return around(inspect, "loss_without", nothing)
-
-
-# ---- compress --------------------------------------------------------------------------------
-
-
-@defect("compress", "sizes leave out half of the bits")
-def _(run: Run) -> Patch:
-    def halves(size: Any, *_: Any) -> Any:
-        return replace(size, sparse_by_name={n: b // 2 for n, b in size.sparse_by_name.items()})
-
-    return after(tinyml, "size_of", halves)
-
-
-def _methods(change: Callable[[dict[str, dict[str, Any]]], None]) -> Patch:
-    def each(result: Any) -> None:
-        change({row["method"]: row for row in result["rows"]})
-
-    return edit(compress, "run", each)
-
-
-@defect("compress", "the loss is that of the uncompressed model")
-def _(run: Run) -> Patch:
-    def same(rows: Any) -> None:
-        for row in rows.values():
-            row["heldout_loss"] = rows[compress.BASELINE]["heldout_loss"]
-
-    return _methods(same)
-
-
-@defect("compress", "two methods' rows are swapped")
-def _(run: Run) -> Patch:
-    def swaps(rows: Any) -> None:
-        a, b = rows["linear, 8 bits"], rows["linear, 4 bits"]
-        a["method"], b["method"] = b["method"], a["method"]
-
-    return _methods(swaps)
-
-
-@defect("compress", "bits of the file are flipped")
-def _(run: Run) -> Patch:
-    def flips(_: Any, model: Any, path: Any) -> None:
-        content = bytearray(path.read_bytes())
-        # The exponents of some float32 numbers, or codes, near the end.
-        for at in range(len(content) - 401, len(content), 4):
-            content[at] ^= 0x40
-        path.write_bytes(bytes(content))
-
-    return after(tinyml, "save", flips)
-
-
-@defect("compress", "a grid is rounded down instead of to the nearest")
-def _(run: Run) -> Patch:
-    def down(original: Any, model: Any, bits: int, **more: Any) -> Any:
-        lower = copy.deepcopy(model)
-        for layer in lower.modules():
-            if isinstance(layer, torch.nn.Linear):
-                step = layer.weight.abs().amax(1, keepdim=True) / 2 ** (bits - 1)
-                layer.weight.data -= step / 2
-        return original(lower, bits, **more)
-
-    return around(tinyml, "quantize", down)
-
-
-@defect("compress", "times smaller are differences")
-def _(run: Run) -> Patch:
-    def differ(rows: Any) -> None:
-        for row in rows.values():
-            row["smaller"] = rows[compress.BASELINE]["size_bytes"] - row["size_bytes"]
-
-    return _methods(differ)
-
-
-# ---- the folder ------------------------------------------------------------------------------
-
-
-def _edited(name: str, change: Callable[[str], str]) -> Patch:
+def edited(name: str, change: Callable[[str], str]) -> Patch:
     def after_sealing(_: Any, folder: RunFolder) -> None:
         path = folder.path / name
         path.write_text(change(path.read_text()))
@@ -899,16 +408,198 @@ def _edited(name: str, change: Callable[[str], str]) -> Patch:
     return after(RunFolder, "seal", after_sealing)
 
 
-@defect("folder", "a sample is edited when the run is over")
-def _(run: Run) -> Patch:
-    return _edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))
+# ---- the table -------------------------------------------------------------------------------
 
-
-@defect("folder", "the samples are cut off")
-def _(run: Run) -> Patch:
-    return _edited("samples.jsonl", lambda text: text[: len(text) // 2])
-
-
-@defect("folder", "the summary is another run's")
-def _(run: Run) -> Patch:
-    return _edited("summary.json", lambda text: text.replace("complete", "complete "))
+# fmt: off
+DEFECTS: list[Defect] = [
+    # Gradients.
+    Defect("train", "a parameter's averaged gradient is not copied back (flat)", lambda run:
+        around(ddp, "all_reduce_gradients_flat", forgets_to_copy_back)),
+    Defect("train", "a sum instead of a mean, which Adam hides (naive)", lambda run:
+        after(ddp, "all_reduce_gradients", lambda _, model: gradients(model, lambda g: g.mul_(run.world))), (NAIVE,)),
+    Defect("train", "one gradient of a bucket is summed", lambda run:
+        then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder)).mul_(run.world)), ("ddp bucketed",)),
+    Defect("train", "the last column of one gradient is lost", lambda run:
+        then("ddp bucketed", "communicate", lambda v: gradient(first(v.decoder, "down.weight"))[:, -1].zero_()), ("ddp bucketed",)),
+    Defect("train", "one gradient is that of the step before", stale_gradient, ("ddp overlapped",)),
+    Defect("train", "two gradients of one shape are swapped", lambda run:
+        then(FLAT, "communicate", swaps_gradients)),
+    Defect("train", "nothing is exchanged", lambda run:
+        mock.patch.object(VARIANTS[NAIVE], "communicate", return_value=None), (NAIVE,)),
+    Defect("train", "gradients travel in bfloat16", lambda run:
+        after(ddp, "all_reduce_gradients", lambda _, model: gradients(model, lambda g: g.copy_(g.bfloat16()))), (NAIVE,)),
+    Defect("train", "a mean is divided twice, which Adam hides", lambda run:
+        then("fsdp", "communicate", lambda v: gradients(v.model, lambda g: g.div_(run.world))), ("fsdp",)),
+    Defect("train", "a gradient is handed over twice", lambda run:
+        then(SERVER, "forward_backward", lambda v: gradients(v.decoder, lambda g: g.mul_(2))), (SERVER,)),
+    # Weights.
+    Defect("train", "the last element of each shard is not updated", lambda run:
+        instead("zero 1", "update", drops_last_elements), ("zero 1",)),
+    Defect("train", "a rank does not get one parameter's update", keeps_one_weight, ("zero 2",)),
+    Defect("train", "one weight of one rank is off by its last bit", last_bit),
+    Defect("train", "one late step is skipped on all ranks", skips_a_late_step, ("ddp shared memory",)),
+    Defect("train", "the learning rate is a tenth too high in every variant", other_optimizer(1.1)),
+    Defect("train", "weight decay is ten times as large in every variant", other_optimizer(1.0, weight_decay=0.1)),
+    # Model and data.
+    Defect("train", "attention is not causal", lambda run:
+        around(single, "flash_attention", lambda original, *qkv, **_: original(*qkv, is_causal=False))),
+    Defect("train", "the attention kernel's output is scaled by 1.5", lambda run:
+        after(single, "flash_attention", lambda out, *_: 1.5 * out)),
+    Defect("train", "the sampler repeats each batch", lambda run:
+        batches(lambda asked: asked | {"step": asked["step"] // 2})),
+    Defect("train", "every rank reads the first rank's rows", lambda run:
+        batches(lambda asked: asked | {"rank": 0})),
+    Defect("train", "the batches are those of another seed", lambda run:
+        batches(lambda asked: asked | {"seed": asked["seed"] + 1})),
+    Defect("train", "targets are the tokens themselves", lambda run:
+        after(Corpus, "batch", lambda pair, *_: (pair[0], pair[0].clone()))),
+    Defect("train", "each rank loses its last row", lambda run:
+        instead(PEER, "forward_backward", loses_a_row)),
+    # Time.
+    Defect("train", "a rank reports half its time", lambda run:
+        recorded(lambda keep, phase, s: keep(phase, s / 2 if run.rank == 1 else s))),
+    Defect("train", "steps are timed by the thread's clock", lambda run:
+        mock.patch.object(Recorder, "_now", side_effect=time.thread_time)),
+    Defect("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
+        [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
+    Defect("train", "step times are in seconds, labelled milliseconds", lambda run:
+        after(train, "summarize", lambda result, *_: [r.update(step_ms=r["step_ms"] / 1e3) for r in result["rows"]] and result)),
+    Defect("train", "warm-up steps are counted", lambda run:
+        around(Recorder, "step", lambda original, self, **labels: original(self, **labels | {"warmup": False}))),
+    Defect("train", "a phase is not recorded", lambda run:
+        recorded(lambda keep, phase, s: phase == "backward" or keep(phase, s))),
+    Defect("train", "the samples of one rank's step are lost", lambda run:
+        after(Recorder, "take", lambda taken, *_: [s for s in taken if not (s.get("step") == 2 and s["rank"] == 1)])),
+    Defect("train", "ratios are the peer's time over ours", lambda run:
+        [after(samples, "ratio_row", lambda row, *_: {k: 1 / v for k, v in row.items()}), straggles((0, 1), run)]),
+    Defect("train", "the final loss is one rank's", lambda run:
+        around(samples, "loss_curves", lambda original, found: original([s for s in found if s["rank"] == 0]))),
+    Defect("train", "utilisation's numerator is doubled", lambda run:
+        after(train, "utilisation", lambda value, *_: 2 * value)),
+    # Bytes.
+    Defect("train", "wire bytes are trebled in a package's count", lambda run:
+        after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
+    Defect("train", "what is said to stay in shared memory goes over TCP", lambda run:
+        around(collectives, "all_reduce", goes_over_tcp), ("ddp shared memory",)),
+    Defect("train", "buckets in shared memory are summed twice and used once", lambda run:
+        around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
+    Defect("train", "gradients are sent twice and used once", lambda run:
+        around(ddp, "all_reduce_gradients_flat", sends_twice)),
+    # Plan.
+    Defect("plan", "parameters without the head", lambda run:
+        predicts("parameters", lambda n: n - 256 * run.model.d_model)),
+    Defect("plan", "multiplications for FLOPs", lambda run:
+        predicts("step_flops_full", lambda n: n // 2)),
+    Defect("plan", "a causal mask that saves nothing", lambda run:
+        after(plan, "predict", lambda p, *_: p | {"step_flops_causal": p["step_flops_full"]})),
+    Defect("plan", "peak memory without the optimizer's state", lambda run:
+        after(plan, "predict", without_moments)),
+    Defect("plan", "wire bytes are trebled", lambda run:
+        predicts("ddp_wire_bytes_per_rank", lambda n: 3 * n)),
+    Defect("plan", "gradients of two bytes", lambda run:
+        predicts("gradient_bytes", lambda n: n // 2)),
+    Defect("plan", "the rate of a product is doubled", lambda run:
+        after(plan, "matmul_flops_per_second", lambda rate, *_: 2 * rate)),
+    Defect("plan", "a step is predicted at half its time", lambda run:
+        after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks / 2)),
+    Defect("plan", "a step is predicted at twice its time", lambda run:
+        after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks * 2)),
+    # Links and attention.
+    Defect("links", "an all-reduce leaves out the last element", lambda run:
+        around(collectives, "all_reduce", short_sum)),
+    Defect("links", "bus bandwidth is doubled", lambda run:
+        rows(links, lambda row: {"busbw_gbps": 2 * row["busbw_gbps"]})),
+    Defect("links", "wire bytes are trebled", lambda run:
+        rows(links, lambda row: {"wire_bytes": 3 * row["wire_bytes"]})),
+    Defect("attention", "a kernel's output is scaled by 1.5", lambda run:
+        kernel(lambda f, q, k, v: 1.5 * f(q, k, v))),
+    Defect("attention", "a kernel sees one position ahead", lambda run: kernel(one_ahead)),
+    Defect("attention", "a kernel gives values no gradient", lambda run:
+        kernel(lambda f, q, k, v: f(q, k, v.detach() + 0 * v))),
+    Defect("attention", "a kernel leaves out the scale", lambda run:
+        kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
+    Defect("attention", "times are in seconds, labelled milliseconds", lambda run:
+        after(Turns, "median_ms", lambda ms, *_: ms / 1e3)),
+    # Parallel.
+    Defect("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
+        split(parallel.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
+    Defect("parallel", "the pipeline's head has no gradient", lambda run:
+        split(parallel.PipelineModel, headless)),
+    Defect("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
+        split(parallel.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
+    Defect("parallel", "the pipeline's last stage does not train its head", lambda run:
+        around(parallel.PipelineModel, "train", last_stage_waits)),
+    Defect("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
+    Defect("parallel", "the splits train at twice the rate", lambda run:
+        around(parallel.Split, "train", lambda original, self, run_: original(
+            self, replace(run_, config=replace(run_.config, learning_rate=2 * run_.config.learning_rate))))),
+    Defect("parallel", "one microbatch is missing from the loss", lambda run:
+        after(parallel.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
+    Defect("parallel", "the time of all iterations is halved", lambda run:
+        rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
+    # Profile and precision.
+    Defect("profile", "operators' times are in nanoseconds", lambda run:
+        after(profile, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
+    Defect("profile", "the products of attention count once for two", lambda run:
+        after(profile, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
+    Defect("profile", "means are of ten steps, divided by five", lambda run: edit(profile, doubled_means)),
+    Defect("precision", "a sum in float16 is kept in float32", lambda run:
+        after(precision, "accumulation", mixed_sums)),
+    Defect("precision", "autocast is off", lambda run:
+        around(torch, "autocast", lambda original, kind, **more: original(kind, **more | {"enabled": False}))),
+    Defect("precision", "999 terms for 1000", lambda run:
+        around(precision, "accumulation", lambda original: original(terms=999))),
+    # Memory.
+    Defect("memory", "gradients are not counted", lambda run:
+        around(LiveMemory, "_count", blind_to_gradients)),
+    Defect("memory", "bytes are divided by a million, labelled MiB", lambda run:
+        mock.patch.object(memory, "MIB", 10**6)),
+    Defect("memory", "checkpointing is not applied", lambda run:
+        around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
+    Defect("memory", "nothing is ever freed", lambda run:
+        mock.patch.object(LiveMemory, "_free", return_value=None)),
+    # Scale.
+    Defect("scale", "parameters include the embedding", lambda run:
+        scaled("parameters", lambda row: row["parameters"] + 256 * row["width"])),
+    Defect("scale", "runs stop at half their budget", lambda run: around(scale, "train_one", half_budget)),
+    Defect("scale", "tokens are those of one row", lambda run:
+        scaled("tokens", lambda row: row["tokens"] // scale.ROWS)),
+    Defect("scale", "the loss is that of the text trained on", lambda run:
+        around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
+    Defect("scale", "the rate does not decay", lambda run:
+        mock.patch.object(scale, "_cosine", return_value=1.0)),
+    Defect("scale", "the law's exponent is that of tokens", lambda run:
+        after(scale, "fit", exponent_of_tokens)),
+    Defect("scale", "the fit leaves out the largest budget", lambda run:
+        around(scale, "fit", without_largest)),
+    # Inspect.
+    Defect("inspect", "patterns are not causal", lambda run:
+        after(inspect, "_pattern", lambda pattern, *_: (pattern + pattern.flip(-1)) / 2)),
+    Defect("inspect", "the lens is read a layer early", lambda run:
+        edit(inspect, lambda result: result["lens"].pop())),
+    Defect("inspect", "a component is missing from the attributions", lambda run:
+        edit(inspect, lambda result: result["attribution"].pop(1))),
+    Defect("inspect", "another head is ablated than the one that is named", lambda run:
+        around(inspect, "loss_without", lambda original, model, layer, head, *batch: original(
+            model, layer, (head + 1) % model.config.num_heads, *batch))),
+    Defect("inspect", "the ablation does nothing", lambda run:
+        around(inspect, "loss_without", lambda _, model, layer, head, *batch: float(model.loss(*batch)))),
+    # Compress.
+    Defect("compress", "sizes leave out half of the bits", lambda run: after(tinyml, "size_of", halved_bits)),
+    Defect("compress", "the loss is that of the uncompressed model", lambda run:
+        methods(lambda found: [row.update(heldout_loss=found[compress.BASELINE]["heldout_loss"]) for row in found.values()])),
+    Defect("compress", "two methods' rows are swapped", lambda run: methods(swapped_methods)),
+    Defect("compress", "bits of the file are flipped", lambda run: after(tinyml, "save", flipped_bits)),
+    Defect("compress", "a grid is rounded down instead of to the nearest", lambda run:
+        around(tinyml, "quantize", rounded_down)),
+    Defect("compress", "times smaller are differences", lambda run:
+        methods(lambda found: [row.update(smaller=found[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in found.values()])),
+    # The folder.
+    Defect("folder", "a sample is edited when the run is over", lambda run:
+        edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),
+    Defect("folder", "the samples are cut off", lambda run:
+        edited("samples.jsonl", lambda text: text[: len(text) // 2])),
+    Defect("folder", "the summary is another run's", lambda run:
+        edited("summary.json", lambda text: text.replace("complete", "complete "))),
+]
+# fmt: on

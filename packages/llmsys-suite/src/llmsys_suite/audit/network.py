@@ -1,14 +1,22 @@
-"""The bytes that this process received over TCP, as the kernel's own sockets count them.
+"""The bytes that reached this process: over TCP as the kernel counts them, in shared memory.
 
 Notable: a socket's counter sees what was sent whatever a library says that it sent, and other
-programs on the same interface do not disturb it. Shared memory and NCCL's transports do not pass.
+programs on the same interface do not disturb it; NCCL's transports pass none. In shared memory each
+rank announces what it is about to sum, and the arena ends a call in which the ranks' differ.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from collectives.shared_memory.arena import Arena
+from collectives.shared_memory.fingerprint import Call
 
 # Where Linux's struct tcp_info has tcpi_bytes_received (since 4.1).
 _ROOM, _BYTES_RECEIVED_AT = 256, 128
@@ -29,6 +37,22 @@ class Received:
 def available() -> bool:
     """Whether this kernel tells."""
     return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
+
+
+@contextmanager
+def announced() -> Iterator[list[int]]:
+    """The bytes of each sum that is announced in shared memory while this lasts."""
+    found: list[int] = []
+    announce = Arena.announce
+
+    def heard(arena: Arena, call: bytes, note: bytes = b"") -> None:
+        said = Call.unpack(call)
+        if said.kind == "all_reduce":
+            found.append(math.prod(said.shape) * said.dtype.itemsize)
+        announce(arena, call, note)
+
+    with mock.patch.object(Arena, "announce", heard):
+        yield found
 
 
 def _by_connection() -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 A probe takes one plain SGD step, since Adam divides a gradient by its own size and so hides a wrong
 scale: what has left the weights is the gradient that the optimizer was given, whatever way it went.
-A second step counts what the kernel's sockets received.
+A second step counts what the kernel's sockets received, and what was announced in shared memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import network, reference
+from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
-from llmsys_suite.text import read_text
-from llmsys_suite.variants import VARIANTS, Variant, variants_here
+from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.single import Variant
 
 #: So large that rounding the weights hides nothing of the gradient.
 RATE = 16.0
@@ -82,13 +83,16 @@ def _observe(
     weights = reference.furthest(moved, exact)
     size = sum(4 * w.numel() for w in start.values())
     received = network.Received()
-    variant.step(tokens, targets)
+    with network.announced() as shared:
+        variant.step(tokens, targets)
     return {
         "loss": loss,
         "gradients": seen,
         "weights": weights,
         "received": received.bytes(),
         "planned_wire": variant.planned_wire_bytes(size),
+        "shared": sum(shared),
+        "planned_shared": variant.planned_shared_bytes(size),
     }
 
 

@@ -13,8 +13,10 @@ from llmsys_suite.folder import RunFolder
 def check_again(folder: RunFolder) -> list[Check]:
     """Those of plan and train from the records, the others as the run made them.
 
-    UsageError where the run was not audited.
+    UsageError where the run is incomplete or was not audited.
     """
+    if not folder.complete:
+        raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
     stages = folder.summary["stages"]
     if "audit" not in stages:
         raise UsageError(f"{folder.path} was not audited: its run had no stage audit")

@@ -24,10 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
-from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
+from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
+from llmsys_suite.config import SIZES
+from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
-from llmsys_suite.sizes import SIZES
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
@@ -35,7 +36,6 @@ from llmsys_suite.stages import memory as memory_stage
 from llmsys_suite.stages import parallel as parallel_stage
 from llmsys_suite.stages import profile as profile_stage
 from llmsys_suite.stages import scale as scale_stage
-from llmsys_suite.text import read_text
 
 Result = dict[str, Any]
 MIB = 2**20
@@ -126,26 +126,44 @@ def attention(run: Run, result: Result) -> Iterator[Check]:
 
 
 def parallel(run: Run, result: Result) -> Iterator[Check]:
-    """Gradients of both splits against one process in float64, loss and clock too."""
+    """Gradients and trained weights of both splits against one process in float64; the clock."""
     skipped = run.gather("skipped" in result)
     if any(skipped):
         return
-    config = run.model
-    text = read_text(run.config.data).train
-    batch = reference.batch(text, run.config.rows, config.context, run.config.seed, 0)
-    tokens, targets = _on(run, batch)
-    weights = _weights(_seeded(run, config))
-    exact_loss, exact = reference.gradients(weights, tokens, targets, config.num_heads)
+    heads, total = run.model.num_heads, parallel_stage.TRAINED
+    text, config = read_text(run.config.data).train, run.config
+    batches = [
+        _on(run, reference.batch(text, config.rows, config.context, config.seed, step))
+        for step in range(total)
+    ]
+    start = trained = _weights(_seeded(run, run.model))
+    optimizer, losses, slopes = reference.AdamW(start, config.learning_rate), [], []
+    for tokens, targets in batches:
+        loss, slope = reference.gradients(trained, tokens, targets, heads)
+        trained = optimizer.step(trained, slope)
+        losses.append(loss)
+        slopes.append(slope)
+    moved = {name: trained[name] - w for name, w in start.items()}
     for row in run.gather(result.get("rows"))[0]:
-        split = parallel_stage.SPLITS[row["split"]](run, config)
-        split.step(tokens, targets)
-        distance, where = reference.furthest(split.gradients(), exact)
-        ranks = run.gather((distance, f"rank {run.rank} {where}"))
+        name, split = row["split"], parallel_stage.SPLITS[row["split"]](run, run.model)
+        split.step(*batches[0])
+        first = reference.furthest(split.gradients(), slopes[0])
+        split.train(run)
+        after = {name: w.double() - start[name] for name, w in split.weights().items()}
+        found = run.gather((first, reference.furthest(after, moved)))
         if run.rank:
             continue
-        name = row["split"]
-        yield furthest(f"{name}: gradients", "every rank", "float64", ranks, GRADIENT)
-        yield equal(f"{name}: loss", "reported", "float64", exact_loss, row["loss"], REPLAYED_LOSS)
+        for what, side, tolerance in (
+            ("gradients", 0, GRADIENT), ("what training moved", 1, MOVED * math.sqrt(total)),
+        ):  # fmt: skip
+            ranks = [
+                (pair[side][0], f"rank {rank} {pair[side][1]}") for rank, pair in enumerate(found)
+            ]
+            yield furthest(f"{name}: {what}", "every rank", "float64", ranks, tolerance)
+        for what, value in (("loss", losses[0]), ("single_loss", losses[0])):
+            yield equal(f"{name}: {what}", "reported", "float64", value, row[what], REPLAYED_LOSS)
+        yield equal(f"{name}: trained_loss", "reported", "float64 and AdamW written out",
+                    losses[-1], row["trained_loss"], LOSS * math.sqrt(total))  # fmt: skip
         share = row["total_s"] / row["clocked_s"]
         yield Check(f"{name}: time", "iterations", "another clock around them", 1, share, 0.6, 1.02)
         yield equal(f"{name}: median iteration", "reported", "the mean of all", row["total_s"],

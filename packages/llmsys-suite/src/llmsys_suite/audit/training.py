@@ -16,7 +16,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.samples import PEER, SERVER, SINGLE, WHOLE_STEP, loss_curves, ranks_of
+from llmsys_suite.measure.samples import PEER, SERVER, SINGLE, WHOLE_STEP, loss_curves, ranks_of
 
 #: A gradient in float32 beside float64, per parameter: 8e-7 at the most. Times six.
 GRADIENT = 5e-6
@@ -30,7 +30,8 @@ LOSS = 1e-5
 PEAK_BYTES = {"cpu": 0.10, "cuda": 0.05}
 #: Between two clocks that are read one after the other; the median of the steps.
 CLOCK = 0.02
-#: The same work at another time: red at a factor of two, whatever neighbors do to the caches.
+#: The same work at another time, or of a model of other depth: red at a factor of two, whatever
+#: neighbors do to the caches.
 BAND = 1.6
 #: What Python does between two phases, in seconds of its thread.
 BETWEEN_S = 2e-3
@@ -283,8 +284,8 @@ def _work(
     alone = [s for s in steps[SINGLE, 0] if not s["warmup"]]
     measured = statistics.median(s["core_s"] / s["yardstick_s"] for s in alone)
     yield within(
-        "time of one process's step, in yardsticks", "samples", "the same step timed in the audit",
-        evidence["step_yardsticks"], measured, BAND,
+        "time of one process's step, in yardsticks", "plan, from one and two layers", "samples",
+        measured, plan["step_yardsticks"], BAND,
     )  # fmt: skip
     pairs = [
         (1.0, statistics.median(s["core_s"] / s["seconds"] for s in found), f"{name} rank {rank}")
@@ -303,6 +304,15 @@ def _wire(
         # Shards of equal length may carry a few elements of padding.
         yield closest("gradient bytes handed over", "each package's count", "plan",
                     handed, 1e-3 if plan["gradient_bytes"] < 1e6 else 1e-4)  # fmt: skip
+    for name, found in evidence["probe"]["variants"].items():
+        for rank, (planned, summed) in enumerate(
+            zip(found["planned_shared"], found["shared"], strict=True)
+        ):
+            if planned:
+                yield Check(
+                    f"{name}: bytes summed in shared memory, rank {rank}", "announced in the arena",
+                    "plan", planned, summed, planned, 1.001 * planned + HEAD_BYTES,
+                )  # fmt: skip
     if not evidence["sockets_count"]:
         return
     heads = HEAD_BYTES * evidence["counted"]["tensors"]

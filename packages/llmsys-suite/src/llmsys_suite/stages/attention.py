@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import plain_attention
 from llmsys_suite.run import Run
-from llmsys_suite.turns import take_turns
 
 ROUNDS = 7
 PEER = "SDPA"

@@ -1,4 +1,4 @@
-"""Hold every number against a second way of getting it, and say which do not agree."""
+"""Hold what has a check against its second source, and say what does not agree."""
 
 from __future__ import annotations
 

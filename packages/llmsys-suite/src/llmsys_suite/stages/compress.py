@@ -10,9 +10,9 @@ import tinyml
 import torch
 from torch import nn
 
+from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
-from llmsys_suite.turns import take_turns
 
 HELDOUT_ROWS = 16
 ROUNDS = 7

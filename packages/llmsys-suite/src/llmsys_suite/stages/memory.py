@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from llmsys_suite.live_memory import Allocation, LiveMemory, make_state, training_step_memory
+from llmsys_suite.measure.live_memory import (
+    Allocation,
+    LiveMemory,
+    make_state,
+    training_step_memory,
+)
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
 

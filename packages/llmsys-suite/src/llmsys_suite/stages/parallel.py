@@ -1,7 +1,8 @@
 """The same model split two other ways, on torch's own tools: by layers and inside layers.
 
 Pipeline parallel is GPipe through torch.distributed.pipelining, tensor parallel is Megatron's
-column and row split through torch.distributed.tensor. Both must give the loss of one process.
+column and row split through torch.distributed.tensor. Both must give the loss of one process, and
+train the same weights.
 """
 
 from __future__ import annotations
@@ -29,32 +30,89 @@ from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 
 ITERATIONS = 10
+#: Steps of AdamW that each split trains besides, on the run's first batches.
+TRAINED = 3
 
 
 def run(run: Run) -> dict[str, Any]:
-    """Ten iterations of each, timed, with the loss of each beside one process's."""
+    """Ten iterations of each, timed, with the loss of each beside one process's; a few trained."""
     if run.world < 2:
         return {"skipped": "splitting a model needs at least two ranks"}
-    config = run.model
-    if config.num_heads % run.world or config.num_layers < run.world:
-        return {
-            "skipped": f"{config.num_heads} heads and {config.num_layers} layers "
-            f"do not split over {run.world} ranks"
-        }
-    batch = run.corpus.batch(
-        rows=run.config.rows, context=config.context, seed=run.config.seed, step=0
+    if reason := why_not(run.model, run.world):
+        return {"skipped": reason}
+    tokens, targets = batch(run, 0)
+    reference = float(_model(run, run.model).loss(tokens, targets).detach())
+    rows = []
+    for name, make in SPLITS.items():
+        split = make(run, run.model)
+        row = _timed(name, split, tokens, targets) | {"single_loss": reference}
+        rows.append(row | {"trained_loss": split.train(run)[-1]})
+    return {"rows": rows}
+
+
+def why_not(config: ModelConfig, world: int) -> str:
+    """What of the model does not split over so many ranks; empty where all does."""
+    if config.num_layers < world:
+        return f"{config.num_layers} layers do not make {world} stages"
+    for name in ("num_heads", "d_ff"):
+        if (value := getattr(config, name)) % world:
+            return f"{name} {value} does not split over {world} ranks"
+    return ""
+
+
+def batch(run: Run, step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step, on every rank."""
+    tokens, targets = run.corpus.batch(
+        rows=run.config.rows, context=run.config.context, seed=run.config.seed, step=step
     )
-    tokens, targets = (t.to(run.device) for t in batch)
-    rows = [_timed(name, make(run, config), tokens, targets) for name, make in SPLITS.items()]
-    reference = float(_model(run, config).loss(tokens, targets).detach())
-    return {"rows": [row | {"single_loss": reference} for row in rows]}
+    return tokens.to(run.device), targets.to(run.device)
 
 
-class PipelineModel:
+class Split:
+    """A model of which each rank has a part; `part` is this rank's."""
+
+    part: nn.Module
+
+    def __init__(self, run: Run, config: ModelConfig) -> None:
+        if reason := why_not(config, run.world):
+            raise UsageError(reason)
+        self.run, self.device = run, run.device
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward of the whole batch; its mean loss, on every rank."""
+        raise NotImplementedError
+
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ranks' parts put together, on every rank, under the whole model's names."""
+        raise NotImplementedError
+
+    def train(self, run: Run) -> list[float]:
+        """A few steps of AdamW; the losses before each."""
+        # Torch's fused loops do not mix split parameters with whole ones.
+        rate = run.config.learning_rate
+        optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
+        losses = []
+        for step in range(TRAINED):
+            losses.append(self.step(*batch(run, step)))
+            optimizer.step()
+        return losses
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every parameter's, whole; an empty one where there is none."""
+        found = {name: p.grad for name, p in self.part.named_parameters()}
+        return self.whole({n: torch.zeros(0) if g is None else g for n, g in found.items()})
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole."""
+        return self.whole({name: p.detach() for name, p in self.part.named_parameters()})
+
+
+class PipelineModel(Split):
     """Consecutive blocks on each rank; microbatches flow through them (Huang et al. 2019)."""
 
     def __init__(self, run: Run, config: ModelConfig, microbatches: int | None = None) -> None:
-        self.microbatches = microbatches or run.config.rows // 2
+        super().__init__(run, config)
+        self.microbatches = microbatches or max(1, run.config.rows // 2)
         if run.config.rows % self.microbatches:
             raise UsageError(
                 f"{run.config.rows} rows do not split into {self.microbatches} microbatches"
@@ -62,10 +120,8 @@ class PipelineModel:
         self.last = run.rank == run.world - 1
         self.first = run.rank == 0
         self.part = LayerRange(_model(run, config), run.rank, run.world)
-        self.run = run
         self.stage = PipelineStage(self.part, run.rank, run.world, run.device)
         self.schedule = ScheduleGPipe(self.stage, self.microbatches, loss_fn=_cross_entropy)
-        self.device = run.device
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         """Forward and backward over all microbatches; the mean loss, on every rank."""
@@ -83,12 +139,12 @@ class PipelineModel:
         dist.all_reduce(mean)
         return float(mean)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Every rank's share, under the whole model's names, on every rank."""
-        whole: dict[str, Tensor] = {}
-        for share in self.run.gather({n: g.cpu() for n, g in _gradients(self.part).items()}):
-            whole |= share
-        return {name: gradient.to(self.device) for name, gradient in whole.items()}
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every rank's layers."""
+        found: dict[str, Tensor] = {}
+        for share in self.run.gather({name: tensor.cpu() for name, tensor in mine.items()}):
+            found |= share
+        return {name: tensor.to(self.device) for name, tensor in found.items()}
 
 
 class LayerRange(nn.Module):
@@ -117,15 +173,16 @@ class LayerRange(nn.Module):
         return x
 
 
-class TensorModel:
+class TensorModel(Split):
     """Heads and feed-forward columns on each rank, an all-reduce after each pair of products.
 
     Shoeybi et al. 2019, section 3: first product split by columns, second by rows.
     """
 
     def __init__(self, run: Run, config: ModelConfig) -> None:
+        super().__init__(run, config)
         mesh = init_device_mesh(run.device.type, (run.world,))
-        self.model = _model(run, config)
+        self.model = self.part = _model(run, config)
         for block in self.model.layers():
             parallelize_module(
                 block,
@@ -159,22 +216,16 @@ class TensorModel:
         loss.backward()
         return float(loss.detach())
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Gathered, on every rank."""
-        found = _gradients(self.model).items()
-        return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found}
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gathered; what is not split is this rank's own."""
+        found = mine.items()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found}
 
 
-SPLITS: dict[str, Callable[[Run, ModelConfig], PipelineModel | TensorModel]] = {
+SPLITS: dict[str, Callable[[Run, ModelConfig], Split]] = {
     "pipeline (GPipe)": PipelineModel,
     "tensor (Megatron)": TensorModel,
 }
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: torch.zeros(0) if p.grad is None else p.grad for name, p in model.named_parameters()
-    }
 
 
 def _model(run: Run, config: ModelConfig) -> Decoder:
@@ -186,9 +237,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _timed(
-    name: str, model: PipelineModel | TensorModel, tokens: Tensor, targets: Tensor
-) -> dict[str, Any]:
+def _timed(name: str, model: Split, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
     loss = model.step(tokens, targets)
     seconds = []
     clocked_ns = time.time_ns()

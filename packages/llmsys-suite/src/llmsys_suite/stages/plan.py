@@ -1,20 +1,22 @@
 """What the run will cost, said before it runs: parameters, FLOPs, memory, bytes on the wire.
 
 `predict` needs no torch and allocates nothing; it is also how a run that cannot fit is refused.
-`run` adds what the audit holds the predictions against, counted on the real model.
+`run` adds how long a step will take, from models of one and two layers, and what the audit holds
+the predictions against.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import accounting
 
-from llmsys_suite.config import RunConfig
+from llmsys_suite.config import SIZES, RunConfig
 from llmsys_suite.environment import available_memory_bytes
-from llmsys_suite.samples import VARIANT_NAMES
-from llmsys_suite.sizes import SIZES
+from llmsys_suite.measure.samples import VARIANT_NAMES
 
 if TYPE_CHECKING:
     from llmsys_suite.run import Run
@@ -24,6 +26,8 @@ PROCESS_BYTES = 700 * 2**20
 # For the rate of a matrix product: so long, in turns with yardsticks.
 PRODUCTS_SECONDS = 0.5
 TURNS = 25
+# Of one and of two layers, each so often.
+STEPS_TIMED = 5
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
@@ -81,34 +85,53 @@ def predict(config: RunConfig) -> dict[str, Any]:
 
 def run(run: Run) -> dict[str, Any]:
     """The predictions, and what the real model and this machine's matrix units say beside them."""
+    from llmsys_suite.measure import yardstick
+
     predicted = predict(run.config)
     fit = predicted["all_variants_bytes"] < 0.8 * available_memory_bytes(run.device.type)
+    rates = _agreed_rates(run)
+    yardsticks = step_yardsticks(run) if run.rank == 0 else 0.0
+    one_s = yardstick.flops(run.device) / rates["yardstick_flops_per_second"]
     return predicted | {
         "variants_fit_together": _agreed(run, fit),
-        **_agreed_rates(run),
+        **rates,
+        "step_yardsticks": yardsticks,
+        "step_ms": 1e3 * yardsticks * one_s,
         "measured_peak_bytes": measured_peak_bytes(run) if run.rank == 0 else 0,
-        **counted(run.config),
     }
 
 
-def counted(config: RunConfig) -> dict[str, int]:
-    """Parameters and FLOPs of the real model, counted on the meta device by torch."""
+def step_yardsticks(run: Run) -> float:
+    """One process's step in yardsticks: those of one and two layers, drawn on to all of them.
+
+    T(L) = T(1) + (L - 1) (T(2) - T(1)), each the median of a few.
+    """
     import torch
-    from torch.utils.flop_counter import FlopCounterMode
+    from flashattn2 import flash_attention
 
-    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    from llmsys_suite.measure import yardstick
+    from llmsys_suite.model import Decoder
 
-    with torch.device("meta"):
-        # Plain attention, because a counter may not see into a fused kernel.
-        model = Decoder(ModelConfig.named(config.size, context=config.context), plain_attention)
-        tokens = torch.zeros(config.rows, config.context, dtype=torch.long)
-    counter = FlopCounterMode(display=False)
-    with counter:
-        model.loss(tokens, tokens).backward()
-    return {
-        "actual_parameters": sum(p.numel() for p in model.parameters()),
-        "counted_flops": int(counter.get_total_flops()),
-    }
+    config, device = run.config, run.device
+    whole = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
+    tokens, targets = (part.to(device).chunk(config.parts) for part in whole)
+    steps = {}
+    for layers in (1, 2):
+        model = Decoder(replace(run.model, num_layers=layers), flash_attention).to(device)
+        steps[layers] = model, torch.optim.AdamW(model.parameters())
+    found: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(1 + STEPS_TIMED):
+        for layers, (model, optimizer) in steps.items():
+            core, begin = yardstick.core_seconds(device), yardstick.clock(device)
+            for some, theirs in zip(tokens, targets, strict=True):
+                model.loss(some, theirs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # The first makes the optimizer's state.
+            if turn:
+                found[layers].append((yardstick.clock(device) - begin) / core)
+    one, two = (statistics.median(found[layers]) for layers in (1, 2))
+    return one + (run.model.num_layers - 1) * (two - one)
 
 
 def measured_peak_bytes(run: Run) -> int:
@@ -119,7 +142,7 @@ def measured_peak_bytes(run: Run) -> int:
     """
     import torch
 
-    from llmsys_suite.live_memory import training_step_memory
+    from llmsys_suite.measure.live_memory import training_step_memory
     from llmsys_suite.model import Decoder, ModelConfig
 
     config, device = run.config, run.device
@@ -147,7 +170,7 @@ def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
     """The best rate of a float32 matrix product on this rank, all ranks at it at once."""
     import torch
 
-    from llmsys_suite.audit import yardstick
+    from llmsys_suite.measure import yardstick
 
     n = 512 if run.device.type == "cpu" else 8192
     a = torch.randn(n, n, device=run.device)
@@ -165,7 +188,7 @@ def _agreed_rates(run: Run) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from llmsys_suite.audit import yardstick
+    from llmsys_suite.measure import yardstick
 
     run.barrier()
     best = torch.zeros(2, dtype=torch.float64, device=run.device)

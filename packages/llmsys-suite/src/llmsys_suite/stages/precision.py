@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
-from llmsys_suite.turns import take_turns
 
 ROUNDS = 5
 

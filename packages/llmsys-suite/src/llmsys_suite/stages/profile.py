@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from llmsys_suite.config import SIZES
 from llmsys_suite.environment import GIB, available_memory_bytes
+from llmsys_suite.measure.turns import now, take_turns
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
-from llmsys_suite.sizes import SIZES
 from llmsys_suite.stages.plan import matmul_flops_per_second, predict
-from llmsys_suite.turns import now, take_turns
 
 WARMUPS = (0, 1, 2, 5)
 STEPS = 10

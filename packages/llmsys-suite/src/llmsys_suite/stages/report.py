@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmsys_suite.report import write_report
+from llmsys_suite.report.page import write_report
 from llmsys_suite.run import Run
 
 

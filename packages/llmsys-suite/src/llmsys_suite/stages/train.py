@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.audit import yardstick
 from llmsys_suite.audit.probe import final_weights, initial_weights
 from llmsys_suite.audit.reference import digest
+from llmsys_suite.measure import yardstick
+from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilisation
 from llmsys_suite.run import Run
-from llmsys_suite.samples import SINGLE, ranks_of, summarize, utilisation
-from llmsys_suite.variants import VARIANTS, Variant, variants_here
+from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.single import Variant
 
 
 def run(run: Run) -> dict[str, Any]:

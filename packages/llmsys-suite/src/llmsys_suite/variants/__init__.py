@@ -1,0 +1,27 @@
+"""The ways of training one model that a run compares: same weights, same tokens, same optimizer."""
+
+from __future__ import annotations
+
+import torch
+
+from llmsys_suite.measure.samples import VARIANT_NAMES
+from llmsys_suite.variants.replicated import (
+    Bucketed,
+    Flat,
+    Naive,
+    Overlapped,
+    SharedMemory,
+    TorchDDP,
+)
+from llmsys_suite.variants.server import ParameterServer
+from llmsys_suite.variants.sharded import FullySharded, ShardedGradients, ShardedState, TorchFSDP
+from llmsys_suite.variants.single import Variant
+
+_IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
+            ShardedGradients, FullySharded, TorchFSDP, ParameterServer)  # fmt: skip
+VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
+
+
+def variants_here(device: torch.device) -> list[str]:
+    """Those that this kind of device can run, in the order of their turns."""
+    return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]

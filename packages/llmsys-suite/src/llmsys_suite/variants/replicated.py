@@ -1,0 +1,110 @@
+"""Data parallelism: each rank has the whole model, and gradients are averaged."""
+
+from __future__ import annotations
+
+import collectives
+import ddp
+import torch.distributed as dist
+from torch import nn
+
+from llmsys_suite.variants.single import CountedAllReduce, Variant
+
+
+def share_of(gradient_bytes: int) -> float:
+    """(n - 1) / n: what a rank receives in a reduce-scatter, and again in an all-gather."""
+    world = dist.get_world_size()
+    return gradient_bytes * (world - 1) / world
+
+
+class Parallel(Variant):
+    """Each rank on its rows; what it receives is a reduce-scatter and an all-gather."""
+
+    alone = False
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """A reduce-scatter and an all-gather."""
+        return 2 * share_of(gradient_bytes), 2 * share_of(gradient_bytes)
+
+
+class Naive(Parallel):
+    """One all-reduce a parameter, after the backward pass."""
+
+    def communicate(self) -> None:
+        """Send the gradients one by one."""
+        with self.phase("communication"):
+            ddp.all_reduce_gradients(self.model, all_reduce=self.reduced)
+
+    def gradient_bytes(self, steps: int) -> float:
+        """As counted at the all-reduce."""
+        return self.reduced.bytes / steps
+
+
+class Flat(Naive):
+    """One all-reduce for all gradients, after the backward pass."""
+
+    def communicate(self) -> None:
+        """Send the gradients as one."""
+        with self.phase("communication"):
+            ddp.all_reduce_gradients_flat(self.model, all_reduce=self.reduced)
+
+
+class Bucketed(Parallel):
+    """Buckets that are sent while the backward pass goes on."""
+
+    bucket_size_mb: float | None = 1.0
+
+    def build(self) -> None:
+        """Wrap in our DDP."""
+        super().build()
+        self.wrapped = ddp.DDP(self.model, self.bucket_size_mb, all_reduce=self.reduced)
+        self.model = self.wrapped
+
+    def communicate(self) -> None:
+        """Wait for what has not arrived."""
+        with self.phase("communication"):
+            self.wrapped.finish_gradient_synchronization()
+
+    def gradient_bytes(self, steps: int) -> float:
+        """As counted at the all-reduce, less what the meter says travels along."""
+        return self.reduced.bytes / steps - self.wrapped.meter.last.extra_bytes
+
+
+class Overlapped(Bucketed):
+    """Each parameter sent by itself, as soon as its gradient is ready."""
+
+    bucket_size_mb = None
+
+
+class SharedMemory(Bucketed):
+    """Buckets that lie in shared memory, where the ranks of one host reduce them in place."""
+
+    def build(self) -> None:
+        """Wrap in our DDP, on our collectives."""
+        Variant.build(self)
+        self.reduced = CountedAllReduce(collectives.all_reduce)
+        self.wrapped = ddp.DDP(
+            self.model,
+            self.bucket_size_mb,
+            all_reduce=self.reduced,
+            allocate=collectives.shared_empty,
+        )
+        self.model = self.wrapped
+        #: Ranks of several hosts, or of one that cannot share, send messages instead.
+        self.shares = collectives.describe().shared_memory
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Nothing leaves memory, where all ranks share it; else at most one rank's all-reduce."""
+        return (0.0, 0.0) if self.shares else (0.0, 2.0 * gradient_bytes)
+
+    def planned_shared_bytes(self, gradient_bytes: int) -> float:
+        """All gradients."""
+        return float(gradient_bytes if self.shares else 0)
+
+
+class TorchDDP(Parallel):
+    """torch's own DistributedDataParallel, the peer."""
+
+    def build(self) -> None:
+        """Wrap in torch's DDP, tuned as its documentation advises."""
+        super().build()
+        self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)

@@ -1,0 +1,98 @@
+"""ZeRO: each rank keeps a share of what data parallelism replicates."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+import zero
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from llmsys_suite.model import Block, Decoder
+from llmsys_suite.variants.replicated import Parallel, share_of
+
+
+class ShardedState(Parallel):
+    """ZeRO stage 1: each rank keeps a share of the optimizer's state."""
+
+    shard_gradients = False
+
+    def build(self) -> None:
+        """Shard AdamW."""
+        self.optimizer = zero.ShardedOptimizer(
+            self.model.parameters(),
+            self.make.func,  # type: ignore[arg-type]
+            shard_gradients=self.shard_gradients,
+            **self.make.keywords,
+        )
+
+    def gradients(self) -> None:
+        """Averaged inside the optimizer's step."""
+
+    def gradient_bytes(self, steps: int) -> float:
+        """As counted at the reduce-scatter."""
+        return float(self.optimizer.wire.bytes["reduce_scatter"] / steps)
+
+
+class ShardedGradients(ShardedState):
+    """ZeRO stage 2: and a share of the gradients."""
+
+    shard_gradients = True
+
+
+class FullySharded(Parallel):
+    """ZeRO stage 3: and a share of the parameters."""
+
+    def build(self) -> None:
+        """Wrap in our FSDP: each block a unit, and the rest."""
+        self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
+        self.model = self.wrapped
+        self.optimizer = self.make(self.model.parameters())
+
+    def communicate(self) -> None:
+        """Wait for the gradients' shards."""
+        with self.phase("communication"):
+            self.wrapped.finish_gradient_synchronization()
+
+    def gradients(self) -> None:
+        """Each rank has its shards."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered."""
+        return self.wrapped.gather_full_params()
+
+    def gradient_bytes(self, steps: int) -> float:
+        """As counted at the reduce-scatter, and at the all-reduce of what is replicated."""
+        handed = self.wrapped.wire.bytes
+        return (handed["reduce_scatter"] + handed["all_reduce"]) / steps
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Parameters twice, of which the last unit's may stay, and gradients once."""
+        return 2 * share_of(gradient_bytes), 3 * share_of(gradient_bytes)
+
+
+class TorchFSDP(Parallel):
+    """torch's own fully_shard (FSDP2), the other peer, with the same units."""
+
+    def build(self) -> None:
+        """Shard the blocks, then the root."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        for block in self.decoder.layers():
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.decoder, mesh=mesh)
+        super().build()
+
+    def gradients(self) -> None:
+        """Each rank has its shards."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered."""
+        whole = super().weights().items()
+        return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole}
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Parameters twice, the root's once, and gradients: on gloo by a whole all-reduce."""
+        blocks = 4 * sum(p.numel() for p in self.decoder.blocks.parameters())
+        once, again = share_of(gradient_bytes), share_of(blocks)
+        return 2 * once + again, 3 * once + again

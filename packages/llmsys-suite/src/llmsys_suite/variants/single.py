@@ -1,0 +1,116 @@
+"""One process on the whole batch: the base of all ways of training, and what each may change.
+
+A step is prepare, forward and backward, communicate, update; each part is labelled by its phase,
+and what a way hands to an all-reduce is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from flashattn2 import flash_attention
+from torch import Tensor, nn
+
+from llmsys_suite.model import Decoder, ModelConfig
+
+if TYPE_CHECKING:
+    from llmsys_suite.run import Run
+
+
+class CountedAllReduce:
+    """An all-reduce that counts the bytes that pass through it."""
+
+    def __init__(self, all_reduce: Callable[..., Any]) -> None:
+        self._all_reduce = all_reduce
+        self.bytes = 0
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Count, then reduce."""
+        self.bytes += tensor.numel() * tensor.element_size()
+        return self._all_reduce(tensor, *args, **kwargs)
+
+
+class Variant:
+    """One way of training; the base is one process on the whole batch."""
+
+    #: Whether rank 0 trains alone, on all rows.
+    alone = True
+
+    def __init__(
+        self, run: Run, config: ModelConfig, optimizer: partial[Any] | None = None
+    ) -> None:
+        torch.manual_seed(run.config.seed)
+        self.device = run.device
+        self.phase = run.recorder.phase
+        self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate)
+        #: In how many parts a rank's rows go through.
+        self.parts = run.config.parts if self.alone else 1
+        self.decoder = Decoder(config, attention=flash_attention).to(run.device)
+        self.model: nn.Module = self.decoder
+        self.reduced = CountedAllReduce(dist.all_reduce)
+        self.build()
+
+    def build(self) -> None:
+        """Wrap the model, make the optimizer."""
+        self.optimizer: Any = self.make(self.model.parameters())
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One training step on this rank's rows; their mean loss before it."""
+        self.prepare()
+        loss = self.forward_backward(tokens, targets)
+        self.communicate()
+        self.update()
+        return loss
+
+    def prepare(self) -> None:
+        """What comes before the forward pass."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
+        """Both passes, labelled; the mean loss."""
+        mean = 0.0
+        for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
+            with self.phase("forward"):
+                logits = self.model(some)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
+                loss = loss * (len(some) / len(tokens))
+            with self.phase("backward"):
+                loss.backward()
+            mean += float(loss.detach())
+        return mean
+
+    def communicate(self) -> None:
+        """What is left to synchronise after the backward pass."""
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        with self.phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor] | None:
+        """What the optimizer is about to read, on this rank; None where no rank has it whole."""
+        found = {name: p.grad for name, p in self.decoder.named_parameters()}
+        return {name: torch.zeros(0) if g is None else g for name, g in found.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters whole, on every rank."""
+        return {name: p.detach() for name, p in self.decoder.named_parameters()}
+
+    def gradient_bytes(self, steps: int) -> float | None:
+        """Bytes of gradients handed to a collective a step; None where none is or nobody counts."""
+        return None
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """What this rank should receive over a network in a step: the least and the most."""
+        return 0.0, 0.0
+
+    def planned_shared_bytes(self, gradient_bytes: int) -> float:
+        """What all ranks' shared memory should sum in a step."""
+        return 0.0
+
+    def close(self) -> None:
+        """Let go of what outlives the last step."""

@@ -1,0 +1,76 @@
+"""A model that is split over ranks trains what one process trains, or is refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from llmsys_suite.audit import reference
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.data import load_corpus
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.report.progress import Progress
+from llmsys_suite.run import Run
+from llmsys_suite.stages import parallel
+from worker_pool import run_ranks
+
+SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)
+CONFIG = RunConfig(rows=4, context=16, learning_rate=1e-2)
+
+
+def a_run(config=CONFIG):
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cpu = torch.device("cpu")
+    return Run(
+        config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
+        recorder=Recorder(rank, cpu), progress=Progress(enabled=False),
+    )  # fmt: skip
+
+
+def far_from_one_process(name):
+    run = a_run()
+    split = parallel.SPLITS[name](run, SHAPE)
+    losses = split.train(run)
+    found = split.weights()
+
+    torch.manual_seed(CONFIG.seed)
+    alone = Decoder(SHAPE)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=CONFIG.learning_rate)
+    expected = []
+    for step in range(parallel.TRAINED):
+        loss = alone.loss(*parallel.batch(run, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    return reference.furthest(found, dict(alone.named_parameters()))[0]
+
+
+@pytest.mark.parametrize("name", parallel.SPLITS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_split_trains_the_weights_of_one_process(name, world):
+    for distance in run_ranks(far_from_one_process, world, name):
+        # Adam divides rounding by the size of small gradients; a wrong one moves weights by 5e-2.
+        assert distance < 1e-3
+
+
+def refused(shape, name):
+    with pytest.raises(UsageError) as error:
+        parallel.SPLITS[name](a_run(), shape)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
+        ({"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
+        ({"num_layers": 1}, "1 layers do not make 2 stages"),
+    ],
+)
+def test_what_does_not_split_is_refused(change, complaint):
+    shape = ModelConfig(**{**vars(SHAPE), **change})
+    for name in parallel.SPLITS:
+        assert run_ranks(refused, 2, shape, name) == [complaint] * 2
