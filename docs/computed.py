@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Write every page and every picture."""
+    os.chdir(ROOT)  # where a reader types
     for name in PAGES:
         (DOCS / name).write_text(page(name))
     (ROOT / "README.md").write_text(readme())
