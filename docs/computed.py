@@ -76,7 +76,7 @@ def page(name: str) -> str:
 def readme() -> str:
     """The root README with the table between its markers written anew."""
     return re.sub(
-        r"(<!-- (@results .*?) -->\n).*?(?=<!-- end -->)",
+        r"(<!-- (@(?:results|rows) .*?) -->\n).*?(?=<!-- end -->)",
         lambda m: f"{m[1]}{chr(10).join(_table(m[2]))}\n",
         (ROOT / "README.md").read_text(),
         flags=re.DOTALL,
