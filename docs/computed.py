@@ -10,7 +10,7 @@ page, and then
     {{expression}}                          the value alone, for figures out of stored rows
     @accounting x. z.                       rows of accounting's own table, by their ids
     @rows warmup process=cold: a, b as c    a table of stored rows, some columns, some renamed
-    @results ddp two-hosts case=step: a     the same, of a bench's newest results
+    @results ddp two-hosts case=step: a     the same, of a bench's newest results; digits=6 for more
 
 become what they stand for. So no figure on these pages is typed; a test writes them again, and
 another types every call of the finished page into a fresh namespace.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Write every page and every picture."""
+    os.chdir(ROOT)  # where a reader types
     for name in PAGES:
         (DOCS / name).write_text(page(name))
     (ROOT / "README.md").write_text(readme())
@@ -74,7 +76,7 @@ def page(name: str) -> str:
 def readme() -> str:
     """The root README with the table between its markers written anew."""
     return re.sub(
-        r"(<!-- (@results .*?) -->\n).*?(?=<!-- end -->)",
+        r"(<!-- (@(?:results|rows) .*?) -->\n).*?(?=<!-- end -->)",
         lambda m: f"{m[1]}{chr(10).join(_table(m[2]))}\n",
         (ROOT / "README.md").read_text(),
         flags=re.DOTALL,
@@ -124,6 +126,8 @@ def _written(line: str, namespace: dict[str, Any]) -> str:
         return "\n".join(_questions(line.split()[1:], namespace))
     if line == "@models":
         return "\n".join(_models(namespace))
+    if line == "@sizes":
+        return "\n".join(_sizes(namespace))
     if line == "@largest":
         return "\n".join(_largest())
     if line.startswith(("@rows ", "@results ")):
@@ -174,6 +178,21 @@ def _models(namespace: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(values) + " |"
 
 
+def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
+    """What a step of each of the course's models holds, in two precisions."""
+    call = "training_memory(COURSE[{name!r}], batch=4, seq=512, precision={precision!r})"
+    for name in namespace["COURSE"]:
+        wide = call.format(name=name, precision="fp32")
+        mixed = eval(call.format(name=name, precision="mixed_bf16"), namespace)
+        cells = (
+            f"{eval(wide, namespace).total / 2**30:.1f}",
+            f"`round({wide}.total / 2**30, 1)`",
+            f"{mixed.total / 2**30:.1f}",
+            f"{mixed['activations'].total / 2**30:.1f}",
+        )
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
 def _largest() -> Iterator[str]:
     """What holds most at the peak of the 2.7B model's step."""
     for each in _stored("layers")["rows"][-1]["largest"]:
@@ -193,6 +212,7 @@ def _table(line: str) -> Iterator[str]:
     for condition in more:
         key, _, value = condition.partition("=")
         wanted[key] = [_parsed(part) for part in value.split("/")]
+    digits = wanted.pop("digits", [3])[0]
     pairs = [column.split(" as ") for column in columns.split(", ")]
     yield "| " + " | ".join(pair[-1].replace("_", " ") for pair in pairs) + " |"
     yield "|" + "---|" * len(pairs)
@@ -200,7 +220,7 @@ def _table(line: str) -> Iterator[str]:
     if not rows:
         raise ValueError(f"no row for {line!r}")
     for each in rows:
-        yield "| " + " | ".join(_cell(each.get(pair[0], "")) for pair in pairs) + " |"
+        yield "| " + " | ".join(_cell(each.get(pair[0]), digits) for pair in pairs) + " |"
     yield ""
     yield f"*{_provenance(kept)}*"
 
@@ -224,11 +244,12 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, digits: int = 3) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+        whole = digits == 3 and 1000 <= abs(value) < 1e15
+        return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COLORS = ("#2563ab", "#c2571a", "#3d8b40", "#8250a8", "#b0303f", "#6b7280", "#0f7c7c", "#a16207")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 300, 62, 205, 30, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 300, 74, 205, 34, 44
 
 Point = tuple[float, float]
 
@@ -58,8 +58,8 @@ class Chart:
         for start, name in self.bands:
             parts.append(
                 f'<path d="M{across(start):.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#9ca3af" '
-                f'stroke-dasharray="3 3"/><text x="{across(start) + 3:.1f}" y="{TOP + 10}">'
-                f"{name}</text>"
+                f'stroke-dasharray="3 3"/><text x="{across(start) + 3:.1f}" '
+                f'y="{HEIGHT - BOTTOM - 6}">{name}</text>'
             )
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle">{self.x}</text>')
@@ -91,7 +91,7 @@ class _Axis:
     ) -> None:
         self.log, self.low, self.high = log, low, high
         self.least = 0.0 if zero and min(values) >= 0 else min(values)
-        self.most = max(values)
+        self.most = max(values) if log or not zero else 1.03 * max(values)
 
     def __call__(self, value: float) -> float:
         a, b, v = self.least, self.most, value
@@ -205,6 +205,8 @@ def _rates() -> Chart:
 def _isoflop() -> Chart:
     lines = {"parameters": [], "tokens": []}  # type: dict[str, list[Point]]
     for row in rows("isoflop"):
+        if row["fit"] not in ("valley", "a parabola each"):
+            continue
         lines["parameters"].append((row["compute"], row["parameters"]))
         lines["tokens"].append((row["compute"], row["tokens"]))
     return Chart(
