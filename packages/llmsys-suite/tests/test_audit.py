@@ -279,6 +279,14 @@ def test_a_stage_whose_clock_is_not_the_launchers_fails():
     assert tampered(change) == ["time of a stage"]
 
 
+def test_steps_that_take_longer_than_their_stage_fail():
+    def change(train, samples, evidence):
+        for clock in evidence["stage_clocks"]:
+            clock[2:] = [1.2, 1.2]
+
+    assert tampered(change) == ["time of all steps"]
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()

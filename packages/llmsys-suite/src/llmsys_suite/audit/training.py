@@ -237,6 +237,15 @@ def _times(
     ]
     if spans:
         yield closest("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
+    shares = []
+    for stage, rank, _, told in evidence["stage_clocks"]:
+        if stage == "train":
+            own = [s["seconds"] for (_, r), found in steps.items() if r == rank for s in found]
+            shares.append((sum(own) / told, f"rank {rank}"))
+    if shares:
+        share, where = max(shares)
+        yield Check("time of all steps", "their sum, over the launcher's clock of the stage", "one",
+                    1.0, share, 0.0, 1.0, where)  # fmt: skip
     yield from _work(config, plan, train, steps, slowest, evidence)
 
 
