@@ -57,6 +57,7 @@ def honest_samples():
                         "began": clock,
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
+                        "queued_s": 0.0,
                         "yardstick_s": 0.001,
                         "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
@@ -270,6 +271,18 @@ def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
 
     assert tampered(longer) == ["time in the phases of a step"]
     assert not any("phases" in name for name in tampered(change))
+
+
+def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
+    def late(waited):
+        def change(train, samples, evidence):
+            for s in steps(samples, "ddp flat", rank=1)[1:]:
+                s["ended"], s["queued_s"] = s["ended"] + 0.05, waited
+
+        return change
+
+    assert set(tampered(late(0.05))) == {"time of a step"}
+    assert "reported step time" in tampered(late(0.0))
 
 
 def test_a_stage_whose_clock_is_not_the_launchers_fails():

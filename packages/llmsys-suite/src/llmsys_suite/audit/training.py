@@ -343,12 +343,17 @@ def _steps(samples: list[Sample]) -> Records:
 
 
 def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
-    """Variant -> measured step -> seconds of its slowest rank, by the clock outside."""
+    """Variant -> measured step -> seconds of its slowest rank, by the clock outside.
+
+    A core that was lost between the two clocks' readings is no part of the step: what they differ
+    by, as far as the kernel says that this rank waited for a core.
+    """
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, _), found in steps.items():
         for s in found:
             if not s["warmup"]:
                 seconds = s["ended"] - s["began"]
+                seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
                 slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
     return slowest
 
