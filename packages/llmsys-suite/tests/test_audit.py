@@ -9,7 +9,7 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilisation
+from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilization
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
@@ -88,7 +88,7 @@ def honest():
         },
     }
     for row in train["rows"]:
-        row["mfu"] = utilisation(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+        row["mfu"] = utilization(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
     evidence = {
         "probe": {
             "exact_loss": 5.5,
@@ -230,7 +230,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train["rows"][2]["step_ms"] *= 0.9
 
-    assert {"reported step time", "utilisation"} >= set(tampered(change)) >= {"reported step time"}
+    assert {"reported step time", "utilization"} >= set(tampered(change)) >= {"reported step time"}
 
 
 def test_a_ratio_upside_down_fails():
@@ -307,11 +307,11 @@ def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     assert red(wrong, *rest) == ["time of one process's step, in yardsticks"]
 
 
-def test_a_doubled_utilisation_fails():
+def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
         train["rows"][1]["mfu"] *= 2
 
-    assert tampered(change) == ["utilisation"]
+    assert tampered(change) == ["utilization"]
 
 
 def test_a_thread_busier_than_the_step_is_long_fails():

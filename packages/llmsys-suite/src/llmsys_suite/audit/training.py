@@ -288,7 +288,7 @@ def _work(
         seconds = statistics.median(slowest[row["variant"]].values())
         reach = ranks * plan["peak"] * seconds
         pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
-    yield closest("utilisation", "summary", "counted FLOPs, the other clock, the rate",
+    yield closest("utilization", "summary", "counted FLOPs, the other clock, the rate",
                 pairs, CLOCK)  # fmt: skip
     alone = [s for s in steps[SINGLE, 0] if not s["warmup"]]
     measured = statistics.median(s["core_s"] / s["yardstick_s"] for s in alone)
