@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread a process: two ranks on two cores otherwise wait for each other's threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu lint types bench report pins
+.PHONY: help sync run test test-timing test-exhaustive test-isolated test-gpu lint types bench docs site report pins
 
 help:  ## Say what each target does
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -33,7 +33,7 @@ test-timing: sync  ## Run those that assert a ratio of times: they need an idle 
 	$(UV) run pytest -m timing $(ARGS)
 
 test-exhaustive: sync  ## Run those that try every combination and seed, for many minutes
-	$(UV) run --group oracles pytest -m exhaustive $(ARGS)
+	$(UV) run --group oracles pytest -m exhaustive --hypothesis-profile explore $(ARGS)
 
 test-isolated: sync  ## Run each package's tests in an environment that holds that package alone
 	@for leaf in $(LEAVES); do \
@@ -54,6 +54,12 @@ types: sync  ## Check types
 
 bench: sync  ## Run every package's bench and write what READMEs and docs/results quote
 	$(UV) run python docs/measure.py $(ARGS)
+
+docs: sync  ## Write the pages and pictures whose figures are computed
+	$(UV) run python docs/computed.py
+
+site: sync  ## Make a site of all pages, with search and API pages: docs/_site/index.html
+	$(UV) run --group docs python docs/website.py
 
 report: sync  ## Write the report of a run anew: ARGS=runs/NAME
 	$(UV) run llmsys report $(ARGS)

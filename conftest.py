@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A busy machine is no failure: an example may take the time it takes.
-settings.register_profile("any machine", parent=settings(), deadline=None)
-settings.load_profile("any machine")
+# A busy machine is no failure: an example may take the time it takes. `make test` draws the same
+# examples everywhere, so that who changes nothing breaks nothing; `--hypothesis-profile explore`,
+# as in `make test-exhaustive`, draws others each time.
+settings.register_profile("explore", parent=settings(), deadline=None)
+settings.register_profile("same everywhere", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("same everywhere")

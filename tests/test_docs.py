@@ -1,5 +1,6 @@
-"""The pages say what the code says: answers are computed again, links and tests exist."""
+"""The pages say what the code says: figures are computed again, calls typed, links followed."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,31 +8,125 @@ import sys
 from pathlib import Path
 
 import pytest
-from workspace import PACKAGES, ROOT, folder, script
+from workspace import PACKAGES, ROOT, folder, script, source
 
+DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
     *(folder(p) / "README.md" for p in PACKAGES),
 ]
+COMPUTED = script("computed")
+WRITTEN = sorted(COMPUTED.PAGES)
 
 
-def test_the_answers_are_what_their_calls_give():
-    assert (ROOT / "docs" / "answers.md").read_text() == script("answers").page()
+def named(page):
+    return str(page.relative_to(ROOT))
 
 
-def test_every_test_that_answers_cite_exists():
-    text = (ROOT / "docs" / "answers.md").read_text()
-    cited = re.findall(r"([a-z0-9-]+)/(test_\w+)::(test_\w+)", text)
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def at_the_root():
+    """Pages are typed from the root of a checkout."""
+    before = Path.cwd()
+    os.chdir(ROOT)
+    yield
+    os.chdir(before)
+
+
+@pytest.mark.usefixtures("at_the_root")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_page_is_what_its_calls_give(name):
+    assert (DOCS / name).read_text() == COMPUTED.page(name)
+
+
+@pytest.mark.usefixtures("at_the_root")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_call_on_a_page_can_be_typed_as_it_stands(name):
+    """Block by block, row by row, as a reader would who has only the page and a Python prompt."""
+    typed, heads = {}, []
+    parts = re.split(r"^(```python\n.*?^```)$", (DOCS / name).read_text(), flags=re.S | re.M)
+    calls = 0
+    for part in parts:
+        if part.startswith("```python"):
+            COMPUTED.run(part.removeprefix("```python\n").removesuffix("```"), typed)
+            continue
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+            if not line.startswith("|"):
+                heads = []
+            elif not heads:
+                heads = cells
+            elif "call" in heads and "---" not in line:
+                value = cells[heads.index("answer") if "answer" in heads else 1]
+                call = cells[heads.index("call")].strip("`")
+                got = COMPUTED.shown(eval(call, typed))
+                assert value.startswith(got), (call, got, value)
+                calls += 1
+            elif heads[-1].startswith("`") and "---" not in line:
+                for head, value in zip(heads[1:], cells[1:], strict=True):
+                    got = eval(head.strip("`"), typed | {"name": cells[0]})
+                    assert COMPUTED.shown(got) == value, (head, cells[0])
+                    calls += 1
+    assert calls >= {"answers.md": 240, "numerics.md": 8, "choosing.md": 8}.get(name, 0)
+
+
+def test_the_readme_quotes_the_newest_run():
+    text = (ROOT / "README.md").read_text()
+    assert text == COMPUTED.readme()
+    assert "| torch DDP |" in text
+    assert len(text.split()) <= 1100
+
+
+def test_pictures_are_drawn_from_their_rows():
+    pictures = DOCS / "answers" / "pictures"
+    drawings = COMPUTED.drawings()
+    assert {path.name for path in pictures.glob("*.svg")} == set(drawings)
+    for name, drawing in drawings.items():
+        assert (pictures / name).read_text() == drawing, name
+        assert len(drawing) < 20_000, name
+
+
+def test_every_test_that_pages_cite_exists():
+    cited = [
+        where
+        for page in PAGES
+        for where in re.findall(r"`([a-z0-9-]+)/(test_\w+)(?:::(test_\w+))?`", page.read_text())
+    ]
     assert len(cited) > 25
     for package, file, name in cited:
-        assert f"def {name}(" in (folder(package) / "tests" / f"{file}.py").read_text(), name
+        text = (folder(package) / "tests" / f"{file}.py").read_text()
+        assert not name or f"def {name}(" in text, (package, file, name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!http|#)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        reached = page.parent / target if target else page
+        assert reached.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", reached.read_text(), re.MULTILINE)
+            assert heading in map(COMPUTED.anchor, headings), f"{target}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_on_a_page_is_python(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+def test_the_reading_order_names_files_that_exist_and_begins_with_the_plain_ones():
+    listed = re.findall(r"\]\((\.\./packages/[^)]+\.py)\)", (DOCS / "index.md").read_text())
+    for file in listed:
+        assert (DOCS / file).is_file(), file
+    for package in PACKAGES:
+        mine = [file for file in listed if f"/packages/{package}/" in file]
+        assert len(mine) >= 3, package
+        first = {"flashattn2": "reference.py"}.get(package, "plain.py")
+        assert (DOCS / mine[0]).resolve() == source(package) / first
 
 
 def commands(page):
@@ -46,7 +141,7 @@ def test_every_make_target_that_the_readme_names_does_something():
         for target in re.findall(r"^make ([a-z -]+?)(?: [A-Z]+=.*)?$", line)
         for target in target.split()
     }
-    assert targets >= {"run", "test", "help", "bench", "lint", "types"}
+    assert targets >= {"run", "test", "help", "bench", "lint", "types", "docs", "site"}
     for target in targets:
         done = subprocess.run(
             ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False
@@ -75,3 +170,69 @@ def test_the_readme_s_uv_commands_run_as_written():
             command, *arguments = line.split()[2:]
             program = Path(sys.executable).parent / command
             subprocess.run([program, *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_each_name_of_a_walk_is_in_the_file_that_it_links_to():
+    text = (DOCS / "architecture.md").read_text().split("## A walk")[1].split("## The rules")[0]
+    walks = re.findall(r"\*\*([a-z0-9-]+): .*?\*\*(.*?)(?=\n\n)", text, re.DOTALL)
+    assert {package for package, _ in walks} == set(PACKAGES)
+    for package, walk in walks:
+        files = [DOCS / target for target in re.findall(r"\]\(([^)]+\.py)\)", walk)]
+        assert len(files) >= 3, package
+        sources = "\n".join(path.read_text() for path in files)
+        public = (source(package) / "__init__.py").read_text()
+        for name in re.findall(r"`([A-Za-z_.]+)`", walk):
+            word = name.split(".")[-1]
+            if name not in ("config.json",):
+                assert re.search(rf"\b{word}\b", sources + public), (package, name)
+
+
+def test_the_readme_s_three_lines_run():
+    (block,) = blocks(ROOT / "README.md", "python")
+    exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_shell_scripts_on_a_page_parse(page):
+    for block in blocks(page, "bash"):
+        done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_site_has_every_page_and_no_link_that_leads_nowhere(tmp_path):
+    website = script("website")
+    website.stage(tmp_path)  # an unknown target is an error
+    for page in PAGES:
+        assert (tmp_path / website.places()[page]).exists()
+    for staged in tmp_path.rglob("*.md"):
+        if "files" in staged.relative_to(tmp_path).parts:
+            continue
+        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", staged.read_text()):
+            assert (staged.parent / target).exists(), (staged, target)
+
+
+@pytest.mark.exhaustive
+def test_the_site_is_built_with_every_public_name_and_can_be_searched():
+    pytest.importorskip("sphinx", reason="make site brings sphinx")
+    subprocess.run([sys.executable, DOCS / "website.py"], cwd=ROOT, check=True, capture_output=True)
+    site = DOCS / "_site"
+    index = (site / "searchindex.js").read_text()
+    for package in PACKAGES:
+        names = re.findall(r'^    "(\w+)",$', (source(package) / "__init__.py").read_text(), re.M)
+        shown = (site / "api" / f"{package}.html").read_text()
+        assert [name for name in names if name not in shown] == [], package
+        assert f"packages/{package}" in index
+    for page in site.rglob("*.html"):
+        for target in re.findall(r'href="(?!https?:|#|mailto:)([^"#]+)', page.read_text()):
+            assert (page.parent / target.split("?")[0]).exists(), (page, target)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=named)
+def test_commands_for_one_host_run_as_written(page):
+    for line in commands(page):
+        if re.match(r"torchrun (--standalone )?--nproc-per-node 2 packages/", line):
+            arguments = line.split()[1:]
+            program = [sys.executable, "-m", "torch.distributed.run", *arguments]
+            done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr

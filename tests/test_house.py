@@ -4,13 +4,11 @@ What does not keep a rule yet is named with what is missing, and the test fails 
 """
 
 import ast
-import re
 
 import pytest
 from workspace import PACKAGES, ROOT, SUITE, folder, module, source
 
 # The whole idea of a package, in textbook names: for a reader, and the specification in its tests.
-PLAIN = dict.fromkeys(PACKAGES, ("plain.py",)) | {"flashattn2": ("reference.py", "tiled.py")}
 LONGEST_PLAIN_FILE = 120
 MOST_FILES_IN_A_FOLDER = 14
 MOST_WORDS_IN_A_README = 1100
@@ -27,9 +25,9 @@ def packages(**missing):
     ]
 
 
-def imports(path):
-    """The modules of its own package that a file imports, lazily and for types too."""
-    package = path.relative_to(ROOT / "packages").parts[2]
+def imports(path, package=None):
+    """The modules of a package (its own, if none is named) that a file imports, lazily too."""
+    package = package or path.relative_to(ROOT / "packages").parts[2]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
@@ -58,28 +56,17 @@ def test_no_two_files_import_each_other(package):
     assert not pairs
 
 
-@pytest.mark.parametrize(
-    "package",
-    packages(
-        flashattn2="tiled.py takes its windows and scores from problem.py, and is 187 lines long",
-    ),
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
-    tests = "".join(path.read_text() for path in folder(package).glob("tests/**/*.py"))
-    for name in PLAIN[package]:
-        (path,) = source(package).rglob(name)
-        assert len(path.read_text().splitlines()) <= LONGEST_PLAIN_FILE
-        assert not [*imports(path)]
-        assert re.search(rf"\b{path.stem}\b", tests)
+    (path,) = source(package).rglob("plain.py")
+    assert len(path.read_text().splitlines()) <= LONGEST_PLAIN_FILE
+    assert not [*imports(path)]
+    tests = folder(package).glob("tests/**/*.py")
+    tested = {name for test in tests for name in imports(test, module(package))}
+    assert f"{module(package)}.plain" in tested
 
 
-@pytest.mark.parametrize(
-    "package",
-    packages(
-        paramserver="no wings yet",
-        zero="no wings yet",
-    ),
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_folder_tells_its_story(package):
     for folder_of_files in {path.parent for _, path in files_of(package)}:
         assert len([*folder_of_files.glob("*.py")]) <= MOST_FILES_IN_A_FOLDER

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 
 import pytest
@@ -146,3 +147,10 @@ def test_importing_a_package_does_not_import_what_it_may_never_need():
     )  # fmt: skip
     imported = dict(json.loads(line) for line in done.stdout.splitlines())
     assert imported == {name: ["torch"] if name in with_torch else [] for name in modules}
+
+
+def test_no_package_is_left_out_of_make_test():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert sorted(options["testpaths"]) == sorted(
+        ["tests", *(f"packages/{package}" for package in PACKAGES)]
+    )

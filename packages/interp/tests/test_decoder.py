@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import GPT2, attribution, composition_scores, logit_lens, patch, record
+from interp import attribution, composition_scores, logit_lens, patch, record
+from interp.bench import random_decoder
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
-from interp.decoder.gpt2 import GPT2Config
-from interp.patching import logit_difference, patch_parts, patch_streams
+from interp.patching import (
+    attribute_parts,
+    edge_attribution,
+    logit_difference,
+    patch_parts,
+    patch_streams,
+)
 from interp.patterns import record_patterns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -123,6 +129,33 @@ def test_patterns_are_their_own_and_outputs_stay_equal_bit_by_bit(
     for ours, pattern in zip(seen.values(), theirs, strict=True):
         torch.testing.assert_close(ours, pattern.to(ours), rtol=1e-4, atol=1e-6)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM"])
+def test_patterns_are_weighted_by_what_they_let_through(name: str, attention: str) -> None:
+    model = peer(name, attention)
+    decoder = describe(model)
+    with record_patterns(model) as patterns, record(decoder, "blocks.*.attention.v") as seen:
+        model(TOKENS)
+        decoder(TOKENS)
+    weighted = patterns.value_weighted()
+    assert list(weighted) == list(patterns)
+    with record_patterns(decoder) as own:
+        decoder(TOKENS)
+    for key, value, mine in zip(
+        patterns, seen.values(), own.value_weighted().values(), strict=True
+    ):
+        norms = value.unflatten(-1, (-1, 6)).norm(dim=-1).transpose(1, 2)  # (batch, heads, seq)
+        norms = norms.repeat_interleave(4 // norms.shape[1], 1)
+        torch.testing.assert_close(patterns.norms[key], norms, rtol=1e-5, atol=1e-6)
+        expected = patterns[key] * (norms / norms.amax(-1, keepdim=True))[:, :, None, :]
+        torch.testing.assert_close(weighted[key].to(expected), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+    patterns.norms.clear()
+    with pytest.raises(RuntimeError, match="was not seen"):
+        patterns.value_weighted()
 
 
 @torch.no_grad()
@@ -253,7 +286,7 @@ def test_decoders_of_one_s_own_are_found_by_structure_and_checked(decoder: nn.Mo
         describe(decoder)
     with pytest.raises(ValueError, match="theta: not among rope_theta, heads"):
         describe(decoder, theta=100.0)
-    own = GPT2(GPT2Config(vocab_size=37, n_positions=20, n_embd=24, n_layer=2, n_head=3))
+    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3)
     torch.testing.assert_close(describe(own)(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -335,7 +368,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     one = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"has no blocks\.1\.mlp\.up\.weight"):
+    with pytest.raises(ValueError, match=r"layer 1 has no mlp\.up\.weight, others have"):
         load_decoder(tmp_path)
     state |= {"model.layers.1.mlp.up_proj.weight": one, "model.extra": one.clone()}
     save_file(state, tmp_path / "model.safetensors")
@@ -373,6 +406,72 @@ def test_torch_s_own_attention_and_generation_are_tapped() -> None:
         model.generate(TOKENS[:, :5], max_new_tokens=4, do_sample=False)
     # The last token generated looks at the 7 before it and itself, through the cache.
     assert {p.shape for p in patterns.values()} == {(2, 4, 1, 8)}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM"])
+def test_padded_prompts_give_their_logits_and_are_patched_as_without_padding(name: str) -> None:
+    mask = torch.ones_like(TOKENS)
+    mask[0, :4] = 0
+    model = peer(name, "sdpa")
+    decoder = describe(model)
+    theirs, ours = (m(TOKENS, attention_mask=mask) for m in (model, decoder))
+    seen = mask.bool()
+    torch.testing.assert_close(ours[seen], theirs.logits[seen], rtol=1e-5, atol=1e-5)
+    assert ours.isfinite().all()
+    if name == "GPT2LMHeadModel":  # padding moves learned positions
+        return
+    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
+    corrupted[0, [5, 7]] = torch.tensor([1, 2])
+    padded = [{"input_ids": x, "attention_mask": mask[:1]} for x in (clean, corrupted)]
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    bare = patch_streams(decoder, "blocks.*", clean[:, 4:], corrupted[:, 4:], metric)
+    for patched, blocks in ((decoder, "blocks.*"), (model, "model.layers.*")):
+        scan = patch_streams(patched, blocks, *padded, metric)
+        torch.testing.assert_close(scan.values[:, 4:], bare.values, rtol=1e-5, atol=1e-5)
+        assert scan.clean == pytest.approx(bare.clean, rel=1e-5)
+    parts = [
+        patch_parts(decoder, "blocks.*", "attention.k", *pair, metric, heads=2).values
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    torch.testing.assert_close(parts[0][..., 4:], parts[1], rtol=1e-5, atol=1e-5)
+    estimates = [
+        attribute_parts(decoder, *pair, metric)
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    for part, values in estimates[0].items():
+        torch.testing.assert_close(values[..., 4:], estimates[1][part], rtol=1e-5, atol=1e-5)
+    edges = [
+        edge_attribution(decoder, *pair, metric, exact=True)
+        for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
+    ]
+    torch.testing.assert_close(edges[0].exact, edges[1].exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(edges[0].values, edges[1].values, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 3\); give \(2, 13\)"):
+        decoder(TOKENS, attention_mask=mask[:, :3])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_prompts_after_a_cached_prefix_are_patched_as_whole_ones(name: str) -> None:
+    model = peer(name, "sdpa")
+    blocks, part = ("transformer.h.*", "attn.c_proj:input") if "GPT2" in name else (
+        "model.layers.*", "self_attn.o_proj:input"
+    )  # fmt: skip
+    clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
+    corrupted[0, [6, 8]] = torch.tensor([1, 2])
+    cache = model(clean[:, :5], use_cache=True).past_key_values
+    after = [{"input_ids": x[:, 5:], "past_key_values": cache} for x in (clean, corrupted)]
+
+    def metric(stream: Tensor) -> Tensor:
+        return stream[:, -1].square().sum(-1)
+
+    for scan, more in ((patch_streams, ()), (patch_parts, (part,))):
+        heads = {"heads": 4} if more else {}
+        whole = scan(model, blocks, *more, clean, corrupted, metric, batch=3, **heads)
+        rest = scan(model, blocks, *more, *after, metric, batch=3, **heads)
+        torch.testing.assert_close(rest.values, whole.values[..., 5:], rtol=1e-6, atol=1e-6)
+    assert cache.get_seq_length() == 5
 
 
 @torch.no_grad()

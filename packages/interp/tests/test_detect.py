@@ -3,6 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import detect_heads
+from interp.circuits.low_rank import synthesize
+from interp.circuits.vocabulary import full_ov
 from interp.detect import targets
 
 
@@ -93,3 +95,79 @@ def test_without_tokens_only_the_positional_kinds_have_a_score() -> None:
         assert torch.equal(scores[kind], by_tokens[kind])
     assert scores["duplicate"].isnan().all()
     assert scores["induction"].isnan().all()
+
+
+def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
+    """Each query of each head looks at one key drawn at random, or at a few."""
+    generator = torch.Generator().manual_seed(trial)
+    scores = torch.randn(1, heads, length, length, generator=generator) * (1, 4, 30)[trial % 3]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(-1)
+
+
+def test_the_best_of_many_heads_of_noise_is_called_noise() -> None:
+    """Where the best score is far above chance, as it is of the sharpest of many heads."""
+    named, above = 0, 0
+    for trial in range(60):
+        tokens = torch.randint(4, (1, 12), generator=torch.Generator().manual_seed(trial))
+        found = detect_heads([sharp_noise(trial)], tokens)
+        for kind in ("previous", "duplicate", "induction"):
+            above += found.best(kind).score > 1.5 * found.chance[kind]
+            named += not found.best(kind).is_noise
+            assert bool(found.found(kind)) == (not found.best(kind).is_noise)
+    assert above > 80  # of 180: what a chance level without heads in it would have named
+    assert named <= 9  # 5 % of them, by the level
+
+
+def test_p_values_are_no_smaller_than_those_of_permutations() -> None:
+    tokens = torch.randint(3, (1, 12), generator=torch.Generator().manual_seed(1))
+    pattern = sharp_noise(1, heads=3)
+    found = detect_heads([pattern], tokens)
+    generator = torch.Generator().manual_seed(0)
+    for kind in ("previous", "duplicate", "induction"):
+        mask = targets(tokens)[kind][0]
+        queries = mask.any(-1).nonzero()[:, 0].tolist()
+        sampled = torch.zeros(3, 800)
+        for query in queries:
+            for i in range(800):
+                drawn = torch.randperm(query + 1, generator=generator)[: int(mask[query].sum())]
+                sampled[:, i] += pattern[0, :, query, drawn].sum(-1) / len(queries)
+        share = (sampled >= found.scores[kind][0][:, None] - 1e-6).float().mean(-1)
+        assert (found.p_values[kind][0] >= 0.8 * share).all()
+
+
+def test_heads_that_are_one_are_found_and_faint_ones_are_not() -> None:
+    period = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    tokens = torch.cat([period, period])[None].expand(4, -1)
+    mask = targets(tokens[:1])["induction"][0].float()
+    perfect = torch.where(mask.any(-1, keepdim=True), mask, torch.eye(24))
+    perfect = perfect / perfect.sum(-1, keepdim=True)
+    evenly = torch.ones(24, 24).tril()
+    evenly = evenly / evenly.sum(-1, keepdim=True)
+    heads = [share * perfect + (1 - share) * evenly for share in (0.0, 1.0, 0.5, 0.02)]
+    found = detect_heads([torch.stack(heads).expand(4, -1, -1, -1)], tokens)
+    assert [(h.layer, h.head) for h in found.found("induction")] == [(0, 1), (0, 2)]
+    assert found.best("duplicate").is_noise
+    # No token repeats: there is no such head, not a head of score nan.
+    none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
+    assert none.best("induction").is_noise
+    assert none.found("induction") == []
+
+
+def test_successor_heads_are_found_from_their_weights() -> None:
+    torch.manual_seed(0)
+    embed, chain = torch.randn(20, 16, dtype=torch.float64), torch.tensor([7, 3, 12, 5, 9, 1])
+    ov = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    # Head 1.2 maps each token of the chain to the next one.
+    ov[1, 2] = embed[chain[1:]].T @ torch.linalg.pinv(embed[chain[:-1]].T)
+    circuits = full_ov(synthesize(ov, 16), embed, torch.linalg.pinv(embed).T)
+    found = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
+    assert [(h.layer, h.head, h.score) for h in found.found("successor")] == [(1, 2, 1.0)]
+    others = found.scores["successor"].flatten()[:5]
+    assert others.max() < 1
+    backwards = detect_heads(
+        [torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain.flip(0))
+    )
+    assert backwards.best("successor").is_noise
+    with pytest.raises(ValueError, match="3 distinct token ids"):
+        detect_heads([torch.eye(4)[None, None]], successors=(circuits, torch.tensor([1, 1, 2])))

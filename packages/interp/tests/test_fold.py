@@ -2,17 +2,19 @@ import copy
 
 import pytest
 import torch
-from interp import GPT2, record
-from interp.decoder.fold import center_unembed, fold_gpt2, fold_norm
-from interp.decoder.gpt2 import GPT2Config
+from interp import Decoder, record
+from interp.bench import random_decoder
+from interp.decoder.fold import center_unembed, fold_decoder, fold_norm
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
 
-def random_gpt2(dtype: torch.dtype) -> GPT2:
+def random_gpt2(dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
-    model = GPT2(GPT2Config(vocab_size=31, n_positions=9, n_embd=12, n_layer=3, n_head=3)).to(dtype)
+    model = random_decoder("gpt2", vocabulary=31, context=9, d_model=12, layers=3, heads=3).to(
+        dtype
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -25,7 +27,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
 ) -> None:
     model = random_gpt2(dtype)
     before = copy.deepcopy(model.state_dict())
-    folded = fold_gpt2(model)
+    folded = fold_decoder(model)
     with record(model, "**.pattern") as seen:
         expected = model(TOKENS).log_softmax(-1)
     with record(folded, "**.pattern", "norm:input") as after:
@@ -50,7 +52,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     )
     assert model.unembed.weight is model.embed.weight
     assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
-    again = fold_gpt2(folded)(TOKENS)
+    again = fold_decoder(folded)(TOKENS)
     torch.testing.assert_close(again, logits, atol=tolerance * 10, rtol=tolerance)
 
 

@@ -1,7 +1,14 @@
 import pytest
 import torch
 from interp import AttentionOnly, patch, record
-from interp.patching import attribution_patching, logit_difference, patch_streams, path_patching
+from interp.patching import (
+    ablate_parts,
+    attribution_patching,
+    drop_heads,
+    logit_difference,
+    patch_streams,
+    path_patching,
+)
 from torch import Tensor, nn
 
 CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
@@ -116,3 +123,54 @@ def test_blocks_with_a_memory_are_refused() -> None:
         patch_streams(
             model, "*", torch.zeros(1, 2, 3), torch.ones(1, 2, 3), lambda stream: stream.sum((1, 2))
         )
+
+
+@torch.no_grad()
+def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -> None:
+    torch.manual_seed(0)
+    model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2).double()
+    metric = logit_difference(None, model.unembed, RIGHT, WRONG)
+    site, reference = "attention.o:input", torch.randint(17, (3, 6))
+    with record(model, f"blocks.*.{site}") as there:
+        model(reference)
+    others = {
+        "zero": lambda z: [torch.zeros_like(z[:1])],
+        "mean": lambda z: [z.mean((0, 1), keepdim=True)],
+        "resample": lambda z: list(z.split(1)),
+    }
+    for how, sources in others.items():
+        given = None if how == "zero" else reference
+        found = ablate_parts(
+            model, "blocks.*", site, CLEAN, metric, how=how, reference=given, heads=2, batch=1
+        )
+        assert found.whole == pytest.approx(difference(model(CLEAN)).item())
+        for layer in range(2):
+            for head in range(2):
+                without = []
+                for source in sources(there[f"blocks.{layer}.{site}"]):
+                    put = drop_heads(head, heads=2, to=source)
+                    with patch(model, {f"blocks.{layer}.{site}": put}):
+                        without.append(difference(model(CLEAN)).item())
+                expected = sum(without) / len(without)
+                assert found.values[layer, head].item() == pytest.approx(expected, rel=1e-9)
+                effect = found.whole - expected
+                assert found.effect[layer, head].item() == pytest.approx(effect, abs=1e-12)
+    whole = ablate_parts(model, "blocks.*", "attention", CLEAN, metric)
+    with patch(model, {"blocks.1.attention": torch.zeros_like}):
+        assert whole.values[1, 0].item() == pytest.approx(difference(model(CLEAN)).item())
+    for wrong, message in (
+        ({"how": "median"}, "how 'median' is not one of"),
+        ({"how": "mean"}, "how='mean' needs a reference="),
+        ({"reference": reference}, "how='zero' takes no reference="),
+        ({"how": "resample", "reference": reference[:, :4]}, r"give \(n, 6\) tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ablate_parts(model, "blocks.*", "attention", CLEAN, metric, **wrong)
+
+
+def test_a_scan_without_a_gap_says_so() -> None:
+    model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
+    metric = logit_difference(None, model.unembed, RIGHT, WRONG)
+    scan = patch_streams(model, "blocks.*", CLEAN, CLEAN, metric)
+    with pytest.raises(ValueError, match="there is no gap to recover"):
+        scan.recovered  # noqa: B018

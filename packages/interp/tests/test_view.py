@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import attribution, detect_heads, logit_lens, view
+from interp import AttentionOnly, attribution, detect_heads, logit_lens, view
+from interp.patching import ablate_parts, logit_difference, patch_edges, patch_parts, patch_streams
+from interp.view import figure
 
 WORDS = ["<b>", "</script>", "a&b", "\u2028", "naïve"]
 TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
@@ -38,6 +40,18 @@ class Page(HTMLParser):
             self.headings.append(text)
 
 
+def scans() -> dict:
+    model = AttentionOnly(vocabulary=6, context=5, d_model=8, layers=2, heads=2).double()
+    metric = logit_difference(None, model.unembed, 1, 2)
+    pair = TOKENS, torch.tensor([[0, 1, 3, 0, 1]])
+    return {
+        "Streams": patch_streams(model, "blocks.*", *pair, metric),
+        "Heads": patch_parts(model, "blocks.*", "attention.o:input", *pair, metric, heads=2),
+        "Edges": patch_edges(model, *pair, metric),
+        "Ablated": ablate_parts(model, "blocks.*", "attention.v", TOKENS, metric, heads=2),
+    }
+
+
 @pytest.fixture
 def page(tmp_path: Path) -> tuple[str, dict]:
     torch.manual_seed(0)
@@ -51,6 +65,7 @@ def page(tmp_path: Path) -> tuple[str, dict]:
         heads=detect_heads(patterns, TOKENS),
         lens=logit_lens(streams, None, unembed),
         attributions=attribution({"a": streams[0], "b": streams[1]}, None, unembed, TOKENS),
+        patching=scans(),
         vocabulary=WORDS,
         title="</title><script>{{data}}",
     )
@@ -82,26 +97,87 @@ def test_the_data_comes_back_from_the_page(page: tuple[str, dict]) -> None:
     }
     assert data["lens"]["top"][0][0][0] in WORDS
     assert data["attribution"]["names"] == ["a", "b"]
+    shapes = [(len(m["rows"]), len(m["columns"]), m["down"], m["across"]) for m in data["patching"]]
+    assert shapes == [
+        (2, 5, "layer", "position"),
+        (4, 5, "layer.head", "position"),
+        (7, 15, "sender", "receiver"),
+        (2, 2, "layer", "head"),
+    ]
+    assert all(len(m["values"]) == len(m["rows"]) for m in data["patching"])
 
 
-def test_a_browser_draws_every_part(page: tuple[str, dict], tmp_path: Path) -> None:
+def drawn(path: Path, folder: Path, *more: str) -> str:
+    """The page as a browser leaves it, with what `more` scripts do to it."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium or google-chrome on the path")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    drawn = subprocess.run(
-        [browser, *flags, "--virtual-time-budget=2000", "--dump-dom", str(tmp_path / "page.html")],
+    text = path.read_text(encoding="utf-8")
+    path = folder / "driven.html"
+    path.write_text(
+        text.replace("</body>", "".join(f"<script>{m}</script>" for m in more) + "</body>")
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    return subprocess.run(
+        [browser, *flags, "--dump-dom", str(path)],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     ).stdout
-    headings = re.findall(r"<h2>(.*?)</h2>", drawn)
-    assert headings == ["Attention", "Kinds of heads", "Logit lens", "Direct logit attribution"]
-    # Two layers of three heads and the large one; a row for each head, layer and component.
-    assert drawn.count("<canvas") == 7
-    assert drawn.count("<tr>") == (1 + 6) + (1 + 2) + (1 + 2)
-    assert "query 4 “naïve”" in drawn
+
+
+def test_a_browser_draws_every_part_sorts_heads_and_says_what_is_pointed_at(
+    page: tuple[str, dict], tmp_path: Path
+) -> None:
+    sort = "document.querySelectorAll('th button')[3].click();"
+    point = """
+      const map = document.querySelector("#detail canvas"), area = map.getBoundingClientRect();
+      map.dispatchEvent(new PointerEvent("pointermove", {clientX: area.right - 50, clientY: area.bottom - 29}));
+      window.scrollTo(0, 0);
+    """  # noqa: E501
+    text = drawn(tmp_path / "page.html", tmp_path, sort, point)
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    patched = ["Streams", "Heads", "Edges", "Ablated"]
+    assert headings == [
+        "Attention", *patched, "Kinds of heads", "Logit lens", "Direct logit attribution"
+    ]  # fmt: skip
+    # Two layers of three heads; a map and its legend for the large one, each patching and the
+    # attribution; a legend for heads and for the lens.
+    assert text.count("<canvas") == 6 + 2 * (1 + 4 + 1) + 2
+    assert text.count("<tr>") == (1 + 6) + (1 + 2)
+    assert 'data-ready-ms="' in text
+    assert re.search(r'role="tooltip"[^>]*>query 4 “naïve”\nkey 4 “naïve”', text)
+    heads = detect_heads(page[1]["patterns"], TOKENS).scores["induction"].flatten()
+    order = [f"{i // 3} . {i % 3}" for i in heads.argsort(descending=True).tolist()]
+    assert re.findall(r"<tr><th>(\d . \d)</th>", text) == order
+    assert 'aria-sort="descending"' in text
+
+
+@pytest.mark.timing
+def test_a_page_of_144_heads_and_128_tokens_is_there_within_a_second(tmp_path: Path) -> None:
+    patterns = torch.randn(12, 12, 128, 128).softmax(-1)
+    tokens = torch.randint(50, (128,))
+    view(tmp_path / "page.html", tokens=tokens, patterns=patterns,
+         heads=detect_heads(patterns[:, None], tokens))  # fmt: skip
+    times = [
+        int(re.search(r'data-ready-ms="(\d+)"', drawn(tmp_path / "page.html", tmp_path))[1])
+        for _ in range(3)
+    ]
+    assert sorted(times)[1] < 1000
+
+
+def test_a_map_is_drawn_with_matplotlib(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot")
+    for title, scan in scans().items():
+        drawing = figure(scan, tokens=WORDS if title in ("Streams", "Heads") else None, title=title)
+        axes = drawing.axes[0]
+        assert axes.get_title() == title
+        shown = torch.tensor(axes.images[0].get_array())
+        values = scan.recovered if hasattr(scan, "recovered") else scan.values
+        values = scan.effect if hasattr(scan, "effect") else values
+        torch.testing.assert_close(shown, values.reshape(shown.shape))
+        drawing.savefig(tmp_path / f"{title}.png")
 
 
 def test_layers_are_labelled_by_what_tells_them_apart(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from collections import Counter
 from functools import partial
 
 import torch
-from paramserver.core import Core, Followed, Staged
-from paramserver.ledger import Accept, Join, Leave, Read, Write
-from paramserver.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.partition import partition
-from paramserver.replica import Replica
-from paramserver.session import Session
+from paramserver.protocol.core import Core, Followed, Staged
+from paramserver.protocol.ledger import Accept, Join, Leave, Read, Write
+from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.replica import Replica
+from paramserver.protocol.session import Session
 
 ONE = partial(torch.optim.SGD, lr=1.0)
 TIMEOUT, RETRY, BEAT = 6.0, 1.0, 1.5  # seconds of the simulated clock
@@ -71,9 +71,11 @@ class Oracle:
 class World:
     """A network, a clock, and all who are on them."""
 
-    def __init__(self, seed, *, servers, workers, joiners, consistency, loss, steps, faults):
+    def __init__(
+        self, seed, *, servers, workers, joiners, consistency, loss, steps, faults, drop_after=None
+    ):
         self.random = random.Random(seed)
-        self.now, self.loss, self.faults = 0.0, loss, faults
+        self.now, self.loss, self.faults, self.drop_after = 0.0, loss, faults, drop_after
         self.steps, self.consistency, self.founders = steps, consistency, workers
         self.queue, self.order = [], itertools.count()
         self.ids = workers + joiners
@@ -138,7 +140,7 @@ class SimulatedServer:
         self.up, self.waiting = True, {}
         self.core = Core(
             Replica(shard, world.parameters, ONE), world.consistency, workers=world.founders,
-            timeout=TIMEOUT, survives=True, elastic=True, journal=self,
+            timeout=TIMEOUT, survives=True, elastic=True, drop_after=world.drop_after, journal=self,
         )  # fmt: skip
         journal, self.journal = self.journal, []  # what is restored is not recorded again
         # A restored tensor may be written to; what is on the disk stays as it is.

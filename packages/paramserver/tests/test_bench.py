@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch.distributed as dist
-from paramserver.bench import _consistency, _local_steps, bench, table
+from paramserver.bench.rows import _consistency, _local_steps, bench, table
 from worker_pool import run_ranks
 
 

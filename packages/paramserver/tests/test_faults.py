@@ -24,8 +24,8 @@ from paramserver import (
     join,
     run,
 )
-from paramserver.connection import RemoteConnection
-from paramserver.messages import Kind, Message
+from paramserver.protocol.messages import Kind, Message
+from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pair
 from paramserver.worker import trainable
 from paramserver_training import SGD, batch, fail, model, train
@@ -188,6 +188,45 @@ def test_a_loss_that_is_survived_completes_the_step_of_the_others():
     push(workers[0])
     server.lose(1, "the power went out")
     assert workers[0].pull() == 1
+
+
+def test_a_straggler_that_is_well_is_dropped_only_if_that_is_asked():
+    _, workers = pair(timeout=60.0, on_worker_loss="continue", drop_after=0.3)
+    for _ in range(2):
+        for worker in workers:
+            worker.pull()
+            push(worker)
+    workers[0].pull()
+    push(workers[0])
+    begin = time.monotonic()
+    assert workers[0].pull() == 3  # without the other's third push
+    assert 0.2 < time.monotonic() - begin < 30
+    with pytest.raises(
+        PeerLost, match=r"worker 1 is gone at clock 2: the others have waited 0\.3 s"
+    ):
+        workers[1].pull()
+    with pytest.raises(ValueError, match="give on_worker_loss='continue'"):
+        Server(trainable(model()), SGD, workers=2, drop_after=1.0)
+    with pytest.raises(ValueError, match="drop_after is -1"):
+        Server(trainable(model()), SGD, workers=2, on_worker_loss="continue", drop_after=-1)
+
+
+def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
+    def lost(drop_after):
+        server, workers = pair(timeout=5.0, on_worker_loss="continue", drop_after=drop_after)
+        push(workers[0])
+        now = time.monotonic()
+        pull = Message(Kind.PULL, clock=1, number=1)
+        out = workers[0]._connections[0].parameters
+        assert server.core.handle(0, pull, None, out, now) is None
+        for second in range(1, 9):
+            server.core.handle(1, Message(Kind.BEAT), None, None, now + second)
+        assert server.core.check(now + 8.5) == []
+        return 1 not in server.core.ledger.active
+
+    assert not lost(None)
+    assert not lost(9.0)
+    assert lost(8.0)
 
 
 def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():

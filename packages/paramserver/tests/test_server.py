@@ -184,3 +184,27 @@ def test_a_server_goes_on_from_its_state():
     resumed = serve(range(3, 6), serve(range(3)))
     assert whole["version"] == resumed["version"] == 6
     assert torch.equal(whole["parameters"], resumed["parameters"])
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_stale_gradient_counts_for_less_if_that_is_asked(scaled, servers):
+    module = nn.Linear(2, 1, bias=False)
+    parameters = trainable(module)
+    with torch.no_grad():
+        module.weight.zero_()
+    policy = Asynchronous(scale_by_staleness=scaled)
+    hosts = [
+        Server(parameters, partial(torch.optim.SGD, lr=1.0), policy, workers=3, shard=shard)
+        for shard in partition(parameters, servers)
+    ]
+    workers = [Worker(nn.Linear(2, 1, bias=False), hosts, rank=rank) for rank in range(3)]
+    for worker in workers:
+        worker.pull()
+    for worker in workers:  # 0, 1 and 2 versions behind
+        worker.module.weight.grad = -torch.ones(1, 2)
+        worker.push()
+    workers[0].pull()
+    expected = 1 + 1 / 2 + 1 / 3 if scaled else 3.0
+    torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), expected))
+    assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}

@@ -23,9 +23,13 @@ WORLDS = {
     "loss": st.sampled_from([0.0, 0.05, 0.3]),
     "steps": st.integers(1, 10),
     "faults": st.sampled_from([0.0, 15.0, 40.0]),
+    "drop_after": st.sampled_from([None, None, 4.0]),
 }
 
-TWO = {"servers": 2, "workers": 2, "joiners": 1, "loss": 0.3, "steps": 3, "faults": 40.0}
+TWO = {
+    "servers": 2, "workers": 2, "joiners": 1, "loss": 0.3, "steps": 3, "faults": 40.0,
+    "drop_after": None,
+}  # fmt: skip
 
 
 # A snapshot that went on changing with its server; a worker that joins between two servers' last

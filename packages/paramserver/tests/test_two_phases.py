@@ -26,10 +26,10 @@ from paramserver import (
     partition,
     run,
 )
-from paramserver.connection import RemoteConnection
-from paramserver.ledger import Accept, Join, Leave, Ledger, Log, Read, Write
-from paramserver.messages import Message
-from paramserver.serving import serve
+from paramserver.protocol.ledger import Accept, Join, Leave, Ledger, Log, Read, Write
+from paramserver.protocol.messages import Message
+from paramserver.running.serving import serve
+from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pair
 from paramserver_training import SGD, assert_equal_parameters, model, train, train_alone
 

@@ -19,7 +19,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, Job, PeerLost, StaleSynchronous, run
-from paramserver.supervise import final, join_servers, open_server
+from paramserver.running.supervise import final, join_servers, open_server
 from paramserver.transport.zeromq import Keys
 from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.planner import boxes
+from zero.checkpoint.planner import boxes
 
 DEADLINE = 300.0
 

@@ -285,7 +285,7 @@ def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
 
 
 def save_newer(path):
-    from zero import checkpoint
+    from zero.checkpoint import checkpoint
 
     checkpoint.VERSION = 3
     return first_checkpoint(path)

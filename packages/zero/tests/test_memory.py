@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from worker_pool import run_ranks
-from zero import FSDP, ShardedOptimizer, memory_report, rivals, zero_stage_bytes
+from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
 from zero.allocator import most_at_once, peak_bytes
+from zero.bench import rivals
 
 WIDTH, LAYERS, VOCABULARY, TOKENS = 128, 6, 512, 96
 DEADLINE = 300.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks
 from zero import ShardedOptimizer
-from zero.elementwise import how_to_split
+from zero.optimizer.elementwise import how_to_split
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

@@ -20,7 +20,7 @@ from zero import (
     direct_reduce_scatter,
     wire_bytes,
 )
-from zero.bench import gpt2_shapes
+from zero.bench.rows import gpt2_shapes
 from zero.partition import by_element, by_parameter
 
 STEPS = """

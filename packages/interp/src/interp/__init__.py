@@ -5,19 +5,19 @@ from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
 from interp.decoder.decoder import Decoder
-from interp.decoder.describe import describe, load_decoder
-from interp.decoder.gpt2 import GPT2, load_gpt2
+from interp.decoder.describe import describe, load_decoder, load_gpt2
 from interp.detect import detect_heads
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
-from interp.tap import patch, record
+from interp.store import open_records, record_to
+from interp.tap import at_positions, patch, record
 from interp.view import view
 
 __all__ = [
-    "GPT2",
     "AttentionOnly",
     "Decoder",
     "LowRank",
+    "at_positions",
     "attribution",
     "composition_scores",
     "describe",
@@ -26,10 +26,12 @@ __all__ = [
     "load_decoder",
     "load_gpt2",
     "logit_lens",
+    "open_records",
     "ov_circuit",
     "patch",
     "qk_circuit",
     "record",
     "record_patterns",
+    "record_to",
     "view",
 ]

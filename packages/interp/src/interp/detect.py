@@ -5,13 +5,21 @@
     induction   on what followed the earlier occurrences of the current token
     first       on position 0, where heads with nothing to do rest
     current     on the token itself
+    successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
 
 A score is the mean over the queries that have such a key at all; `chance` is what a head that
 spreads its attention evenly over the past would score. Every detector is a mask over (query, key)
 made from the tokens once, so all heads of all layers are scored by one contraction, and nothing
 that was given is written to.
 
-Olsson et al. 2022, "In-context Learning and Induction Heads".
+Some head is always the most of a kind. Whether that is more than noise says its p-value: how
+likely the best of all heads would score as much if each query's keys were drawn at random from
+those it may look at. Not sampled, but bounded from above: with m keys drawn from v of weight A,
+E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
+
+    p <= heads * min_t exp(sum over queries of m log mean_k exp(t A_k)  -  t score)
+
+Olsson et al. 2022, "In-context Learning and Induction Heads"; Gould et al. 2023, "Successor Heads".
 """
 
 from __future__ import annotations
@@ -22,42 +30,72 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from interp.circuits.low_rank import LowRank
+
+# A head of a kind is unlikely by chance, and goes a tenth of the way from chance to 1 at least.
+_LEVEL, _LEAST = 0.05, 0.1
+
 
 @dataclass(frozen=True)
 class FoundHead:
-    """One head and its score in [0, 1]."""
+    """One head, its score in [0, 1], and how likely the best of all is as good by chance."""
 
     kind: str
     layer: int
     head: int
     score: float
     chance: float
+    p_value: float
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether chance explains the score, or it is hardly above chance."""
+        share = (self.score - self.chance) / max(1 - self.chance, 1e-12)
+        return not (self.p_value <= _LEVEL and share >= _LEAST)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
     """Scores in [0, 1] by kind, each (layers, heads), and the scores of evenly spread attention.
 
-    A kind that no query could show (no token repeats) scores nan.
+    `p_values` are corrected for the number of heads. A kind that no query could show (no token
+    repeats) scores nan.
     """
 
     scores: Mapping[str, Tensor]
     chance: Mapping[str, float]
+    p_values: Mapping[str, Tensor]
+
+    def found(self, kind: str) -> list[FoundHead]:
+        """The heads of that kind, best first: those that noise does not explain, maybe none."""
+        every = self.top(kind, self._of(kind).numel())
+        return [head for head in every if not head.is_noise]
 
     def best(self, kind: str) -> FoundHead:
-        """The head that is most of that kind."""
+        """The head that is most of that kind; its `is_noise` says that there is none."""
         return self.top(kind, 1)[0]
 
     def top(self, kind: str, count: int) -> list[FoundHead]:
         """The `count` heads that are most of that kind, best first."""
-        if kind not in self.scores:
-            raise ValueError(f"kind {kind!r} is not one of {', '.join(self.scores)}")
-        scores = self.scores[kind]
-        values, indices = scores.flatten().topk(min(count, scores.numel()))
+        scores = self._of(kind)
+        likely = self.p_values[kind].flatten()
+        values, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
         return [
-            FoundHead(kind, i // scores.shape[1], i % scores.shape[1], v, self.chance[kind])
+            FoundHead(
+                kind,
+                i // scores.shape[1],
+                i % scores.shape[1],
+                v if v >= 0 else float("nan"),
+                self.chance[kind],
+                float(likely[i]),
+            )
             for v, i in zip(values.tolist(), indices.tolist(), strict=True)
         ]
+
+    def _of(self, kind: str) -> Tensor:
+        if kind not in self.scores:
+            raise ValueError(f"kind {kind!r} is not one of {', '.join(self.scores)}")
+        return self.scores[kind]
 
 
 @torch.no_grad()
@@ -66,13 +104,15 @@ def detect_heads(
     tokens: Tensor | None = None,
     *,
     queries: Tensor | slice | None = None,
+    successors: tuple[LowRank, Tensor] | None = None,
 ) -> HeadScores:
     """Score every head from its attention patterns.
 
     `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
     or (seq,), without which all are taken to differ, so that only the positional kinds have a
     score. `queries` restricts the positions that are averaged over: a slice, or booleans (seq,)
-    or (batch, seq).
+    or (batch, seq). `successors` are the circuits from token to token, `full_ov(...)` with batch
+    (layers, heads), and the ids of tokens in order (one, two, three, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
@@ -93,18 +133,69 @@ def detect_heads(
 
     # Half precision would lose a mean over thousands of queries.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    scores, chance = {}, {}
     evenly = torch.ones(length, length, dtype=dtype, device=tokens.device).tril()
     evenly = evenly / evenly.sum(-1, keepdim=True)
-    for kind, mask in targets(tokens).items():
-        used = chosen & mask.any(-1)
-        # The mean over queries is part of the weights: one contraction a layer.
-        weights = (mask & used[..., None]).to(dtype) / used.sum()
-        scores[kind] = torch.stack(
-            [torch.einsum("bhqk,bqk->h", p.to(dtype), weights.to(p.device)).cpu() for p in layers]
-        )
-        chance[kind] = float((evenly * weights).sum())
-    return HeadScores(scores, chance)
+    kinds = targets(tokens)
+    used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
+    scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    chance: dict[str, float] = {}
+    # The mean over queries is part of the weights: one contraction a layer.
+    weights = {
+        kind: (mask & used[kind][..., None]).to(dtype) / used[kind].sum()
+        for kind, mask in kinds.items()
+    }
+    for kind, weight in weights.items():
+        chance[kind] = float((evenly * weight).sum())
+    for pattern in layers:
+        wide = pattern.to(dtype)
+        log_means = _log_means(wide)
+        for kind, mask in kinds.items():
+            weight = weights[kind].to(wide.device)
+            score = torch.einsum("bhqk,bqk->h", wide, weight)
+            drawn = (mask.sum(-1) * used[kind]).to(wide)  # m, [batch, seq]
+            count = used[kind].sum().to(wide)
+            log_p = [
+                torch.einsum("bhq,bq->h", log_mean, drawn) - t * score * count
+                for t, log_mean in log_means.items()
+            ]
+            scores[kind].append(score.cpu())
+            bounds[kind].append(torch.stack(log_p).amin(0).exp().cpu())
+    found = {kind: torch.stack(values) for kind, values in scores.items()}
+    heads = found["first"].numel()
+    p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
+    if successors is not None:
+        kind = "successor"
+        found[kind], chance[kind], p_values[kind] = _successors(*successors)
+    return HeadScores(found, chance, p_values)
+
+
+def _log_means(pattern: Tensor) -> dict[float, Tensor]:
+    """log mean_k exp(t A_k) over the keys up to each query, (batch, heads, seq), by t."""
+    length = pattern.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=pattern.device).triu(1)
+    visible = pattern.masked_fill(future, float("-inf"))
+    count = torch.arange(1, length + 1, device=pattern.device).to(pattern).log()
+    return {t: (t * visible).logsumexp(-1) - count for t in (0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0)}
+
+
+def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor]:
+    """How often a head raises the next token of the chain most among the chain's, and by chance."""
+    count = len(chain)
+    if chain.ndim != 1 or count < 3 or len(chain.unique()) < count:
+        raise ValueError(f"successors need 3 distinct token ids in order or more, not {chain}")
+    chain = chain.to(circuits.a.device)
+    raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
+    raises = raised.argmax(-2).cpu()
+    # The chain in any other order, too: what the best of all heads scores then.
+    generator = torch.Generator().manual_seed(0)
+    orders = torch.stack(
+        [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(999))]
+    )
+    hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
+    score, best = hits[..., 0], hits[..., 1:].amax((0, 1))
+    p_values = ((best >= score[..., None]).sum(-1) + 1) / (len(best) + 1)
+    return score, 1 / count, p_values
 
 
 def targets(tokens: Tensor) -> dict[str, Tensor]:

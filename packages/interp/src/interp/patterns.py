@@ -23,11 +23,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 
 class Patterns(dict[str, Tensor]):
-    """Patterns (batch, heads, seq_q, seq_k) by the name of the module that attends."""
+    """Patterns (batch, heads, seq_q, seq_k) by the name of the module that attends.
+
+    `norms` are those of the values, (batch, heads, seq_k), by the same names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: dict[str, Tensor] = {}
+
+    def value_weighted(self) -> dict[str, Tensor]:
+        """Each weight times the norm of what it lets through, as a share of the head's largest.
+
+        A head that rests on a token of small value moves nothing from there (Kobayashi et al.
+        2020). Raises RuntimeError if the values of some module were not seen.
+        """
+        weighted = {}
+        for name, pattern in self.items():
+            if name not in self.norms:
+                raise RuntimeError(
+                    f"what {name!r} does with its pattern was not seen (dropout, or no product of "
+                    "it with the values): use eval(), or SDPA"
+                )
+            norms = self.norms[name]
+            most = norms.amax(-1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+            weighted[name] = pattern * (norms / most)[..., None, :].to(pattern)
+        return weighted
 
     def __missing__(self, name: str) -> Tensor:
         raise KeyError(f"{name!r} did not attend; those that did: {', '.join(self) or 'none'}")
@@ -54,14 +80,29 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
     def keep(pattern: Tensor) -> None:
         name = inside[-1] if inside else ""
         patterns.pop(name, None)
+        patterns.norms.pop(name, None)
         patterns[name] = pattern.detach() if detach else pattern
+
+    def weigh(pattern: Tensor | None, value: Tensor) -> None:
+        name = inside[-1] if inside else ""
+        kept = patterns.get(name)
+        if kept is None or name in patterns.norms:
+            return
+        # A product with something else than the pattern is none of ours.
+        if pattern is not None and (
+            pattern.shape != kept.shape or not torch.equal(pattern, kept.to(pattern.dtype))
+        ):
+            return
+        norms = torch.linalg.vector_norm(value.detach(), dim=-1, dtype=_wide(value))
+        shared = kept.shape[-3] // norms.shape[-2]
+        patterns.norms[name] = norms.repeat_interleave(shared, dim=-2)
 
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             # Also when the module raises: another call may follow in the same block.
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _Watch(keep, inside):
+        with _Watch(keep, weigh, inside):
             yield patterns
     finally:
         for handle in handles:
@@ -76,9 +117,14 @@ def record_patterns(model: nn.Module, *, detach: bool = True) -> Iterator[Patter
 class _Watch(TorchFunctionMode):
     """Sees torch's functions before they run; what they are given and give is left alone."""
 
-    def __init__(self, keep: Callable[[Tensor], None], inside: list[str]) -> None:
+    def __init__(
+        self,
+        keep: Callable[[Tensor], None],
+        weigh: Callable[[Tensor | None, Tensor], None],
+        inside: list[str],
+    ) -> None:
         super().__init__()
-        self.keep, self.inside = keep, inside
+        self.keep, self.weigh, self.inside = keep, weigh, inside
 
     def __torch_function__(
         self,
@@ -93,6 +139,7 @@ class _Watch(TorchFunctionMode):
             return out
         if func is F.scaled_dot_product_attention:
             self.keep(sdpa_pattern(*args, **kwargs))
+            self.weigh(None, args[2] if len(args) > 2 else kwargs["value"])
         elif func is F.multi_head_attention_forward:
             # Watching ends at functions of Python that torch hands over whole: ask it for the rest.
             asked = {"need_weights": True, "average_attn_weights": False, "training": False}
@@ -101,6 +148,8 @@ class _Watch(TorchFunctionMode):
         elif func in _SOFTMAX and _over_keys(out, args, kwargs):
             # Cloned: what the model does with it in place is the model's own affair.
             self.keep(out.clone())
+        elif func in _PRODUCTS and all(isinstance(x, Tensor) and x.ndim == 4 for x in args):
+            self.weigh(*args)
         return out
 
 
@@ -118,7 +167,7 @@ def sdpa_pattern(
 
     Computed in float32 at least. A query that may look at nothing has a row of zeros.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = _wide(query)
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scores = (query.to(wide) @ key.to(wide).mT) * (
@@ -134,6 +183,10 @@ def sdpa_pattern(
         scores = scores + attn_mask
     nothing = (scores == float("-inf")).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(nothing, 0.0).to(query.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _over_keys(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -68,7 +69,7 @@ def record(
         else:
             versions[site] = moved._version
 
-    with _hooks(model, {site: partial(keep, site) for site in expand_sites(model, sites)}):
+    with tapped(model, {site: partial(keep, site) for site in expand_sites(model, sites)}):
         yield seen
     changed = [site for site, version in versions.items() if seen[site]._version != version]
     if changed:
@@ -107,13 +108,44 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
         for pattern, new in replacements.items()
         for site in expand_sites(model, (pattern,))
     }
-    with _hooks(model, hooks):
+    with tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         raise RuntimeError(
             f"the patch of {', '.join(missed)} never ran: the module was not called inside the "
             "block, or was compiled before it was patched"
         )
+
+
+def at_positions(
+    positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
+) -> Callable[[Tensor], Tensor]:
+    """A patch of (batch, seq, ...) at some positions of the text, while it is being generated too.
+
+    With a cache the first call of a module holds the prompt and each later one what is new:
+    positions are counted over the calls. Without one (`cached=False`) each call holds all. `new`
+    is a tensor that broadcasts to those positions, or a function of what was there. For one text:
+    make another for the next. Negative positions are not known before the end.
+    """
+    wanted = range(*positions.indices(sys.maxsize)) if isinstance(positions, slice) else positions
+    if isinstance(positions, slice) and min(positions.start or 0, positions.stop or 0) < 0:
+        raise ValueError(f"{positions} counts from the end, which is not known yet")
+    if not isinstance(positions, slice) and any(p < 0 for p in positions):
+        raise ValueError(f"positions {list(positions)} count from the end, which is not known yet")
+    done = 0
+
+    def replace(old: Tensor) -> Tensor:
+        nonlocal done
+        here = [i for i in range(old.shape[1]) if done + i in wanted]
+        done += old.shape[1] if cached else 0
+        if not here:
+            return old
+        changed, chosen = old.clone(), old[:, here]
+        value = new(chosen) if callable(new) else new.to(old)
+        changed[:, here] = value.expand_as(chosen)
+        return changed
+
+    return replace
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -136,7 +168,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def _hooks(
+def tapped(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
     """Call each action with its site's tensor; what it returns, if anything, replaces it."""

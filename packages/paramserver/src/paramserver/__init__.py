@@ -6,10 +6,10 @@ far apart the workers may drift is one argument: a policy of `paramserver.consis
 
 from paramserver.compression import Integers, TopK
 from paramserver.consistency import Asynchronous, BulkSynchronous, LocalSteps, StaleSynchronous
-from paramserver.job import Job, Result
-from paramserver.launch import run
-from paramserver.messages import PeerLost
 from paramserver.partition import Shard, partition
+from paramserver.protocol.messages import PeerLost
+from paramserver.running.job import Job, Result
+from paramserver.running.launch import run
 from paramserver.server import Server
 from paramserver.transport.distributed import join
 from paramserver.worker import Worker

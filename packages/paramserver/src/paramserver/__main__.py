@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paramserver.job import Job
-from paramserver.supervise import join_servers, open_server
+from paramserver.running.job import Job
+from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.zeromq import Keys
 
 

@@ -44,9 +44,9 @@ class Integers:
         """Scales, then whole numbers."""
         largest = 2 ** (self.bits - 1) - 1
         blocks = torch.nn.functional.pad(values, (0, -len(values) % _BLOCK)).view(-1, _BLOCK)
-        scales = blocks.abs().amax(1) / largest  # [blocks]
-        inverse = torch.where(scales > 0, 1 / scales, 0.0)
-        whole = (blocks * inverse[:, None]).round().clamp(-largest, largest).to(torch.int8).view(-1)
+        # [blocks]; below the smallest normal number a scale would itself be badly rounded.
+        scales = (blocks.abs().amax(1) / largest).clamp_min(torch.finfo(torch.float32).tiny)
+        whole = (blocks / scales[:, None]).round().clamp(-largest, largest).to(torch.int8).view(-1)
         if self.bits == 4:
             whole = ((whole[0::2] + 8) << 4) | (whole[1::2] + 8)
         whole = whole[: -(-len(values) * self.bits // 8)]  # without the padding

@@ -80,7 +80,14 @@ class StaleSynchronous:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Nobody waits for anybody (Recht et al., "Hogwild!", 2011; Dean et al., 2012)."""
+    """Nobody waits for anybody (Recht et al., "Hogwild!", 2011; Dean et al., 2012).
+
+    With `scale_by_staleness` a gradient that was computed with parameters `s` versions older than
+    those it is applied to counts 1 / (1 + s) (Zhang et al., "Staleness-aware Async-SGD for
+    Distributed Deep Learning", 2016, equation 7, counted from zero).
+    """
+
+    scale_by_staleness: bool = False
 
     @property
     def bound(self) -> float:

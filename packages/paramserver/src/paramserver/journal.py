@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from paramserver.core import Core, Followed, Record, Staged
-from paramserver.ledger import Log
+from paramserver.protocol.core import Core, Followed, Record, Staged
+from paramserver.protocol.ledger import Log
 
 _HEAD = struct.Struct("<cQI")  # what it is, bytes, checksum
 _PUSH = struct.Struct("<qqq")

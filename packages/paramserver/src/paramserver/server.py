@@ -10,6 +10,7 @@ Notable:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -19,11 +20,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paramserver.consistency import BulkSynchronous, Consistency, LocalSteps, OptimizerFactory
-from paramserver.core import Core
-from paramserver.messages import Message
+from paramserver.consistency import (
+    Asynchronous,
+    BulkSynchronous,
+    Consistency,
+    LocalSteps,
+    OptimizerFactory,
+)
 from paramserver.partition import Shard, partition
-from paramserver.replica import Replica
+from paramserver.protocol.core import Core
+from paramserver.protocol.messages import Message
+from paramserver.protocol.replica import Replica
 
 _SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 
@@ -38,6 +45,9 @@ class Server:
     on without it. Of several servers, each with its `shard`, the first orders what all do.
 
     With `LocalSteps` the optimizer is that policy's `outer`; `optimizer` is the workers' own.
+
+    A worker that is well but slow is waited for, unless others have waited for it for `drop_after`
+    seconds: then it is lost.
 
     `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
     (any number will do for a rank) and one that was lost may come back.
@@ -54,23 +64,37 @@ class Server:
         timeout: float = 60.0,
         on_worker_loss: Literal["stop", "continue"] = "stop",
         elastic: bool = False,
+        drop_after: float | None = None,
     ) -> None:
         if workers < (0 if elastic else 1):
             raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
         if on_worker_loss not in ("stop", "continue"):
             raise ValueError(f"on_worker_loss is {on_worker_loss!r}; 'stop' or 'continue'")
+        survives = elastic or on_worker_loss == "continue"
+        if drop_after is not None and not survives:
+            raise ValueError("drop_after goes on without a worker: give on_worker_loss='continue'")
+        if drop_after is not None and not 0 < drop_after < math.inf:
+            raise ValueError(f"drop_after is {drop_after!r}; give seconds, or None for never")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
         compression = None
         if isinstance(self.consistency, LocalSteps):
             optimizer, compression = self.consistency.outer, self.consistency.compression
         self.core = Core(
-            Replica(self.shard, parameters, optimizer, compression),
+            Replica(
+                self.shard,
+                parameters,
+                optimizer,
+                compression,
+                scale_by_staleness=isinstance(self.consistency, Asynchronous)
+                and self.consistency.scale_by_staleness,
+            ),
             self.consistency,
             workers=workers,
             timeout=timeout,
-            survives=elastic or on_worker_loss == "continue",
+            survives=survives,
             elastic=elastic,
+            drop_after=drop_after,
         )
         self._changed = threading.Condition()
         self._told: dict[int, Exception] = {}

@@ -15,13 +15,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from paramserver.connection import SENDS, Connection
 from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
-from paramserver.messages import Message
 from paramserver.partition import Piece, partition
-from paramserver.replica import add_flat, flatten
+from paramserver.protocol.messages import Message
+from paramserver.protocol.replica import add_flat, flatten
+from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
-from paramserver.session import Request, Session, Steps
+from paramserver.transport.connection import SENDS, Connection
 
 T = TypeVar("T")
 

@@ -1,10 +1,10 @@
 """Shard what data parallelism replicates: optimizer state, gradients, parameters."""
 
-from zero.checkpoint import Saving, load_checkpoint, save_checkpoint
+from zero.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
 from zero.direct import direct_all_gather, direct_reduce_scatter
-from zero.fsdp import FSDP
+from zero.fsdp.fsdp import FSDP
 from zero.memory import MemoryReport, Moment, memory_report, zero_stage_bytes
-from zero.optimizer import ShardedOptimizer
+from zero.optimizer.optimizer import ShardedOptimizer
 from zero.wire import DryRun, Wire, wire_bytes
 
 __all__ = [

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.fsdp import FSDP
+from zero.fsdp.fsdp import FSDP
 from zero.gradients import AveragedGradient
-from zero.optimizer import ShardedOptimizer
+from zero.optimizer.optimizer import ShardedOptimizer
 from zero.wire import DryRun
 
 Group = dist.ProcessGroup | DryRun | None

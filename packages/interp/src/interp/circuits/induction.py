@@ -60,6 +60,7 @@ def induction_circuit(
         for parameter in model.parameters():
             parameter.zero_()
         model.embed.weight.copy_(token)
+        assert model.position is not None
         model.position.weight.copy_(position)
         model.unembed.weight.copy_(output)
         # Queries at i and keys at i - 1 meet in coordinate i - 1.

@@ -253,3 +253,8 @@ def _require_square(matrix: LowRank) -> None:
         raise ValueError(
             f"only a square matrix has eigenvalues and a trace; this one is {tuple(matrix.shape)}"
         )
+
+
+def stacked(layers: list[LowRank]) -> LowRank:
+    """The circuits of all layers as one, batch (layers, heads)."""
+    return LowRank(torch.stack([c.a for c in layers]), torch.stack([c.b for c in layers]))

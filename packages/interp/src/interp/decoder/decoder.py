@@ -29,8 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
-from interp.decoder.attention_only import stacked
+from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stacked
 from interp.lens import head_outputs
 from interp.tap import record
 
@@ -50,13 +49,14 @@ class Settings:
 
     heads: int
     d_head: int
-    eps: float
-    centred: bool  # layer norm, which subtracts the mean, rather than RMS norm
-    activation: str
     scale: float  # of the scores, before the cap
     # For each layer: the angles per position of each rotated pair, () without rotation; the window.
     frequencies: tuple[tuple[float, ...], ...]
     windows: tuple[int | None, ...]
+    eps: float = 1e-5
+    centred: bool = False  # layer norm, which subtracts the mean, rather than RMS norm
+    activation: str = "silu"
+    positions_in_attention: bool = False  # learned positions are seen by queries and keys alone
     parallel: bool = False  # the MLP reads the block's input, not the attention's output
     score_cap: float | None = None
     logit_cap: float | None = None
@@ -124,20 +124,38 @@ class DecoderAttention(nn.Module):
         self.k_norm = weights.norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
         self.o = weights.linear(f"{name}.o")
-        self.kv_heads = self.k.out_features // self.d_head
-        if self.q.out_features != self.heads * self.d_head or self.heads % self.kv_heads:
+        self.kv_heads = max(1, self.k.out_features // self.d_head)
+        wide, shared = self.heads * self.d_head, self.kv_heads * self.d_head
+        sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
+        if sizes != (wide, shared, shared, wide) or self.heads % self.kv_heads:
             raise ValueError(
-                f"{name}: queries of {self.q.out_features} and keys of {self.k.out_features} "
-                f"features are not {self.heads} heads of {self.d_head}, evenly shared"
+                f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
+                f"{self.heads} heads of {self.d_head}, evenly shared"
             )
         # No buffer: .bfloat16() would round it, and at position 1,000 the digits count.
         self.frequencies = settings.frequencies[layer]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         """What the heads add to the stream (batch, seq, d_model) between them."""
-        q, k = self._normed(self.q(x), self.q_norm), self._normed(self.k(x), self.k_norm)
+        located = x if position is None else x + position
         v = self._by_head(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
-        place = torch.arange(x.shape[1], device=x.device)
+        scores = self.scores(self.q(located), self.k(located), padding)  # [batch, heads, seq, seq]
+        # Half precision: the sum over keys in float32, as every family does it.
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
+        mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
+        return mixed
+
+    def scores(self, q: Tensor, k: Tensor, padding: Tensor | None = None) -> Tensor:
+        """What the softmax is taken of, (batch, heads, seq, seq), of the taps q and k.
+
+        Keys that `padding` (batch, seq) marks True are seen by no query but their own, so that
+        no row is empty.
+        """
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
+        place = torch.arange(q.shape[-2], device=q.device)
         q, k = self.rotate(q, place), self.rotate(k, place)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
@@ -145,12 +163,9 @@ class DecoderAttention(nn.Module):
             scores = (scores / cap).tanh() * cap
         ago = place[:, None] - place  # how long before the query each key stands
         hidden = ago < 0 if self.window is None else (ago < 0) | (ago >= self.window)
-        scores = scores.masked_fill(hidden, float("-inf"))
-        # Half precision: the sum over keys in float32, as every family does it.
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
-        mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
-        return mixed
+        if padding is not None:
+            hidden = hidden | (padding[:, None, None, :] & (ago != 0))
+        return scores.masked_fill(hidden, float("-inf"))
 
     def rotate(self, x: Tensor, place: Tensor) -> Tensor:
         """Turn the pairs (i, i + n/2) of the first n dims (..., seq, d_head) by place * angle."""
@@ -238,6 +253,14 @@ class Experts(nn.Module):
         return out
 
 
+class NoMLP(nn.Module):
+    """What stands for the MLP in a model of attention alone: it adds nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zeros."""
+        return torch.zeros_like(x)
+
+
 class DecoderBlock(nn.Module):
     """Attention and MLP, each between a norm before and a norm after, added to the stream."""
 
@@ -249,13 +272,20 @@ class DecoderBlock(nn.Module):
         self.attention = DecoderAttention(weights, f"{name}.attention", settings, layer)
         self.attention_out = weights.norm(f"{name}.attention_out", settings)
         self.norm2 = weights.norm(f"{name}.norm2", settings)
-        kind = Experts if f"{name}.mlp.router" in weights else DecoderMLP
-        self.mlp = kind(weights, f"{name}.mlp", settings)
+        self.mlp: nn.Module
+        if f"{name}.mlp.router" in weights:
+            self.mlp = Experts(weights, f"{name}.mlp", settings)
+        elif any(".mlp." in known or ".norm2." in known for known in weights.tensors):
+            self.mlp = DecoderMLP(weights, f"{name}.mlp", settings)
+        else:
+            self.mlp = NoMLP()
         self.mlp_out = weights.norm(f"{name}.mlp_out", settings)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+    ) -> Tensor:
         """Map the stream (batch, seq, d_model) to the stream."""
-        attended = x + self.attention_out(self.attention(self.norm1(x)))
+        attended = x + self.attention_out(self.attention(self.norm1(x), padding, position))
         read = x if self.parallel else attended
         out: Tensor = attended + self.mlp_out(self.mlp(self.norm2(read)))
         return out
@@ -283,8 +313,9 @@ class Decoder(nn.Module):
             raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(left)}")
         self.eval()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the tokens."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Logits of the tokens; `attention_mask` (batch, seq) is 0 where there is padding."""
+        tokens = input_ids
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             raise ValueError(
                 f"tokens are {tokens.dtype} {tuple(tokens.shape)}; give ids (batch, seq), one at "
@@ -295,15 +326,23 @@ class Decoder(nn.Module):
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
                 f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
             )
-        x = self.embed(tokens)
+        x, position = self.embed(tokens), None
         if self.position is not None:
             if tokens.shape[1] > self.position.num_embeddings:
                 raise ValueError(
                     f"{tokens.shape[1]} tokens do not fit {self.position.num_embeddings} positions"
                 )
-            x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+            position = self.position(torch.arange(tokens.shape[1], device=tokens.device))
+            if not self.settings.positions_in_attention:
+                x, position = x + position, None
+        padding = None if attention_mask is None else attention_mask == 0
+        if padding is not None and padding.shape != tokens.shape:
+            raise ValueError(
+                f"attention_mask is {tuple(padding.shape)}; give {tuple(tokens.shape)}, as the "
+                "tokens are"
+            )
         for block in self.blocks:
-            x = block(x)
+            x = block(x, padding, position)
         return self.decode(x)
 
     def decode(self, stream: Tensor) -> Tensor:
@@ -339,7 +378,7 @@ class Decoder(nn.Module):
         with record(self, *sites, clone=True) as seen:
             self(tokens)
         parts = {"embed": seen["embed"]}
-        if self.position is not None:
+        if self.position is not None and not self.settings.positions_in_attention:
             parts["position"] = seen["position"].unsqueeze(0)
         for i, block in enumerate(self.layers):
             o = block.attention.o

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,11 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
 
 def load_decoder(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    families: Sequence[str] = FAMILIES,
 ) -> Decoder:
     """Load a decoder from a folder that Hugging Face saved, whole or in shards.
 
@@ -110,6 +114,10 @@ def load_decoder(
             f"{folder / 'config.json'} does not exist; save the model there with save_pretrained()"
         )
     config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") not in families:
+        raise ValueError(
+            f"model_type {config.get('model_type')!r} is not one of {', '.join(families)}"
+        )
     settings = settings_from_config(config)
     tensors: dict[str, Tensor] = {}
     for file in _files(folder):
@@ -126,8 +134,16 @@ def load_decoder(
     weights = canonical_weights(
         _adjusted(tensors, config), d_head=settings.d_head, heads=settings.heads
     )
+    _require_whole_layers(weights, folder)
     _require_vocabulary(weights["embed.weight"], config)
     return Decoder(weights, settings).to(device)
+
+
+def load_gpt2(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Decoder:
+    """`load_decoder` for a folder that holds GPT-2 and nothing else."""
+    return load_decoder(path, dtype=dtype, device=device, families=("gpt2",))
 
 
 def settings_from_config(config: Mapping[str, Any]) -> Settings:
@@ -324,3 +340,19 @@ def _require_vocabulary(embed: Tensor, config: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the embedding has {len(embed)} tokens, config.json says {config['vocab_size']}"
         )
+
+
+def _require_whole_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """All layers are built alike: what one has and another lacks is missing, a bias as well."""
+    roles: dict[str, set[str]] = {}
+    for name in weights:
+        if name.startswith("blocks."):
+            _, layer, role = name.split(".", 2)
+            roles.setdefault(layer, set()).add(role)
+    every = set().union(*roles.values())
+    for layer, found in roles.items():
+        if missing := sorted(every - found):
+            raise ValueError(
+                f"{folder}: layer {layer} has no {', '.join(missing)}, others have; is a shard "
+                "missing?"
+            )

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.gpt2 import GPT2
 
 
 @torch.no_grad()
@@ -102,25 +101,6 @@ def fold_value_bias(value: nn.Linear, output: nn.Linear, *, d_head: int | None =
     added = output.weight @ bias
     _set(output, "bias", added if output.bias is None else output.bias + added)
     _set(value, "bias", torch.zeros_like(value.bias))
-
-
-def fold_gpt2(model: GPT2) -> GPT2:
-    """A copy with everything folded and centred, which gives the same log-probabilities.
-
-    Logits differ by one number per position. The original stays as it is, and the embedding is
-    untied.
-    """
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for block in model.layers:
-        attention = block.attention
-        fold_norm(block.norm1, attention.q, attention.k, attention.v)
-        fold_norm(block.norm2, block.mlp.up)
-        fold_value_bias(attention.v, attention.o)
-        center_writes(attention.o, block.mlp.down)
-    fold_norm(model.norm, model.unembed)
-    center_unembed(model.unembed)
-    center_writes(model.embed, model.position)
-    return model
 
 
 def fold_decoder(model: Decoder) -> Decoder:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,36 +14,64 @@ from torch import Tensor, nn
 from interp.tap import expand_sites, record
 
 Metric = Callable[[Tensor], Tensor]
+# Token ids (1, seq), or what else the model is called with: attention_mask, past_key_values, ...
+Prompt = Tensor | Mapping[str, Any]
+
+
+def tokens_of(prompt: Prompt) -> Tensor:
+    """The token ids of a prompt."""
+    if isinstance(prompt, Tensor):
+        return prompt
+    for name in ("input_ids", "tokens", "inputs_embeds"):
+        if isinstance(value := prompt.get(name), Tensor):
+            return value
+    raise ValueError(f"a prompt has {', '.join(map(str, prompt)) or 'nothing'}; give input_ids")
+
+
+def require_a_pair(clean: Prompt, corrupted: Prompt) -> None:
+    """One row each, of the same length."""
+    one, other = tokens_of(clean), tokens_of(corrupted)
+    if one.shape != other.shape or len(one) != 1:
+        raise ValueError(
+            f"runs are {tuple(one.shape)} and {tuple(other.shape)}; both must be (1, seq)"
+        )
+
+
+def forward(model: nn.Module, prompt: Prompt) -> Any:
+    """The model's output; a cache that `use_cache` turns off would make blocks remember.
+
+    A cache that the prompt brings along is copied first, since the model appends to it.
+    """
+    options = (
+        {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    )
+    if isinstance(prompt, Tensor):
+        return model(prompt, **options)
+    return model(
+        **{k: copy.deepcopy(v) if _is_cache(v) else v for k, v in prompt.items()}, **options
+    )
 
 
 class Restart:
-    """Two runs' streams entering each block, and how to go on from any of them."""
+    """One run's streams entering each block, and how to go on from any of them."""
 
-    def __init__(
-        self, model: nn.Module, blocks: str, clean: Tensor, corrupted: Tensor, *, batch: int
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: str, prompt: Prompt, *, batch: int) -> None:
         if batch < 1:
             raise ValueError(f"batch {batch} holds no position; give at least 1")
-        if clean.shape != corrupted.shape or len(clean) != 1:
-            raise ValueError(
-                f"runs are {tuple(clean.shape)} and {tuple(corrupted.shape)}; both must be (1, seq)"
-            )
-        names = expand_sites(model, (blocks,))
-        modules = [model.get_submodule(name) for name in names]
-        self.names, self.layers, self.calls = tuple(names), len(modules), Calls(modules)
-        inputs = [f"{name}:input" for name in names]
-        with record(model, *inputs, *names, clone=True) as seen, self.calls:
-            forward(model, clean)
-            first = dict(seen)
-            forward(model, corrupted)
-        self.clean, self.corrupted = [first[i] for i in inputs], [seen[i] for i in inputs]
-        self.clean_end, self.corrupted_end = first[names[-1]], seen[names[-1]]
-        for name, following in zip(names, self.corrupted[1:], strict=False):
+        self.model, self.batch = model, batch
+        self.names = tuple(expand_sites(model, (blocks,)))
+        modules = [model.get_submodule(name) for name in self.names]
+        self.layers, self.calls = len(modules), Calls(modules)
+        self.sites = [f"{name}:input" for name in self.names]
+        with record(model, *self.sites, *self.names, clone=True) as seen, self.calls:
+            forward(model, prompt)
+        self.streams, self.end = [seen[site] for site in self.sites], seen[self.names[-1]]
+        for name, following in zip(self.names, self.streams[1:], strict=False):
             if not torch.equal(seen[name], following):
                 raise ValueError(
-                    f"one of {names[0]} ... {names[-1]} does not feed the next: what {name} gives "
-                    "is not what the next one gets; name the blocks of the residual stream, in "
-                    "order"
+                    f"one of {self.names[0]} ... {self.names[-1]} does not feed the next: what "
+                    f"{name} gives is not what the next one gets; name the blocks of the residual "
+                    "stream, in order"
                 )
         self._require_no_state()
 
@@ -53,12 +82,11 @@ class Restart:
         )
         # A cache that grew makes keys longer than masks: the error of a shape deep inside a block.
         try:
-            again = self(self.corrupted[0], 0)
+            again = self(self.streams[0], 0)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(stateful) from error
-        last = self.corrupted_end
-        if again.shape != last.shape or not torch.allclose(
-            again, last, rtol=1e-3, atol=1e-4 * float(last.abs().max())
+        if again.shape != self.end.shape or not torch.allclose(
+            again, self.end, rtol=1e-3, atol=1e-4 * float(self.end.abs().max())
         ):
             raise ValueError(stateful)
 
@@ -70,24 +98,23 @@ class Restart:
 
     def measured(self, metric: Metric, start: int, streams: Tensor) -> Tensor:
         """The metric (n,) of n streams that enter block `start`."""
-        result = metric(self(streams, start))
-        if result.shape != (len(streams),):
-            raise ValueError(
-                f"the metric gave {tuple(result.shape)} for {len(streams)} streams "
-                f"{tuple(streams.shape)}; it must give one number each"
-            )
-        return result
+        return measure(metric, self(streams, start))
 
-    def ends(self, metric: Metric) -> tuple[float, float]:
-        """The metric of the clean and of the corrupted run."""
-        clean, corrupted = metric(torch.cat([self.clean_end, self.corrupted_end])).tolist()
-        return clean, corrupted
+    def rows(self, layer: int, count: int) -> Tensor:
+        """The stream that enters a block, `count` times over, to write into."""
+        return self.streams[layer].repeat(count, 1, 1)
 
 
-def forward(model: nn.Module, tokens: Tensor) -> Any:
-    """The model's output; a cache that `use_cache` turns off would make blocks remember."""
-    parameters = inspect.signature(model.forward).parameters
-    return model(tokens, use_cache=False) if "use_cache" in parameters else model(tokens)
+def measure(metric: Metric, streams: Tensor) -> Tensor:
+    """The metric (n,) of n final streams."""
+    result = metric(streams)
+    if not isinstance(result, Tensor) or result.shape != (len(streams),):
+        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise ValueError(
+            f"the metric gave {given} for {len(streams)} streams {tuple(streams.shape)}; it must "
+            "give one number each"
+        )
+    return result
 
 
 class Calls:
@@ -96,6 +123,8 @@ class Calls:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
         self.arguments: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        # Caches as they were before the first block added to them; a block reads its own layer.
+        self.caches: dict[int, Any] = {}
 
     def __enter__(self) -> None:
         self.handles = [
@@ -108,11 +137,16 @@ class Calls:
             handle.remove()
 
     def _keep(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if _is_cache(value) and id(value) not in self.caches:
+                self.caches[id(value)] = copy.deepcopy(value)
         self.arguments[index] = (args, kwargs)
 
     def again(self, index: int, x: Tensor) -> Tensor:
         """What module `index` gives for `x` and the other arguments that it was called with."""
         args, kwargs = self.arguments[index]
+        args = tuple(self._fresh(value, len(x)) for value in args)
+        kwargs = {name: self._fresh(value, len(x)) for name, value in kwargs.items()}
         if args:
             args = (x, *args[1:])
         else:
@@ -120,3 +154,16 @@ class Calls:
         out = self.modules[index](*args, **kwargs)
         result: Tensor = out if isinstance(out, Tensor) else out[0]
         return result
+
+    def _fresh(self, value: Any, rows: int) -> Any:
+        if id(value) not in self.caches:
+            return value
+        cache = copy.deepcopy(self.caches[id(value)])
+        if rows > 1:
+            cache.batch_repeat_interleave(rows)
+        return cache
+
+
+def _is_cache(value: object) -> bool:
+    """Hugging Face's caches: blocks append keys and values to them."""
+    return hasattr(value, "batch_repeat_interleave")

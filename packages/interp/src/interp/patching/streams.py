@@ -4,23 +4,31 @@
   changes nothing before it, so each layer restarts from the recorded stream with all positions as
   one batch, and the metric sees the final stream alone, not a whole vocabulary of logits.
 - `patch_parts`: the same for every head's queries, keys, values or result at every position.
-- `attribution_patching`: all sites at once, to first order, from one backward pass.
-- `path_patching`: the effect of one component through chosen readers alone.
-
-Nanda 2023, "Attribution Patching"; Goldowsky-Dill et al. 2023, "Path Patching".
+- `ablate_parts`: every head or MLP without what it does: zero, its mean, or another prompt's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from interp.patching.restart import Metric, Restart, forward
-from interp.tap import Replacement, patch, record
+from interp.patching.restart import (
+    Metric,
+    Prompt,
+    Restart,
+    forward,
+    measure,
+    require_a_pair,
+    tokens_of,
+)
+from interp.tap import patch, record
+
+Kind = Literal["zero", "mean", "resample"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +46,34 @@ class StreamScan:
     @property
     def recovered(self) -> Tensor:
         """The share of the gap that each patch closes: 0 as corrupted, 1 as clean."""
+        if self.clean == self.corrupted:
+            raise ValueError(
+                f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; give "
+                "prompts that it tells apart"
+            )
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
+
+
+@dataclass(frozen=True, eq=False)
+class Ablations:
+    """The metric without each part, (layers, heads), and with all of them."""
+
+    names: tuple[str, ...]
+    values: Tensor
+    whole: float
+
+    @property
+    def effect(self) -> Tensor:
+        """What each part contributes: the metric with it less the metric without."""
+        return self.whole - self.values
 
 
 @torch.no_grad()
 def patch_streams(
     model: nn.Module,
     blocks: str,
-    clean: Tensor,
-    corrupted: Tensor,
+    clean: Prompt,
+    corrupted: Prompt,
     metric: Metric,
     *,
     batch: int = 64,
@@ -54,26 +81,16 @@ def patch_streams(
     """Put the clean stream into the corrupted run, at each block's input and position in turn.
 
     `blocks` names the blocks in order ("blocks.*"): modules that take the stream first and give
-    it back, each the next one's input. `clean` and `corrupted` are (1, seq); `metric` maps final
-    streams (n, seq, d_model), as they leave the last block, to (n,), see `logit_difference`.
-    `batch` positions run together.
+    it back, each the next one's input. `clean` and `corrupted` are (1, seq), or mappings of what
+    the model is called with, an `attention_mask` or `past_key_values` among it; `metric` maps
+    final streams (n, seq, d_model), as they leave the last block, to (n,), see
+    `logit_difference`. `batch` positions run together.
 
     Raises ValueError if a block does not feed the next one, or gives something else when called
     again.
     """
-    run = Restart(model, blocks, clean, corrupted, batch=batch)
-    positions = torch.arange(clean.shape[1], device=clean.device)
-    values = []
-    for layer in range(len(run.names)):
-        results = []
-        for chosen in torch.split(positions, batch):
-            patched = run.corrupted[layer].repeat(len(chosen), 1, 1)
-            rows = torch.arange(len(chosen), device=chosen.device)
-            patched[rows, chosen] = run.clean[layer][0, chosen]
-            results.append(run.measured(metric, layer, patched))
-        values.append(torch.cat(results))
-    ends = run.ends(metric)
-    return StreamScan(run.names, torch.stack(values), *ends)
+    scan = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
+    return replace(scan, values=scan.values[:, 0])
 
 
 @torch.no_grad()
@@ -81,8 +98,8 @@ def patch_parts(
     model: nn.Module,
     blocks: str,
     part: str,
-    clean: Tensor,
-    corrupted: Tensor,
+    clean: Prompt,
+    corrupted: Prompt,
     metric: Metric,
     *,
     heads: int = 1,
@@ -97,45 +114,127 @@ def patch_parts(
 
     Raises ValueError where `patch_streams` does, and if the site does not have that many heads.
     """
-    if heads < 1:
-        raise ValueError(f"heads {heads} is less than 1")
-    run = Restart(model, blocks, clean, corrupted, batch=batch)
-    sites = [f"{name}.{part}" for name in run.names]
-    with record(model, *sites, clone=True) as seen:
+    require_a_pair(clean, corrupted)
+    run = Restart(model, blocks, corrupted, batch=batch)
+    sites = _sites(run, part)
+    with record(model, *sites, run.names[-1], clone=True) as seen:
         forward(model, clean)
-    length = clean.shape[1]
+    length, device = run.end.shape[1], run.end.device
+    places = torch.arange(max(heads, 1) * length, device=device)
     values = []
     for layer, site in enumerate(sites):
-        value = seen[site]
-        if value.ndim != 3 or value.shape[1] != length or value.shape[2] % heads:
-            raise ValueError(
-                f"{site!r} is {tuple(value.shape)}; for {heads} heads and {length} tokens it must "
-                f"be (1, {length}, heads * d_head)"
-            )
-        by_head = value.unflatten(-1, (heads, -1))
-        places = torch.arange(heads * length, device=value.device)
-        results = []
-        for chosen in torch.split(places, batch):
-            head, position = chosen // length, chosen % length
-            rows = torch.arange(len(chosen), device=chosen.device)
+        source = _by_head(site, seen[site], heads, length)
+        effects = _scan(run, layer, site, source, places // length, places % length, metric)
+        values.append(effects.view(heads, length))
+    ends = measure(metric, torch.cat([seen[run.names[-1]], run.end])).tolist()
+    return StreamScan(run.names, torch.stack(values), *ends)
 
-            def put(
-                old: Tensor,
-                rows: Tensor = rows,
-                head: Tensor = head,
-                position: Tensor = position,
-                by_head: Tensor = by_head,
-            ) -> Tensor:
-                new = old.unflatten(-1, (heads, -1)).clone()
-                new[rows, position, head] = by_head[0, position, head]
-                joined: Tensor = new.flatten(-2)
-                return joined
 
-            streams = run.corrupted[layer].repeat(len(chosen), 1, 1)
-            with patch(model, {site: put}):
-                results.append(run.measured(metric, layer, streams))
-        values.append(torch.cat(results).view(heads, length))
-    return StreamScan(run.names, torch.stack(values), *run.ends(metric))
+@torch.no_grad()
+def ablate_parts(
+    model: nn.Module,
+    blocks: str,
+    part: str,
+    prompt: Prompt,
+    metric: Metric,
+    *,
+    how: Kind = "zero",
+    reference: Tensor | None = None,
+    heads: int = 1,
+    batch: int = 64,
+) -> Ablations:
+    """Take each head's (or MLP's) activation out of a run at all positions: the metric without it.
+
+    `part` and `metric` are as in `patch_parts`. `how` says what stands in its place: "zero";
+    "mean", its mean over the prompts and positions of `reference`; "resample", what it is at the
+    same positions of each prompt of `reference`, (n, seq) token ids, and the metric is their mean.
+    """
+    if how not in ("zero", "mean", "resample"):
+        raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
+    if (how == "zero") != (reference is None):
+        raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
+    tokens = tokens_of(prompt)
+    if len(tokens) != 1:
+        raise ValueError(f"the prompt is {tuple(tokens.shape)}; it must be (1, seq)")
+    if how == "resample" and reference is not None and reference.shape[1:] != tokens.shape[1:]:
+        raise ValueError(
+            f"reference is {tuple(reference.shape)}; to resample from it give "
+            f"(n, {tokens.shape[1]}) tokens"
+        )
+    run = Restart(model, blocks, prompt, batch=batch)
+    sites = _sites(run, part)
+    with record(model, *sites, clone=True) as seen:
+        forward(model, prompt if reference is None else reference)
+    length, device = run.end.shape[1], run.end.device
+    head = torch.arange(heads, device=device)
+    everywhere = torch.arange(length, device=device)[None].expand(heads, -1)
+    values = []
+    for layer, site in enumerate(sites):
+        there = _by_head(site, seen[site], heads, None)
+        if how == "zero":
+            sources = [torch.zeros_like(there[0])]
+        elif how == "mean":
+            sources = [there.mean((0, 1)).expand(length, -1, -1)]
+        else:
+            sources = list(there)
+        each = [_scan(run, layer, site, one[None], head, everywhere, metric) for one in sources]
+        values.append(torch.stack(each).mean(0))
+    return Ablations(run.names, torch.stack(values), float(measure(metric, run.end)))
+
+
+def _sites(run: Restart, part: str) -> list[str]:
+    return [name + part if part.startswith(":") else f"{name}.{part}" for name in run.names]
+
+
+def _by_head(site: str, value: Tensor, heads: int, length: int | None) -> Tensor:
+    """(..., seq, heads, d_head) of what a site gave."""
+    length = value.shape[1] if length is None and value.ndim == 3 else length
+    if heads < 1:
+        raise ValueError(f"heads {heads} is less than 1")
+    if value.ndim != 3 or value.shape[1] != length or value.shape[2] % heads:
+        raise ValueError(
+            f"{site!r} is {tuple(value.shape)}; for {heads} heads and {length} tokens it must "
+            f"be (1, {length}, heads * d_head)"
+        )
+    by_head: Tensor = value.unflatten(-1, (heads, -1))
+    return by_head
+
+
+def _scan(
+    run: Restart,
+    layer: int,
+    site: str,
+    source: Tensor,
+    head: Tensor,
+    position: Tensor,
+    metric: Metric,
+) -> Tensor:
+    """The metric (n,) with `source` (1, seq, heads, d_head) put at n places, `batch` at a time.
+
+    Place i is head[i] at position[i], one or several.
+    """
+    results = []
+    for i in range(0, len(head), run.batch):
+        heads, positions = head[i : i + run.batch], position[i : i + run.batch]
+        row = torch.arange(len(heads), device=heads.device)
+        if positions.ndim == 2:
+            row, heads = row[:, None], heads[:, None]
+        put = partial(
+            put_heads, (row, positions, heads), source[0, positions, heads], source.shape[2]
+        )
+        with patch(run.model, {site: put}):
+            results.append(run.measured(metric, layer, run.rows(layer, len(row))))
+    return torch.cat(results)
+
+
+def put_heads(
+    places: tuple[Tensor | slice | int, ...], new: Tensor, heads: int, old: Tensor
+) -> Tensor:
+    """`old` (n, seq, heads * d_head) with `new` at places (row, position, head)."""
+    changed = old.unflatten(-1, (heads, -1)).clone()
+    changed[places] = new
+    joined: Tensor = changed.flatten(-2)
+    return joined
 
 
 def logit_difference(
@@ -159,99 +258,17 @@ def logit_difference(
     return metric
 
 
-def attribution_patching(
-    model: nn.Module,
-    sites: Sequence[str],
-    clean: Tensor,
-    corrupted: Tensor,
-    metric: Metric,
-) -> dict[str, Tensor]:
-    """The effect of each activation to first order: (clean - corrupted) * d metric / d activation.
+def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A patch for the input of an output projection: some of its `heads` heads give 0.
 
-    Summed over the last dimension, so (batch, seq) for streams. `metric` maps the model's output
-    to one number. The error against real patches is of second order in clean - corrupted.
+    Or what they have in `to`, a tensor that broadcasts to that input: a mean, another prompt's.
     """
-    with torch.no_grad(), record(model, *sites, clone=True) as seen:
-        forward(model, clean)
-        before = dict(seen)
-        forward(model, corrupted)
-    _require_equal_shapes(before, seen)
-    # An added zero is a place to differentiate at, also where no parameter asks for gradients.
-    zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
-    added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
-    with torch.enable_grad(), patch(model, added), record(model, *sites, clone=True) as again:
-        result = metric(forward(model, corrupted))
-        _require_repeatable(seen, again)
-        _require_one_number(result)
-        gradients = torch.autograd.grad(result, list(zeros.values()))
-    return {
-        site: ((before[site] - seen[site]) * gradient).sum(-1)
-        for (site, gradient) in zip(zeros, gradients, strict=True)
-    }
-
-
-@torch.no_grad()
-def path_patching(
-    model: nn.Module, sender: str, receivers: Sequence[str], clean: Tensor, corrupted: Tensor
-) -> Tensor:
-    """The corrupted run's output, had `receivers` read `sender` as it is in the clean run.
-
-    `sender` is a module whose output is added to the stream, `receivers` are inputs that read the
-    stream before any norm ("blocks.3.norm1:input"). The stream is a sum, so the direct path is
-    the difference of the sender's output, added at the receivers alone; everything between still
-    sees the corrupted run.
-    """
-    with record(model, sender, clone=True) as seen:
-        forward(model, clean)
-        before = seen[sender]
-        forward(model, corrupted)
-    _require_equal_shapes({sender: before}, seen)
-    change = before - seen[sender]
-    with (
-        patch(model, {site: partial(torch.add, change) for site in receivers}),
-        record(model, sender, clone=True) as again,
-    ):
-        out: Tensor = forward(model, corrupted)
-    _require_repeatable(seen, again)
-    return out
-
-
-def drop_heads(*dropped: int, heads: int) -> Callable[[Tensor], Tensor]:
-    """A patch for the input of an output projection: some of its `heads` heads give 0."""
     if not all(0 <= head < heads for head in dropped):
         raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")
 
     def drop(mixed: Tensor) -> Tensor:
-        parts = mixed.chunk(heads, -1)
-        return torch.cat([p * (i not in dropped) for i, p in enumerate(parts)], -1)
+        other = torch.zeros_like(mixed) if to is None else to.to(mixed).expand_as(mixed)
+        parts = zip(mixed.chunk(heads, -1), other.chunk(heads, -1), strict=True)
+        return torch.cat([o if i in dropped else m for i, (m, o) in enumerate(parts)], -1)
 
     return drop
-
-
-def _require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Tensor]) -> None:
-    for site, x in clean.items():
-        if x.shape != corrupted[site].shape:
-            raise ValueError(
-                f"at {site!r} the runs are {tuple(x.shape)} and {tuple(corrupted[site].shape)}; "
-                "give prompts of the same number and length"
-            )
-
-
-def _require_repeatable(seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """The same tokens must give the same activations: not so with a cache or dropout."""
-    for site, x in again.items():
-        old = seen[site]
-        if x.shape != old.shape or not torch.allclose(
-            x, old, rtol=1e-3, atol=1e-4 * float(old.abs().max())
-        ):
-            raise ValueError(
-                f"{site!r} differs when the corrupted run is repeated: either the model keeps a "
-                "state (a cache, dropout): use eval() and turn caches off, or a receiver comes "
-                "before its sender"
-            )
-
-
-def _require_one_number(result: object) -> None:
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")

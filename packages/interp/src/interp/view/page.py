@@ -1,8 +1,8 @@
-"""One HTML file that shows attention patterns, head kinds, the logit lens and attributions.
+"""One HTML file that shows patterns, patches, head kinds, the logit lens and attributions.
 
 Self-contained: styles, script and data are inside, nothing is fetched, so that it opens from a
 mail or years later. Patterns are stored as one byte per weight in base64 (the error is at most
-1/510) and drawn on canvases.
+1/510) and drawn on canvases. `figure` draws one map with matplotlib, an extra, for a paper.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
+from interp.patching import Ablations, Edges, StreamScan
+
+Patched = StreamScan | Ablations | Edges
 
 
 def view(
@@ -33,6 +37,7 @@ def view(
     heads: HeadScores | None = None,
     lens: Lens | None = None,
     attributions: Attribution | None = None,
+    patching: Patched | Mapping[str, Patched] | None = None,
     vocabulary: Sequence[str] | None = None,
     title: str = "interp",
     example: int = 0,
@@ -40,8 +45,8 @@ def view(
     """Write one self-contained HTML file and return its path.
 
     `tokens`: the strings (or ids) of one sequence. `patterns`: (batch, heads, seq, seq) or
-    (heads, seq, seq) per layer. Of anything with a batch, `example` is shown. `vocabulary` names
-    token ids in the lens.
+    (heads, seq, seq) per layer. `patching`: scans, ablations or edges, by title if several. Of
+    anything with a batch, `example` is shown. `vocabulary` names token ids in the lens.
     """
     if isinstance(tokens, Tensor):
         ids = (tokens[example] if tokens.ndim == 2 else tokens).tolist()
@@ -53,7 +58,11 @@ def view(
         data["heads"] = {
             "scores": {kind: scores.tolist() for kind, scores in heads.scores.items()},
             "chance": dict(heads.chance),
+            "p_values": {kind: values.tolist() for kind, values in heads.p_values.items()},
         }
+    if patching is not None:
+        maps = patching if isinstance(patching, Mapping) else {"Patching": patching}
+        data["patching"] = [_map(title, one, list(tokens)) for title, one in maps.items()]
     if lens is not None:
         data["lens"] = _lens(lens, example, len(tokens), vocabulary)
     if attributions is not None:
@@ -64,6 +73,60 @@ def view(
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     return _write(Path(path), page)
+
+
+def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
+    """The same map as a `matplotlib.figure.Figure`; pip install "interp[plot]"."""
+    from matplotlib.figure import Figure
+
+    length = patched.values.shape[-1]
+    told = _map(title, patched, list(tokens) if tokens else [str(i) for i in range(length)])
+    values = torch.tensor(told["values"], dtype=torch.float64)
+    most = float(values.abs().max())
+    drawn = Figure(
+        figsize=(2 + 0.25 * values.shape[1], 1.5 + 0.2 * len(values)), layout="constrained"
+    )
+    axes = drawn.subplots()
+    image = axes.imshow(values.numpy(), cmap="RdBu", vmin=-most, vmax=most, aspect="auto")
+    axes.set_xticks(range(values.shape[1]), told["columns"], rotation=70)
+    axes.set_yticks(range(len(values)), told["rows"])
+    axes.set(xlabel=told["across"], ylabel=told["down"], title=title)
+    drawn.colorbar(image, label=told["note"])
+    return drawn
+
+
+def _map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
+    """Rows, columns and values of a heat map; heads and layers are rows, positions columns."""
+    if isinstance(patched, Edges):
+        rows, columns = [str(s) for s in patched.senders], [str(r) for r in patched.receivers]
+        values, note = (
+            patched.values,
+            "what the metric gains when a receiver reads the clean sender",
+        )
+        down, across = "sender", "receiver"
+    else:
+        layers, down, across = _told_apart(list(patched.names)), "layer", "position"
+        if isinstance(patched, Ablations):
+            values, note = patched.effect, "the metric less what it is without the head"
+            rows, columns, across = layers, [str(h) for h in range(values.shape[1])], "head"
+        else:
+            gap = patched.clean != patched.corrupted
+            values = patched.recovered if gap else patched.values
+            note = "the share of the gap that a patch closes" if gap else "the metric after a patch"
+            _require_length("the patches", values.shape[-1], len(tokens))
+            rows, columns = layers, [f"{i} {token}" for i, token in enumerate(tokens)]
+            if values.ndim == 3:
+                down = "layer.head"
+                rows = [f"{layer}.{head}" for layer in layers for head in range(values.shape[1])]
+    return {
+        "title": title,
+        "note": note,
+        "rows": rows,
+        "columns": columns,
+        "down": down,
+        "across": across,
+        "values": values.reshape(len(rows), -1).tolist(),
+    }
 
 
 def _patterns(

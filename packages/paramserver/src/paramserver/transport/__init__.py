@@ -1,1 +1,1 @@
-"""What carries messages between processes: shared memory, torch.distributed, Ray."""
+"""What carries messages between processes: shared memory, torch.distributed, ZeroMQ, Ray."""

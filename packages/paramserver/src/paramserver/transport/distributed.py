@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paramserver.connection import Channel, Connection, RemoteConnection
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.messages import Kind, Message
 from paramserver.partition import partition
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.serving import serve
 from paramserver.server import Server
-from paramserver.serving import serve
+from paramserver.transport.connection import Channel, Connection, RemoteConnection
 from paramserver.worker import Worker, local_of, trainable
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
@@ -101,6 +101,7 @@ def join(
     timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False,
+    drop_after: float | None = None,
 ) -> Iterator[Worker]:
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
@@ -143,6 +144,7 @@ def join(
                 shard=shard,
                 timeout=timeout,
                 on_worker_loss=on_worker_loss,
+                drop_after=drop_after,
             )
             connections.append(server.connect(rank))
             ends: dict[int, Channel] = {

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import SENDS
-from paramserver.job import Job, Outcome, Result, ServerReport, assemble, report
-from paramserver.messages import Message, PeerLost
 from paramserver.partition import Shard
+from paramserver.protocol.messages import Message, PeerLost
+from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
+from paramserver.transport.connection import SENDS
 
 
 def run_on_ray(job: Job, shards: list[Shard]) -> Result:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import Channel
-from paramserver.messages import Message
+from paramserver.protocol.messages import Message
+from paramserver.transport.connection import Channel
 
 
 class SharedMemoryChannel:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramserver.connection import SENDS, used
-from paramserver.core import Core
 from paramserver.journal import DiskJournal
-from paramserver.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.core import Core
+from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.transport.connection import SENDS, used
 
 _BEAT = 1.0  # seconds
 _SIGN_OF_LIFE = 1.0  # between two words to a worker that is kept waiting

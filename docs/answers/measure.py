@@ -1,0 +1,762 @@
+"""Measure what docs/answers.md quotes and no package's bench has: rows in docs/answers/rows.
+
+    python docs/answers/measure.py                 measure all
+    python docs/answers/measure.py warmup layers   measure these
+    python docs/answers/measure.py isoflop parametric --data FOLDER
+
+The last two need public data sets that are not ours to ship: `isoflops_curves.json` of the course's
+repository, and the points that Epoch AI read off Chinchilla's figure 4.
+
+Each function below makes the rows of one file; its docstring says what is measured. Times are of a
+process with one thread: its processor time, which another program's load lengthens little, except
+for a whole epoch and under the profiler, where they are the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS = Path(__file__).parent / "rows"
+EXAMPLES = Path(__file__).parents[2] / "packages" / "llmsys-suite" / "examples"
+STEPS, WARMUPS, PROCESSES = 10, (0, 1, 2, 5), 5
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, and keep the rows beside the machine they were taken on."""
+    from llmsys_suite.environment import environment
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", default=[name for name in CASES if name not in NEED_DATA]
+    )
+    parser.add_argument("--data", type=Path)
+    arguments = parser.parse_args()
+    for name in arguments.names:
+        torch.manual_seed(0)
+        begin = time.perf_counter()
+        rows = CASES[name](arguments.data) if name in NEED_DATA else CASES[name]()
+        facts = {k: v for k, v in environment().items() if k in KEPT}
+        kept = {
+            "command": f"python docs/answers/measure.py {name}"
+            + (" --data FOLDER" if name in NEED_DATA else ""),
+            "environment": facts,
+            "rows": rows,
+        }
+        (ROWS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
+
+
+KEPT = ("date", "processor", "cores", "cpu_flags", "gpus", "torch", "python")
+
+COLD = """
+import json, sys, time, torch
+from llmsys_suite.model import Decoder, ModelConfig
+def steps(count):
+    torch.manual_seed(0)
+    model = Decoder(ModelConfig.named("tiny"))
+    tokens = torch.randint(256, (int(sys.argv[1]), 128))
+    optimizer, times = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _ in range(count):
+        marks = [time.process_time()]
+        loss = model.loss(tokens, tokens); marks.append(time.process_time())
+        loss.backward(); marks.append(time.process_time())
+        optimizer.step(); optimizer.zero_grad(); marks.append(time.process_time())
+        times.append([1e3 * (b - a) for a, b in zip(marks, marks[1:])])
+    return times
+print(json.dumps([steps(15), steps(15)]))
+"""
+
+
+def warmup() -> list[Row]:
+    """Mean and deviation of ten steps after 0, 1, 2 and 5, in processes that have run nothing yet.
+
+    The median over five processes; then of a second model in the same processes, which are warm.
+    """
+    rows = []
+    for batch in (4, 32):
+        processes = [_cold(batch) for _ in range(PROCESSES)]
+        for which, process in enumerate(("cold", "warm")):
+            for skipped in WARMUPS:
+                row: Row = {"batch": batch, "process": process, "warmup": skipped}
+                for part, phase in enumerate(("forward", "backward", "optimizer")):
+                    kept = [
+                        [step[part] for step in run[which][skipped : skipped + STEPS]]
+                        for run in processes
+                    ]
+                    row[f"{phase}_mean_ms"] = statistics.median(map(statistics.mean, kept))
+                    row[f"{phase}_std_ms"] = statistics.median(map(statistics.stdev, kept))
+                rows.append(row)
+    return rows
+
+
+def _cold(batch: int) -> list[list[list[float]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", COLD, str(batch)], check=True, capture_output=True, text=True
+    )
+    measured: list[list[list[float]]] = json.loads(done.stdout)
+    return measured
+
+
+def precision() -> list[Row]:
+    """Forward and backward apart in float32, bfloat16 and float16 autocast, taking turns."""
+    from llmsys_suite.model import Decoder, ModelConfig
+
+    rows = []
+    for size in ("tiny", "small"):
+        model = Decoder(ModelConfig.named(size))
+        tokens = torch.randint(256, (4 if size == "tiny" else 1, 128))
+        names = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        losses = {}
+        for _ in range(9 if size == "tiny" else 3):
+            for name, dtype in names.items():
+                begin = time.process_time()
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    loss = model.loss(tokens, tokens)
+                between = time.process_time()
+                loss.backward()
+                times[name].append((between - begin, time.process_time() - between))
+                losses[name] = float(loss.detach())
+                model.zero_grad()
+        for name, pairs in times.items():
+            rows.append(
+                {
+                    "size": size,
+                    "autocast": name,
+                    "forward_ms": 1e3 * statistics.median(pair[0] for pair in pairs[1:]),
+                    "backward_ms": 1e3 * statistics.median(pair[1] for pair in pairs[1:]),
+                    "loss": losses[name],
+                }
+            )
+    return rows
+
+
+def kernels() -> list[Row]:
+    """Where the time of a step of the small model goes, by context: products, softmax, the rest.
+
+    Attention's own products and softmax stand apart: they run inside ranges of their own.
+    """
+    from llmsys_suite.model import Decoder, ModelConfig
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        with record_function("scores"):
+            scores = q @ k.mT / q.shape[-1] ** 0.5
+        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+        with record_function("softmax"):
+            weights = scores.softmax(-1)
+        with record_function("mix"):
+            return weights @ v
+
+    rows = []
+    for context in (128, 256, 512, 1024):
+        config = ModelConfig.named("small", context=context)
+        model = Decoder(config, attention)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tokens = torch.randint(256, (1, context))
+        model.loss(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss: Tensor
+        for phase in ("forward", "backward", "optimizer"):
+            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+                begin = time.perf_counter()
+                if phase == "forward":
+                    loss = model.loss(tokens, tokens)
+                elif phase == "backward":
+                    loss.backward()
+                else:
+                    optimizer.step()
+                timer = time.perf_counter() - begin
+            events = {event.key: event for event in profiler.key_averages()}
+            own = {k: e.self_cpu_time_total for k, e in events.items() if k.startswith("aten::")}
+            total = sum(own.values())
+            top = sorted(own, key=lambda key: -own[key])[:3]
+            row = {
+                "context": context,
+                "phase": phase,
+                "timer_ms": 1e3 * timer,
+                "operators_ms": total / 1e3,
+                "top_operators": ", ".join(f"{k[6:]} x {events[k].count}" for k in top),
+                "matrix_products": sum(own.get(f"aten::{k}", 0) for k in ("mm", "bmm", "addmm"))
+                / total,
+            }
+            if phase == "forward":
+                within = {k: events[k].cpu_time_total for k in ("scores", "softmax", "mix")}
+                row["attention_products"] = (within["scores"] + within["mix"]) / total
+                row["softmax"] = within["softmax"] / total
+            else:
+                row["attention_products"] = own.get("aten::bmm", 0) / total
+                row["softmax"] = own.get("aten::_softmax_backward_data", 0) / total
+            rows.append(row)
+    return rows
+
+
+def layers() -> list[Row]:
+    """Live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
+    from llmsys_suite.stages import memory
+
+    rows = []
+    for context in (128, 256, 512):
+        found = memory.profile("2.7B", context)
+        row = {"context": context} | found["peaks"]
+        if context == 512:
+            row["drawn"] = {
+                "inference": _thin(found["drawn"]["inference_timeline"]),
+                "training": _thin(found["drawn"]["training_timeline"]),
+            }
+            row["largest"] = found["drawn"]["largest"][:5]
+        rows.append(row)
+    return rows
+
+
+def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:
+    stride = max(1, len(timeline) // points)
+    parts = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
+    return [
+        (phase, round(live / 1024, 3))
+        for phase, live in (max(p, key=lambda x: x[1]) for p in parts)
+    ]
+
+
+def attention_memory() -> list[Row]:
+    """Plain attention, batch 8, one head, float32: bytes held before the backward pass."""
+    from llmsys_suite.live_memory import LiveMemory
+    from llmsys_suite.model import plain_attention
+
+    rows = []
+    for seq in (256, 1024, 4096, 8192, 16384):
+        for width in (16, 128):
+            with torch.device("meta"):
+                q, k, v = (torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3))
+            memory = LiveMemory()
+            memory.add((q, k, v), "inputs")
+            with memory:
+                out = plain_attention(q, k, v, is_causal=True)
+                held = memory.live_bytes
+                out.sum().backward()
+            rows.append(
+                {
+                    "seq": seq,
+                    "head_dim": width,
+                    "held_before_backward_mib": held / 2**20,
+                    "peak_mib": memory.peak_bytes / 2**20,
+                    "score_matrices_at_peak": round(memory.peak_bytes / (8 * seq * seq * 4), 2),
+                }
+            )
+    return rows
+
+
+def attention_time() -> list[Row]:
+    """100 forward and 100 backward passes, batch 8, one head: plain, compiled, SDPA, flashattn2."""
+    from flashattn2 import flash_attention
+    from llmsys_suite.model import plain_attention
+
+    compiled = torch.compile(plain_attention)
+    ways: dict[str, Callable[..., Tensor]] = {
+        "plain": plain_attention,
+        "compiled": compiled,
+        "SDPA": F.scaled_dot_product_attention,
+        "flashattn2": flash_attention,
+    }
+    rows = []
+    for seq, passes in ((256, 100), (512, 100), (1024, 20)):
+        for width in (16, 64):
+            inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
+            seconds: dict[str, list[float]] = {}
+            for way, call in ways.items():
+                call(*inputs, is_causal=True).sum().backward()
+                forward = backward = 0.0
+                for _ in range(passes):
+                    begin = time.process_time()
+                    out = call(*inputs, is_causal=True).sum()
+                    between = time.process_time()
+                    out.backward()
+                    forward += between - begin
+                    backward += time.process_time() - between
+                seconds[way] = [forward / passes, backward / passes]
+            for way, (forward, backward) in seconds.items():
+                rows.append(
+                    {
+                        "seq": seq,
+                        "head_dim": width,
+                        "attention": way,
+                        "passes": passes,
+                        "forward_ms": 1e3 * forward,
+                        "backward_ms": 1e3 * backward,
+                    }
+                )
+    return rows
+
+
+def model_compiled() -> list[Row]:
+    """The tiny model plain and compiled: forward, and the whole step, taking turns."""
+    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+
+    model = Decoder(ModelConfig.named("tiny"), plain_attention)
+    tokens = torch.randint(256, (4, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = {"plain": model.loss, "compiled": torch.compile(model.loss)}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
+    first: dict[str, float] = {}
+    for turn in range(21):
+        for name, loss_of in losses.items():
+            begin = time.process_time()
+            loss = loss_of(tokens, tokens)
+            between = time.process_time()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            end = time.process_time()
+            if turn:
+                times[name].append((between - begin, end - begin))
+            else:
+                first[name] = end - begin
+    return [
+        {
+            "model": name,
+            "first_step_s": first[name],
+            "forward_ms": 1e3 * statistics.median(pair[0] for pair in pairs),
+            "step_ms": 1e3 * statistics.median(pair[1] for pair in pairs),
+        }
+        for name, pairs in times.items()
+    ]
+
+
+def checkpointing() -> list[Row]:
+    """A step with and without activation checkpointing, taking turns, and its live bytes."""
+    from dataclasses import replace
+
+    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    from llmsys_suite.stages.memory import training
+
+    rows = []
+    for size, turns in (("tiny", 15), ("small", 4)):
+        config = ModelConfig.named(size)
+        tokens = torch.randint(256, (4, 128))
+        models = {}
+        for kept in (False, True):
+            torch.manual_seed(0)
+            models[kept] = Decoder(replace(config, checkpoint=kept), plain_attention)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(turns):
+            for kept, model in models.items():
+                begin = time.process_time()
+                model.loss(tokens, tokens).backward()
+                times[kept].append(time.process_time() - begin)
+                model.zero_grad()
+        ratios = [b / a for a, b in zip(times[False], times[True], strict=True)][1:]
+        for kept in (False, True):
+            rows.append(
+                {
+                    "size": size,
+                    "checkpointed": kept,
+                    "forward_backward_ms": 1e3 * statistics.median(times[kept]),
+                    "time_ratio": statistics.median(ratios) if kept else 1.0,
+                    "peak_mib": training(models[kept].config).peak_bytes / 2**20,
+                }
+            )
+    return rows
+
+
+EPOCH = """
+import json, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from ddp import DDP
+from llmsys_suite.data import load_corpus
+from llmsys_suite.model import Decoder, ModelConfig
+from zero import FSDP
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+corpus, context, rows = load_corpus(Path(sys.argv[2])), 64, 8
+torch.manual_seed(0)
+model = Decoder(ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=context))
+ways = {"ddp": DDP, "fsdp": FSDP, "torch ddp": torch.nn.parallel.DistributedDataParallel}
+if sys.argv[1] == "torch fsdp2":
+    from torch.distributed.fsdp import fully_shard
+    wrapped = fully_shard(model)
+else:
+    wrapped = ways[sys.argv[1]](model)
+optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+windows = torch.arange(0, len(corpus.train) - context - 1, context)
+order = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
+order = order[: len(order) // rows * rows]
+dist.barrier()
+begin = time.perf_counter()
+for batch in order.split(rows):
+    mine = batch[rank * rows // world : (rank + 1) * rows // world]
+    text = torch.stack([corpus.train[i : i + context + 1] for i in mine.tolist()]).long()
+    logits = wrapped(text[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    if hasattr(wrapped, "finish_gradient_synchronization"):
+        wrapped.finish_gradient_synchronization()
+    optimizer.step(); optimizer.zero_grad()
+dist.barrier()
+seconds, total = time.perf_counter() - begin, loss.detach().clone()
+dist.all_reduce(total)
+if rank == 0:
+    print(json.dumps({"steps": len(order) // rows, "tokens": len(order) * context,
+                      "epoch_s": seconds, "last_loss": float(total / world)}))
+dist.destroy_process_group()
+"""
+
+
+def epoch() -> list[Row]:
+    """Every window of a text once, on two ranks: ours and torch's own."""
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        text, program = Path(scratch) / "text", Path(scratch) / "epoch.py"
+        text.mkdir()
+        text.joinpath("argparse.txt").write_bytes(Path(argparse.__file__).read_bytes())
+        program.write_text(EPOCH)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        for way in ("ddp", "torch ddp", "fsdp", "torch fsdp2"):
+            done = subprocess.run(
+                [*launch, "--nproc-per-node", "2", str(program), way, str(text)],
+                check=True, capture_output=True, text=True,
+            )  # fmt: skip
+            found = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+            rows.append({"trained_with": way, "ranks": 2} | json.loads(found))
+    return rows
+
+
+def rates() -> list[Row]:
+    """The best learning rate by batch size: linear regression and a network, SGD and Adam."""
+    from scaling import sweep_learning_rate
+    from scaling.sweeps.batch_size import SETTINGS
+
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    few = (1, 2, 4, 8, 16, 32, 64)
+    long = {"batch_sizes": sizes, "seeds": 12, "steps": 100}
+    asked: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
+        ("linear", "sgd", 0.0, {"batch_sizes": sizes}),
+        ("linear", "sgd", 8.0, {"batch_sizes": sizes}),
+        ("linear", "adam", 8.0, {"batch_sizes": sizes, "seeds": 32}),
+        ("linear", "adam", 0.0, {"batch_sizes": sizes, "seeds": 32, "rates": _grid(0.02, 1.5, 31)}),
+        ("linear", "adam", 8.0, long | {"rates": _grid(0.004, 0.4, 21)}),
+        ("linear", "adam", 0.0, long | {"rates": _grid(0.01, 0.5, 21)}),
+        ("mlp", "sgd", 0.0, {"batch_sizes": few, "seeds": 4}),
+        ("mlp", "adam", 0.0, {"batch_sizes": few, "seeds": 4}),
+    )
+    rows = []
+    for task, optimizer, noise, options in asked:
+        with warnings.catch_warnings(record=True) as doubts:
+            warnings.simplefilter("always")
+            sweep = sweep_learning_rate(task, optimizer, noise=noise, **options)  # type: ignore[arg-type]
+        best = sweep.best_rates
+        steps = options.get("steps", SETTINGS[task, optimizer].steps)  # type: ignore[index]
+        row: Row = {"task": task, "optimizer": optimizer, "label_noise": noise, "steps": steps}
+        for size, rate in zip(sweep.batch_sizes, best, strict=True):
+            row[f"batch_{int(size)}"] = None if math.isnan(rate) else round(float(rate), 5)
+        row["doubts"] = len(doubts)
+        row["slope_to_16"] = math.log(best[4] / best[0]) / math.log(16)
+        rows.append(row)
+    return rows
+
+
+def _grid(low: float, high: float, count: int) -> list[float]:
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+
+
+def digits() -> list[Row]:
+    """A trained classifier of 8 x 8 digits: its weights, its sensitivity, and its bits."""
+    import tinyml
+
+    model, images, labels, held = _trained_digits()
+    batch = [(images[held], labels[held])]
+
+    def right(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(1) == targets).float().mean()
+
+    def accuracy(compressed: nn.Module) -> float:
+        with torch.no_grad():
+            return float(right(compressed(images[held]), labels[held]))
+
+    rows: list[Row] = [{"case": "dense", "accuracy": accuracy(model)}]
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            weight = layer.weight.detach().flatten()
+            scaled = (weight / weight.std()).clamp(-4, 4)
+            counts = torch.histc(scaled, bins=33, min=-4, max=4) / len(weight)
+            rows.append(
+                {
+                    "case": "histogram",
+                    "layer": name,
+                    "weights": len(weight),
+                    "std": float(weight.std()),
+                    "within_half_std": float((weight.abs() < 0.5 * weight.std()).float().mean()),
+                    "shares": [round(share, 4) for share in counts.tolist()],
+                }
+            )
+    amounts = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+    scan = tinyml.sensitivity(model, batch, right, amounts=amounts)
+    for name, values in scan.values.items():
+        rows.append({"case": "sensitivity", "layer": name} | {str(k): v for k, v in values.items()})
+    for bits in (8, 6, 4, 3, 2):
+        palette, linear = tinyml.kmeans_quantize(model, bits), tinyml.quantize(model, bits)
+        rows.append(
+            {
+                "case": "bits",
+                "bits": bits,
+                "kmeans_accuracy": accuracy(palette),
+                "linear_accuracy": accuracy(linear),
+                "kmeans_error": _distance(model, palette),
+                "linear_error": _distance(model, linear),
+                "kmeans_bytes": tinyml.size_of(palette).bytes,
+                "linear_bytes": tinyml.size_of(linear).bytes,
+            }
+        )
+    return rows + list(_channels(model, images[held][:64], accuracy))
+
+
+def _distance(model: nn.Module, compressed: nn.Module) -> float:
+    """Root mean square change of the weights, in units of their own."""
+    change = square = 0.0
+    for one, other in zip(_weights(model), _weights(compressed), strict=True):
+        change += float((one - other).square().sum())
+        square += float(one.square().sum())
+    return math.sqrt(change / square)
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [
+        layer.weight.detach()
+        for layer in model.modules()
+        if isinstance(layer, nn.Conv2d | nn.Linear)
+    ]
+
+
+def _channels(
+    model: nn.Module, images: Tensor, accuracy: Callable[[nn.Module], float]
+) -> Iterator[Row]:
+    import tinyml
+    from torch.utils.flop_counter import FlopCounterMode
+
+    smaller = {0.0: model, 0.3: tinyml.prune_channels(model, 0.3, images[:1])}
+    times: dict[float, list[float]] = {share: [] for share in smaller}
+    with torch.no_grad():
+        for _ in range(200):
+            for share, network in smaller.items():
+                begin = time.process_time()
+                network(images)
+                times[share].append(time.process_time() - begin)
+        for share, network in smaller.items():
+            with FlopCounterMode(display=False) as counter:
+                network(images[:1])
+            yield {
+                "case": "channels",
+                "removed": share,
+                "macs": counter.get_total_flops() // 2,
+                "parameters": sum(p.numel() for p in network.parameters()),
+                "accuracy_untuned": accuracy(network),
+                "time_ms": 1e3 * statistics.median(times[share]),
+            }
+
+
+def _trained_digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    pixels, classes = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(classes).long()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, held = order[:1437], order[1437:]
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64 * 4, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    for _ in range(12):
+        for part in train[torch.randperm(len(train))].split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[part]), labels[part]).backward()
+            optimizer.step()
+    return model.eval(), images, labels, held
+
+
+def prompt_overfits() -> list[Row]:
+    """A frozen decoder and a prompt that learns four answers by heart: loss on them, on others."""
+    from llmsys_suite.model import Decoder, ModelConfig
+    from tinyml import SoftPrompt
+
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=32, d_ff=96, num_layers=2, num_heads=2, context=96, vocabulary=16)
+    model = Decoder(config).requires_grad_(False)
+    seen, unseen = torch.randint(16, (4, 12)), torch.randint(16, (256, 12))
+    answers = torch.arange(12) >= 8
+    rows = []
+    for length in (5, 40):
+        torch.manual_seed(0)
+        prompt = SoftPrompt(length, 32)
+        optimizer = torch.optim.Adam(prompt.parameters(), lr=0.05)
+
+        def loss(tokens: Tensor, prompt: SoftPrompt = prompt) -> Tensor:
+            stream = prompt(model.embedding(tokens))
+            rope = model.rope[:, : stream.shape[1]]
+            for block in model.blocks:
+                stream = block(stream, rope)
+            logits = model.head(model.norm(stream))
+            targets = prompt.targets(tokens, answers.expand(len(tokens), -1))
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        for step in range(1501):
+            value = loss(seen)
+            if step in (0, 150, 1500):
+                with torch.no_grad():
+                    others = float(loss(unseen))
+                rows.append(
+                    {
+                        "prompt_vectors": length,
+                        "step": step,
+                        "loss_of_4_seen": float(value.detach()),
+                        "loss_of_256_others": others,
+                    }
+                )
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    return rows
+
+
+def sharding() -> list[Row]:
+    """One rank's bytes of the xl model on two ranks, batch 4, context 128: predicted on meta."""
+    from llmsys_suite.model import Decoder, ModelConfig
+    from zero import FSDP, ShardedOptimizer, memory_report
+
+    config = ModelConfig.named("xl", vocabulary=10_000, context=128)
+
+    def replicated(group: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Decoder(config)
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def sharded(group: Any, gradients: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Decoder(config)
+        return model, ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, group=group, shard_gradients=gradients
+        )
+
+    def fully(group: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = FSDP(Decoder(config), group=group)
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def loss(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(4, 128, dtype=torch.long)
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    rows = []
+    for way, build in (
+        ("AdamW, replicated", replicated),
+        ("ShardedOptimizer", lambda group: sharded(group, False)),
+        ("shard_gradients=True", lambda group: sharded(group, True)),
+        ("FSDP", fully),
+    ):
+        report = memory_report(build, loss, world=2)
+        row: Row = {"way": way}
+        for moment in report.predicted:
+            row[f"{moment.name.replace(' ', '_')}_gib"] = moment.total / 2**30
+        rows.append(row | {"peak_gib": report.predicted_peak / 2**30})
+    return rows
+
+
+def isoflop(data: Path) -> list[Row]:
+    """The optimum of each budget and what the line through them says of 1e23 and 1e24."""
+    import scaling
+
+    runs = scaling.load_runs(data / "isoflops_curves.json")
+    rows: list[Row] = []
+    for label, options in (
+        ("a parabola each", {"degree": 2}),
+        ("all skewed alike", {}),
+        ("best run of each", {"method": "minimum"}),
+    ):
+        with warnings.catch_warnings(record=True) as doubts:
+            warnings.simplefilter("always")
+            fit = scaling.fit_isoflop(runs, **options)
+        if not rows:
+            for valley in fit.valleys:
+                rows.append(_optimum("valley", valley.compute, valley))
+        for compute in (1e23, 1e24):
+            rows.append(_optimum(label, compute, fit.optimal(compute)) | {"warnings": len(doubts)})
+    return rows
+
+
+def _optimum(label: str, compute: float, best: Any) -> Row:
+    return {
+        "fit": label,
+        "compute": float(f"{compute:.6g}"),
+        "parameters": float(best.parameters),
+        "tokens": float(best.tokens),
+        "six_n_d_over_c": 6 * float(best.parameters) * float(best.tokens) / compute,
+    }
+
+
+def parametric(data: Path) -> list[Row]:
+    """The law through the points read off Chinchilla's figure 4, by two losses."""
+    import scaling
+
+    runs = scaling.load_runs(data / "chinchilla_svg_extracted_data.csv").without_highest(5)
+    rows = []
+    for loss in ("huber", "lad"):
+        law = scaling.fit_parametric(runs, loss=loss).law
+        rows.append(
+            {"loss": loss, "E": law.E, "A": law.A, "B": law.B, "alpha": law.alpha, "beta": law.beta}
+        )
+    return rows
+
+
+def run() -> list[Row]:
+    """`llmsys run` as it stands: what each stage took, and what it found, in short."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, "-m", "llmsys_suite", "run", "--out", str(folder)]
+        subprocess.run(command, check=False, capture_output=True)
+        stages = json.loads((folder / "summary.json").read_text())["stages"]
+    losses = stages["train"]["losses"]["single process"]
+    plan, audit = stages["plan"], stages["audit"]
+    found = {
+        "plan": f"{plan['parameters']:,} parameters",
+        "train": f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps",
+        "audit": f"{audit['checks'] - len(audit['red'])} of {audit['checks']} checks passed",
+    }
+    return [
+        {"stage": name, "seconds": round(result["stage_seconds"], 1), "found": found.get(name, "")}
+        for name, result in stages.items()
+        if "stage_seconds" in result
+    ]
+
+
+NEED_DATA = ("isoflop", "parametric")
+CASES: dict[str, Callable[..., list[Row]]] = {
+    case.__name__: case
+    for case in (
+        warmup, precision, kernels, layers, attention_memory, attention_time, model_compiled,
+        checkpointing, epoch, rates, digits, prompt_overfits, sharding, isoflop, parametric, run,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

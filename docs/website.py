@@ -1,0 +1,168 @@
+"""Make one site of all pages: with search, a page of every public name, and the files they link to.
+
+    make site        or, where sphinx, myst-parser and furo are installed, python docs/website.py
+
+It lies in docs/_site and opens from disk. Pages are copied into a folder of their own first, since
+a site has one root: a link to a package's folder becomes one to its README, and a link to a file of
+code one to a page that shows it. A link that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SITE = DOCS / "_site"
+PACKAGES = (
+    "accounting", "flashattn2", "collectives", "ddp", "zero", "paramserver", "scaling", "interp",
+    "tinyml", "llmsys-suite",
+)  # fmt: skip
+GUIDES = (
+    "architecture", "choosing", "scaling_out", "answers", "numerics", "benchmarking", "guarantees",
+    "contributing", "changelog",
+)  # fmt: skip
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+SETTINGS: dict[str, Any] = {
+    "project": "llmsys",
+    "extensions": ["myst_parser", "sphinx.ext.autodoc"],
+    "myst_heading_anchors": 4,
+    "html_theme": "furo",
+    "html_title": "llmsys",
+    "html_show_copyright": False,
+    "html_copy_source": False,
+    "default_role": "code",
+    "autodoc_member_order": "bysource",
+    "autodoc_typehints": "signature",
+    # A docstring's layout is for people at a prompt: what reST would make of it is no fault.
+    "suppress_warnings": ["docutils", "myst.header", "misc.highlighting_failure", "autodoc"],
+    "exclude_patterns": [],
+}
+
+
+def main() -> int:
+    """Stage, then build; the number of warnings is the status."""
+    from sphinx.application import Sphinx
+
+    shutil.rmtree(SITE, ignore_errors=True)
+    source = SITE / "_source"
+    stage(source)
+    app = Sphinx(
+        str(source), None, str(SITE), str(SITE / "_trees"), "html", SETTINGS, status=None,
+        warning=sys.stderr,
+    )  # fmt: skip
+    app.build(force_all=True)
+    shutil.rmtree(source)
+    shutil.rmtree(SITE / "_trees")
+    print(SITE / "index.html")
+    return int(app.statuscode)
+
+
+def stage(folder: Path) -> None:
+    """Copy every page to where the site has it, its links rewritten."""
+    pages = places()
+    shown: set[Path] = set()
+    for page, place in pages.items():
+        text = LINK.sub(lambda m, page=page, place=place: _link(m, page, place, pages, shown),
+                        page.read_text())  # fmt: skip
+        if place == "index.md":
+            text += _contents()
+        _write(folder / place, text)
+    for path in sorted(shown):
+        _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _file(path))
+    for name in PACKAGES:
+        _write(folder / "api" / f"{name}.md", _api(name))
+    _write(folder / "results" / "index.md", _results())
+    for picture in [*DOCS.glob("answers/pictures/*.svg"), *DOCS.glob("results/*.png")]:
+        target = folder / picture.relative_to(DOCS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, target)
+
+
+def places() -> dict[Path, str]:
+    """Where the site has each page of the repository."""
+    found = {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "index.md"}
+    found |= {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    found |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
+    return found | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
+
+
+def _link(match: re.Match[str], page: Path, place: str, pages: Any, shown: set[Path]) -> str:
+    target = (page.parent / match[1]).resolve()
+    if not target.exists():
+        raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {match[1]}, which is not there")
+    if target == DOCS / "results":
+        reached = "results/index.md"
+    elif target in pages:
+        reached = pages[target]
+    elif target / "README.md" in pages:
+        reached = pages[target / "README.md"]
+    elif target.suffix in (".svg", ".png"):
+        reached = str(target.relative_to(DOCS))
+    else:
+        shown.add(target)
+        reached = f"files/{target.relative_to(ROOT)}.md"
+    up = "../" * place.count("/")
+    return f"]({up}{reached}{match[2] or ''})"
+
+
+def _file(path: Path) -> str:
+    """A page that shows one file."""
+    language = {".py": "python", ".toml": "toml", ".md": "markdown"}.get(path.suffix, "text")
+    return f"# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
+
+
+def _api(name: str) -> str:
+    """Every public name with its docstring, in the order of the package's `__all__`."""
+    module = importlib.import_module(name.replace("-", "_"))
+    lines = [f"# {name}: public names", "", "```{eval-rst}"]
+    for public in module.__all__:
+        thing = getattr(module, public)
+        where = f"{module.__name__}.{public}"
+        if inspect.isclass(thing):
+            lines += [f".. autoclass:: {where}", "   :members:", "   :show-inheritance:", ""]
+        elif inspect.isroutine(thing):
+            lines += [f".. autofunction:: {where}", ""]
+        elif inspect.ismodule(thing):
+            lines += [f".. automodule:: {thing.__name__}", "   :members:", ""]
+        else:
+            lines += [f".. py:data:: {where}", f"   :type: {type(thing).__name__}", ""]
+    return "\n".join([*lines, "```", ""])
+
+
+def _results() -> str:
+    names = sorted(path.stem for path in DOCS.glob("results/*.md"))
+    return "# Results\n\nAll rows, by package.\n\n" + _tree(names)
+
+
+def _contents() -> str:
+    """The site's tree, below the first page."""
+    return "\n".join(
+        [
+            "\n",
+            _tree(["getting_started", *GUIDES, "results/index"], "Guides"),
+            _tree([f"packages/{name}" for name in PACKAGES], "Packages"),
+            _tree([f"api/{name}" for name in PACKAGES], "Public names"),
+            _tree(["files/**"], "Files to read", ":glob:"),
+        ]
+    )
+
+
+def _tree(names: list[str], caption: str = "", *options: str) -> str:
+    head = [f":caption: {caption}", ":hidden:"] if caption else []
+    return "\n".join(["```{toctree}", *head, ":maxdepth: 1", *options, "", *names, "```", ""])
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Judges from outside; each in an environment of its own, since their pins contradict each other.
+
+uv venv lens && uv pip install --python lens/bin/python transformer-lens pytest safetensors
+PYTHONPATH=src lens/bin/python -m pytest -m exhaustive --noconftest tests/test_oracles.py
+"""
+
+import itertools
+
+import pytest
+import torch
+from interp import LowRank, composition_scores, detect_heads, patch, record
+from interp.patching import attribution_patching
+from torch import nn
+
+pytestmark = pytest.mark.exhaustive
+
+
+def small_llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="models of each family")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_factored_matrices_and_composition_are_transformer_lens_s() -> None:
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens.FactoredMatrix import FactoredMatrix
+    from transformer_lens.utilities.matrix import composition_scores as theirs
+
+    torch.manual_seed(0)
+    ov, qk = (LowRank(torch.randn(3, 4, 10, 3), torch.randn(3, 4, 3, 10)) for _ in range(2))
+    # Rows there, columns here.
+    their_ov, their_qk = FactoredMatrix(ov.b.mT, ov.a.mT), FactoredMatrix(qk.a, qk.b)
+    torch.testing.assert_close(their_ov.norm(), ov.norm())
+    torch.testing.assert_close(their_ov.svd()[1], ov.svd()[1])
+    ours, other = ov.eigenvalues(), their_ov.eigenvalues
+    torch.testing.assert_close(ours.abs().sort(-1)[0], other.abs().sort(-1)[0])
+    later = torch.ones(3, 3).triu(1)[:, None, :, None]
+    for kind, reader in (("q", their_qk), ("k", their_qk.T), ("v", their_ov)):
+        expected = theirs(their_ov, reader) * later
+        torch.testing.assert_close(composition_scores(ov, qk, kind=kind), expected)
+
+
+def test_kinds_of_heads_are_transformer_lens_s() -> None:
+    pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
+    from transformer_lens import head_detector as theirs
+
+    torch.manual_seed(0)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 3, 1, 4]])
+    future = torch.ones(8, 8).triu(1).bool()
+    pattern = torch.randn(1, 5, 8, 8).masked_fill(future, float("-inf")).softmax(-1)
+    found = detect_heads([pattern], tokens)
+    masks = {
+        "previous": theirs.get_previous_token_head_detection_pattern(tokens),
+        "duplicate": theirs.get_duplicate_token_head_detection_pattern(tokens),
+        "induction": theirs.get_induction_head_detection_pattern(tokens),
+    }
+    for kind, mask in masks.items():
+        # Theirs divides what is on the mask by all attention, ours by the queries that have a key.
+        queries = mask.bool().any(-1).sum()
+        for head in range(5):
+            share = theirs.compute_head_attention_similarity_score(
+                pattern[0, head], mask, exclude_bos=False, exclude_current_token=False,
+                error_measure="mul",
+            )  # fmt: skip
+            expected = share * 8 / queries
+            assert found.scores[kind][0, head].item() == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_records_and_patches_are_nnsight_s() -> None:
+    nnsight = pytest.importorskip("nnsight", reason="tried with nnsight 0.8.1")
+    model = small_llama()
+    traced = nnsight.NNsight(model)
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    with traced.trace(tokens):
+        theirs = traced.model.layers[0].self_attn.output[0].save()
+    with torch.no_grad(), record(model, "model.layers.0.self_attn") as seen:
+        model(tokens)
+    torch.testing.assert_close(seen["model.layers.0.self_attn"], theirs.detach())
+    with traced.trace(tokens):
+        traced.model.layers[0].mlp.output[:] = 0
+        logits = traced.lm_head.output.save()
+    with torch.no_grad(), patch(model, {"model.layers.0.mlp": torch.zeros_like}):
+        ours = model(tokens).logits
+    torch.testing.assert_close(ours, logits.detach())
+
+
+def test_attribution_patching_is_captum_s_gradient_times_activation() -> None:
+    captum = pytest.importorskip("captum.attr", reason="tried with captum 0.9.0")
+    torch.manual_seed(0)
+    model = nn.Sequential(*itertools.chain.from_iterable(
+        (nn.Linear(6, 6, bias=False), nn.Tanh()) for _ in range(3)
+    )).double()  # fmt: skip
+    x = torch.randn(1, 4, 6, dtype=torch.float64)
+    for layer in (0, 2, 3):
+        theirs = captum.LayerGradientXActivation(
+            lambda x: model(x).flatten(1).sum(-1), model[layer]
+        ).attribute(x)
+        # A clean run of zeros has activations of zero: the change is minus the activation.
+        ours = attribution_patching(model, [str(layer)], 0 * x, x, lambda out: out.sum())
+        torch.testing.assert_close(ours[str(layer)], -theirs.sum(-1))

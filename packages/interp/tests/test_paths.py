@@ -1,0 +1,235 @@
+"""Edges of a decoder: exact ones against a plain forward each, estimates against exact ones."""
+
+import itertools
+
+import pytest
+import torch
+from interp import AttentionOnly, Decoder, describe, induction_circuit, record
+from interp.patching import (
+    Node,
+    attribute_parts,
+    edge_attribution,
+    logit_difference,
+    patch_edges,
+    patch_parts,
+)
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+
+SIZES = {
+    "vocab_size": 29, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = ("GPT2", "Llama", "Gemma2", "GPTNeoX", "Mixtral")
+CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
+CORRUPTED = torch.tensor([[1, 2, 9, 4, 11, 7]])
+
+
+def random_decoder(family: str, size: float = 0.3) -> Decoder:
+    sizes = {
+        k: v
+        for k, v in SIZES.items()
+        if family != "GPTNeoX" or k not in ("num_key_value_heads", "head_dim")
+    }
+    if family == "GPT2":
+        sizes = {"vocab_size": 29, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_positions": 9}
+        sizes |= {"bos_token_id": None, "eos_token_id": None}
+    if family == "Gemma2":
+        sizes["sliding_window"] = 3
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(
+        transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    )(config)
+    model = model.double().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * size)
+    return describe(model)
+
+
+def metric_of(decoder: Decoder):
+    return logit_difference(decoder.norm, decoder.unembed, 5, 8)
+
+
+def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
+    """The edge's effect from a forward pass written out, with nothing patched."""
+    runs = []
+    for tokens in (CLEAN, CORRUPTED):
+        with record(
+            decoder, "**", "blocks.*.attention.o:input", "blocks.0:input", "norm:input"
+        ) as seen:
+            decoder(tokens)
+        runs.append(seen)
+    clean, corrupted = runs
+    at = f"blocks.{sender.layer}."
+    if sender.kind == "embed":
+        change = clean["blocks.0:input"] - corrupted["blocks.0:input"]
+    elif sender.kind == "mlp":
+        change = clean[at + "mlp_out"] - corrupted[at + "mlp_out"]
+    else:
+        block = decoder.layers[sender.layer]
+        z = corrupted[at + "attention.o:input"].clone()
+        mine = slice(
+            sender.head * block.attention.d_head, (sender.head + 1) * block.attention.d_head
+        )
+        z[..., mine] = clean[at + "attention.o:input"][..., mine]
+        change = block.attention_out(block.attention.o(z)) - corrupted[at + "attention_out"]
+    x = corrupted["blocks.0:input"]
+    for i, block in enumerate(decoder.layers):
+        a = block.attention
+        reads = {part: block.norm1(x) for part in "qkv"}
+        said = {part: getattr(a, part)(reads[part]) for part in "qkv"}
+        if receiver.kind in said and receiver.layer == i:
+            mine = slice(receiver.head * a.d_head, (receiver.head + 1) * a.d_head)
+            other = getattr(a, receiver.kind)(block.norm1(x + change))
+            said[receiver.kind] = said[receiver.kind].clone()
+            said[receiver.kind][..., mine] = other[..., mine]
+        pattern = a.scores(said["q"], said["k"]).softmax(-1)
+        v = said["v"].unflatten(-1, (a.kv_heads, -1)).transpose(1, 2)
+        v = v.repeat_interleave(a.heads // a.kv_heads, 1)
+        attended = x + block.attention_out(a.o((pattern @ v).transpose(1, 2).flatten(2)))
+        read = x if block.parallel else attended
+        read = read + change if receiver.kind == "mlp" and receiver.layer == i else read
+        x = attended + block.mlp_out(block.mlp(block.norm2(read)))
+    metric = metric_of(decoder)
+    base = metric(x if receiver.kind == "final" else corrupted["norm:input"])
+    return (metric(x + change if receiver.kind == "final" else x) - base).item()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_edge_equals_a_forward_pass_written_out(family: str) -> None:
+    decoder = random_decoder(family)
+    edges = patch_edges(decoder, CLEAN, CORRUPTED, metric_of(decoder), batch=5)
+    layers, heads = len(decoder.layers), decoder.layers[0].attention.heads
+    assert len(edges.senders) == 1 + layers * (heads + 1)
+    for (s, sender), (r, receiver) in itertools.product(
+        enumerate(edges.senders), enumerate(edges.receivers)
+    ):
+        if edges.exists[s, r] and (s + r) % 3 == 0:  # a third of them, all kinds
+            expected = by_hand(decoder, sender, receiver)
+            assert edges.values[s, r].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    first_q, last_mlp = Node("q", 0, 0), Node("mlp", layers - 1)
+    exists = {
+        (a, b): edges.exists[i, j]
+        for i, a in enumerate(edges.senders)
+        for j, b in enumerate(edges.receivers)
+    }
+    assert exists[Node("embed"), first_q]
+    assert not exists[Node("head", 0, 0), first_q]
+    assert not exists[last_mlp, last_mlp]
+    assert bool(exists[Node("head", 0, 0), Node("mlp", 0)]) != decoder.settings.parallel
+    some = patch_edges(
+        decoder, CLEAN, CORRUPTED, metric_of(decoder),
+        senders=[Node("head", 0, 1)], receivers=[Node("k", 1, 0), Node("final")],
+    )  # fmt: skip
+    for j, receiver in enumerate(some.receivers):
+        s, r = edges.senders.index(Node("head", 0, 1)), edges.receivers.index(receiver)
+        torch.testing.assert_close(some.values[0, j], edges.values[s, r])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_estimates_of_edges_and_parts_err_by_second_order(family: str, corrected: bool) -> None:
+    decoder = random_decoder(family)
+    metric = metric_of(decoder)
+    table = decoder.embed.weight
+    step = torch.randn(2, table.shape[1], dtype=torch.float64)
+    errors = []
+    for size in (1e-2, 1e-3):  # the tokens that differ have embeddings this far apart
+        table[[9, 11]] = table[[3, 2]] + size * step
+        edges = edge_attribution(decoder, CLEAN, CORRUPTED, metric, exact=True)
+        assert edges.values[edges.exists].abs().max() > size / 100
+        found = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=corrected)
+        largest = [edges.error.abs().max().item()]
+        for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v"),
+                           ("z", "attention.o:input"), ("mlp", "mlp_out")):  # fmt: skip
+            heads = found[part].shape[1]
+            scan = patch_parts(decoder, "blocks.*", site, CLEAN, CORRUPTED, metric, heads=heads)
+            largest.append((found[part] - (scan.values - scan.corrupted)).abs().max().item())
+        errors.append(largest)
+    for large, small in zip(*errors, strict=True):
+        assert small < large / 30
+
+
+def attention_only(layers: int, sharpness: float) -> Decoder:
+    torch.manual_seed(3)
+    model = AttentionOnly(vocabulary=12, context=6, d_model=8, layers=layers, heads=2).double()
+    for block in model.layers:
+        block.attention.q.weight.data *= sharpness
+    return model
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 3000.0])
+def test_corrected_estimates_are_exact_where_what_follows_the_softmax_is_linear(
+    sharpness: float,
+) -> None:
+    """A saturated softmax has no gradient: uncorrected estimates miss what it does."""
+    decoder = attention_only(1, sharpness)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v")):
+        scan = patch_parts(decoder, "blocks.*", site, CLEAN, CORRUPTED, metric, heads=2)
+        exact = scan.values - scan.corrupted
+        ours = attribute_parts(decoder, CLEAN, CORRUPTED, metric)[part]
+        torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
+        plain = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=False)[part]
+        if part != "v" and sharpness > 1:
+            assert (plain - exact).abs().max() > 0.5 * exact.abs().max()
+    two = attention_only(2, sharpness)
+    metric = logit_difference(None, two.unembed, 5, 8)
+    last = [
+        node for node in patch_edges(two, CLEAN, CORRUPTED, metric).receivers if node.layer == 1
+    ]
+    edges = edge_attribution(two, CLEAN, CORRUPTED, metric, receivers=last, exact=True)
+    assert edges.error.abs().max() < 1e-9 * edges.values.abs().max()
+
+
+def test_dropped_gradients_show_what_cancels() -> None:
+    """The second layer takes back what the first one writes: no effect, but two that cancel."""
+    model = AttentionOnly(vocabulary=12, context=6, d_model=8, layers=2, heads=1).double()
+    with torch.no_grad():
+        second = model.layers[1].attention
+        second.q.weight.zero_()  # one token: it looks at itself
+        second.v.weight.copy_(torch.eye(8))
+        second.o.weight.copy_(-torch.eye(8))
+    decoder = model
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    clean, corrupted = torch.tensor([[3]]), torch.tensor([[4]])
+    plain = attribute_parts(decoder, clean, corrupted, metric)["z"]
+    dropped = attribute_parts(decoder, clean, corrupted, metric, drop_gradients=True)["z"]
+    assert plain[0].abs().max() < 1e-12 < 1e-3 < dropped[0].max()
+    assert dropped.min() >= 0
+    torch.testing.assert_close(dropped[1], plain[1].abs())
+
+
+def test_k_composition_is_the_only_path_through_the_induction_circuit() -> None:
+    decoder = induction_circuit(dtype=torch.float64)
+    clean, corrupted = torch.tensor([[0, 1, 2, 3, 4, 1]]), torch.tensor([[0, 3, 2, 3, 4, 1]])
+    output = decoder.unembed.weight[2]  # 2 follows 1 in the clean run alone
+
+    def metric(stream: Tensor) -> Tensor:
+        return stream[:, -1] @ output
+
+    edges = patch_edges(decoder, clean, corrupted, metric, senders=[Node("head", 0, 0)])
+    heard = {str(b): value for _, b, value in edges.top(99) if abs(value) > 1e-12}
+    assert heard == {"k 1.0": pytest.approx(1.0)}
+    estimated = edge_attribution(decoder, clean, corrupted, metric, exact=True)
+    assert estimated.error[estimated.senders.index(Node("head", 0, 0))].abs().max() < 1e-12
+    # Not so from further away: what follows the keys' softmax is exact, not what precedes it.
+    assert estimated.error[0].abs().max() == pytest.approx(1.0)
+
+
+def test_edges_that_are_none_are_refused() -> None:
+    decoder = attention_only(1, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    with pytest.raises(ValueError, match=r"among the senders: embed, head 0\.0"):
+        patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
+    with pytest.raises(TypeError, match=r"not of a Linear: describe\(\) it"):
+        patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="ask for them with exact=True"):
+        edge_attribution(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
+    with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
+        attribute_parts(decoder, CLEAN, CORRUPTED[:, :3], metric)

@@ -1,0 +1,159 @@
+"""Long runs on disk, interventions while text is generated, and nothing that stays behind."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from interp import (
+    AttentionOnly,
+    at_positions,
+    open_records,
+    patch,
+    record,
+    record_patterns,
+    record_to,
+)
+from torch import Tensor
+
+SITES = ("blocks.*", "blocks.*.attention.o:input")
+
+
+@pytest.fixture
+def model() -> AttentionOnly:
+    torch.manual_seed(0)
+    return AttentionOnly(vocabulary=11, context=9, d_model=8, layers=2, heads=2)
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("chunk_mib", [64.0, 1e-4])
+def test_what_is_written_is_what_flows(
+    model: AttentionOnly, tmp_path: Path, chunk_mib: float
+) -> None:
+    batches = torch.randint(11, (5, 3, 9))
+    with record_to(tmp_path / "all", model, *SITES, chunk_mib=chunk_mib):
+        for tokens in batches:
+            model(tokens)
+    stored = open_records(tmp_path / "all")
+    files = list((tmp_path / "all").glob("*.safetensors"))
+    assert (len(files) == 1) == (chunk_mib > 1)
+    with record(model, *SITES) as seen:
+        model(batches.flatten(0, 1))
+    assert set(stored) == set(seen)
+    for site, tensor in seen.items():
+        torch.testing.assert_close(stored[site], tensor)
+        assert [len(x) for x in stored.calls(site)] == [3] * 5
+
+
+def test_some_heads_and_positions_in_half_precision(model: AttentionOnly, tmp_path: Path) -> None:
+    tokens = torch.randint(11, (3, 9))
+    site, select = SITES[1], lambda z: z[:, [-1, 2]].unflatten(-1, (2, 4))[..., [1], :]
+    with (
+        record_to(tmp_path, model, site, select=select, dtype=torch.bfloat16),
+        record(model, site) as seen,
+    ):
+        model(tokens)
+    stored = open_records(tmp_path)["blocks.1.attention.o:input"]
+    expected = seen["blocks.1.attention.o:input"].view(3, 9, 2, 4)[:, [-1, 2]][:, :, [1]]
+    assert stored.shape == (3, 2, 1, 4)
+    assert torch.equal(stored, expected.bfloat16())
+
+
+def test_runs_that_stop_and_folders_in_use_are_told(model: AttentionOnly, tmp_path: Path) -> None:
+    tokens = torch.randint(11, (3, 9))
+
+    def stopped() -> None:
+        with record_to(tmp_path / "a", model, "blocks.*", chunk_mib=0):
+            model(tokens)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stopped()
+    assert not list((tmp_path / "a").glob("*.part"))
+    assert hooks(model) == 0
+    with pytest.raises(FileNotFoundError, match="or the run was stopped"):
+        open_records(tmp_path / "a")
+    with (
+        pytest.raises(FileExistsError, match="give a new folder"),
+        record_to(tmp_path / "a", model, ""),
+    ):
+        pass
+    with (
+        pytest.raises(RuntimeError, match="gave nothing"),
+        record_to(tmp_path / "b", model, "embed"),
+    ):
+        pass
+    with record_to(tmp_path / "c", model, "embed"):
+        model(tokens), model(tokens[:, :4])
+    with pytest.raises(ValueError, match=r"take them from calls\(\)"):
+        open_records(tmp_path / "c")["embed"]
+    with pytest.raises(KeyError, match="was not recorded; recorded: embed"):
+        open_records(tmp_path / "c")["blocks.0"]
+
+
+def test_a_generator_that_is_closed_early_and_two_taps_at_once_leave_nothing(
+    model: AttentionOnly, tmp_path: Path
+) -> None:
+    tokens = torch.randint(11, (3, 9))
+
+    def layers() -> Iterator[Tensor]:
+        with (
+            record(model, "blocks.*") as seen,
+            patch(model, {"embed": torch.zeros_like}),
+            record_patterns(model),
+            record_to(tmp_path, model, "blocks.*"),
+        ):
+            model(tokens)
+            yield from seen.values()
+
+    generator = layers()
+    assert next(generator).shape == (3, 9, 8)
+    assert hooks(model) > 0
+    generator.close()
+    assert hooks(model) == 0
+    expected = model(tokens)
+    first, second = record(model, "blocks.0"), record(model, "blocks.*")
+    one = first.__enter__()
+    both = second.__enter__()
+    model(tokens)
+    first.__exit__(None, None, None)  # not in the order of entry
+    model(tokens[:1])
+    second.__exit__(None, None, None)
+    assert one["blocks.0"].shape[0] == 3
+    assert both["blocks.0"].shape[0] == 1
+    assert hooks(model) == 0
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_interventions_act_at_their_positions_while_text_is_generated(cached: bool) -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3, eos_token_id=None, bos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    prompt, site, push = torch.tensor([[1, 5, 7]]), "model.layers.0", 4 * torch.randn(12)
+    chosen = slice(4, 7)
+    with patch(model, {site: at_positions(chosen, lambda x: x + push, cached=cached)}):
+        ours = model.generate(prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
+    tokens = prompt  # by hand: the whole text again for every token
+
+    def pushed(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, chosen] += push
+        return x
+
+    for _ in range(6):
+        with patch(model, {site: pushed}):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(ours, tokens)
+    assert not torch.equal(ours, model.generate(prompt, max_new_tokens=6, do_sample=False))
+    for wrong in (slice(-2, None), [-1]):
+        with pytest.raises(ValueError, match="not known yet"):
+            at_positions(wrong, torch.zeros(12))

@@ -1,0 +1,353 @@
+"""One server as a pure function of what it is told: messages in, answers out.
+
+Notable:
+- no lock, no thread, no socket, no clock: `now` is an argument. `Server` drives it from threads,
+  `transport.zeromq` from one loop, and a test from a simulated network and clock that delays,
+  loses, doubles and reorders what it likes;
+- an answer of None means: not yet. Whoever drives it asks again when something has changed, and
+  calls `check` when `next_deadline` has passed;
+- with a journal, what an answer tells is written down before it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from paramserver.consistency import Consistency
+from paramserver.protocol.ledger import Ledger, Log, Push
+from paramserver.protocol.messages import Kind, Message, PeerLost
+from paramserver.protocol.replica import Replica
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A server holds the gradients of a push."""
+
+    push: Push
+    gradients: Tensor
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A server has followed these entries. `own`: it is the first, and has made them."""
+
+    log: Log
+    own: bool
+
+
+Record = Staged | Followed
+
+
+class Journal(Protocol):
+    """Where a server writes down what it will have to know after its death."""
+
+    def record(self, record: Record) -> None:
+        """Return when it is written."""
+
+
+class Core:
+    """The protocol of one server.
+
+    `elastic` lets workers join that were not there at the start, and come back. One that is lost or
+    silent fails the run, unless it may go on without (`survives`); then one that others have waited
+    for `drop_after` seconds is lost too, even if it is well.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        consistency: Consistency,
+        *,
+        workers: int,
+        timeout: float,
+        survives: bool,
+        elastic: bool,
+        drop_after: float | None = None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.replica = replica
+        self.ledger = Ledger(workers, consistency)
+        self.timeout, self._drop_after = timeout, drop_after
+        self.failure = ""
+        self.journal = journal
+        self._consistency, self._workers = consistency, workers
+        self._survives, self._elastic = survives, elastic
+        self._lost: dict[int, str] = {}
+        self._heard = dict.fromkeys(range(workers), 0.0)
+        self._waiting: dict[int, tuple[float, Message]] = {}
+
+    def handle(
+        self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
+    ) -> Message | None:
+        """Answer a request, with its data in `data` and those of the answer in `out`.
+
+        None if it has to wait. Raises what is wrong with it; then nothing has changed.
+        """
+        waited = self._waiting.pop(worker, None)
+        self._admit(worker, message)
+        self._heard[worker] = now
+        reply = self._answer(worker, message, data, out)
+        if reply is None:
+            since = waited[0] if waited and waited[1] == message else now
+            self._waiting[worker] = since, message
+        return reply
+
+    def check(self, now: float) -> list[tuple[int, Exception]]:
+        """Who waits for a worker that has been silent for too long, and what to tell them.
+
+        If the run goes on without such a worker nobody is told: it is lost, and waits may end.
+        """
+        told: list[tuple[int, Exception]] = []
+        for worker, (since, message) in list(self._waiting.items()):
+            silent = [w for w in self._waits_for(message) if self._deadline(w, since) <= now]
+            if not silent:
+                continue
+            state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
+            if self._survives:
+                for w in silent:
+                    self.lose(w, self._reason(w, now))
+                continue
+            where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
+            del self._waiting[worker]
+            error = TimeoutError(
+                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
+                "a step may take that long: raise `timeout` if one does"
+            )
+            told.append((worker, error))
+        return told
+
+    def next_deadline(self) -> float:
+        """When `check` will have something to do if nothing else happens."""
+        return min(
+            (
+                self._deadline(w, since)
+                for since, message in self._waiting.values()
+                for w in self._waits_for(message)
+            ),
+            default=float("inf"),
+        )
+
+    def lose(self, worker: int, reason: str) -> None:
+        """`worker` is gone without finishing."""
+        member = self.ledger.members.get(worker)
+        if member is None or not member.active:
+            return
+        message = f"worker {worker} is gone at clock {member.clock}: {reason}"
+        self._waiting.pop(worker, None)
+        if self._survives:
+            self._lost[worker] = message
+            self.ledger.leave(worker)  # followed with the next answer
+        else:
+            self.failure = self.failure or message
+
+    def restart(self, state: Mapping[str, Any]) -> None:
+        """Begin a new log with the parameters of `state`, at its version."""
+        self.replica.load_state_dict(state)
+        self.ledger = Ledger(self._workers, self._consistency, self.replica.version)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a server needs to go on in the log where this one is."""
+        return {"replica": self.replica.snapshot(), "ledger": self.ledger.state()}
+
+    def restore(self, snapshot: Mapping[str, Any] | None, records: Iterable[Record]) -> None:
+        """Go on from a snapshot and what the journal has recorded since."""
+        if snapshot is not None:
+            self.replica.load_snapshot(snapshot["replica"])
+            self.ledger.load_state(snapshot["ledger"])
+        for record in records:
+            match record:
+                case Staged(push, gradients):
+                    if self.replica.wants(push):
+                        self.replica.stage(push, gradients)
+                case Followed(log, own):
+                    if own:
+                        self.ledger.replay(log)
+                    self.replica.follow(log)
+
+    def _answer(
+        self, worker: int, m: Message, data: Tensor | None, out: Tensor | None
+    ) -> Message | None:
+        push = (worker, m.epoch, m.clock)
+        match m.kind:
+            case Kind.JOIN:
+                return self._join(worker, m)
+            case Kind.BEAT:
+                return Message(Kind.OK)
+            case Kind.STAGE | Kind.PUSH:
+                assert data is not None
+                if m.kind is Kind.PUSH:
+                    self._check_clock(worker, m)
+                if self.replica.wants(push):
+                    if self.ledger.awaits(worker):
+                        raise RuntimeError(
+                            f"worker {worker} pushed twice in one bulk-synchronous step; "
+                            "pull in between"
+                        )
+                    if self.replica.compression and m.size:
+                        data = self.replica.expand(data[: m.size])
+                    self.replica.check(worker, data)
+                    if self.journal:
+                        self.journal.record(Staged(push, data))
+                    self.replica.stage(push, data)
+                if m.kind is Kind.STAGE:
+                    return Message(Kind.OK)
+                self.ledger.commit(push)
+                self._follow_own()
+                return Message(Kind.OK, number=self.replica.version)
+            case Kind.COMMIT:
+                self._check_clock(worker, m)
+                self.ledger.commit(push)
+                self._follow_own()
+                return Message(Kind.OK)
+            case Kind.READ | Kind.PULL:
+                return self._read(worker, m, out)
+            case Kind.FETCH:
+                assert out is not None
+                self._follow(Log.from_text(m.text))
+                return self._fetch(worker, m, out)
+            case Kind.FOLLOW:
+                self._follow(Log.from_text(m.text))
+                return Message(Kind.OK, position=self.replica.position)
+            case Kind.SYNC:
+                log = self._log(m)
+                return Message(Kind.OK, number=int(self.ledger.awaits(worker)), text=log.to_text())
+            case Kind.LEAVE:
+                self.ledger.leave(worker)
+                return Message(Kind.OK, text=self._log(m).to_text())
+            case Kind.FINISH:
+                assert out is not None
+                self.ledger.leave(worker)
+                log = self._log(m)
+                if self.ledger.active:
+                    return None
+                version = self.replica.newest(out)
+                return Message(Kind.OK, number=version, text=log.to_text(), size=out.numel())
+            case Kind.END:
+                assert out is not None
+                self._follow(Log.from_text(m.text))
+                staleness = json.dumps(self.replica.staleness)
+                version = self.replica.newest(out)
+                return Message(Kind.OK, number=version, size=out.numel(), text=staleness)
+        raise ValueError(f"{m.kind!r} is no request")
+
+    def _join(self, worker: int, m: Message) -> Message:
+        if m.text != self.replica.shard.digest():
+            raise ValueError(
+                f"worker {worker} has parameters of layout {m.text}, the server of layout "
+                f"{self.replica.shard.digest()}; build the same module (names, shapes, types, "
+                "requires_grad) on every rank"
+            )
+        replica = self.replica
+        if self._elastic:
+            self._lost.pop(worker, None)
+        if m.number:  # a server that is not the first has no say in who takes part
+            return Message(Kind.OK, number=replica.base_version, position=replica.position)
+        if self._elastic:
+            # `clock` is the session here: a number that no other life of the worker has.
+            self.ledger.join(worker, m.clock)
+            self._follow_own()
+        member = self.ledger.members.get(worker)
+        if member is None:
+            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
+        return Message(
+            Kind.OK,
+            epoch=member.epoch,
+            clock=member.clock,
+            number=replica.base_version,
+            position=replica.position,
+            text=str(member.pushes),
+        )
+
+    def _read(self, worker: int, m: Message, out: Tensor | None) -> Message | None:
+        self._check_clock(worker, m)
+        if self.ledger.behind(m.clock):
+            return None
+        self.ledger.read(worker, m.number)
+        if m.kind is Kind.READ:
+            return Message(Kind.OK, text=self._log(m).to_text())
+        self._follow_own()
+        self.ledger.forget(self.replica.position)
+        assert out is not None
+        return self._fetch(worker, m, out)
+
+    def _fetch(self, worker: int, m: Message, out: Tensor) -> Message:
+        fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have, out)
+        position = self.replica.position
+        if fetched is None:
+            return Message(Kind.AGAIN, position=position)
+        version, size = fetched
+        return Message(Kind.OK, number=version, position=position, size=size)
+
+    def _admit(self, worker: int, m: Message) -> None:
+        if self.failure:
+            raise PeerLost(self.failure)
+        if m.kind in (Kind.JOIN, Kind.BEAT):
+            return
+        if worker in self._lost:
+            raise PeerLost(f"the others go on without this worker: {self._lost[worker]}")
+        member = self.ledger.members.get(worker)
+        if member and m.epoch < member.epoch:
+            raise PeerLost(
+                f"the others go on without this worker: worker {worker} has joined again since"
+            )
+
+    def _check_clock(self, worker: int, m: Message) -> None:
+        member = self.ledger.members.get(worker)
+        if member is None:
+            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
+        if not member.active and self._elastic:
+            raise PeerLost(f"the others go on without this worker: worker {worker} has left")
+        if not member.active:
+            raise RuntimeError(f"worker {worker} has finished; it can neither pull nor push")
+        # Only where requests may be lost may one come twice; elsewhere it is a twin's.
+        again = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
+        if m.clock != member.clock and not (again and m.clock == member.clock - 1):
+            raise ValueError(
+                f"worker {worker} is at clock {m.clock}, but the server has "
+                f"{member.clock} of its gradients; one Worker per worker number"
+            )
+
+    def _waits_for(self, message: Message) -> list[int]:
+        """Whom a request waits for, without those who are kept waiting themselves."""
+        if message.kind is Kind.FINISH:
+            blockers = list(self.ledger.active)
+        else:
+            blockers = self.ledger.behind(message.clock)
+        return [worker for worker in blockers if worker not in self._waiting]
+
+    def _deadline(self, worker: int, since: float) -> float:
+        silent = self._silent_at(worker, since)
+        return silent if self._drop_after is None else min(silent, since + self._drop_after)
+
+    def _silent_at(self, worker: int, since: float) -> float:
+        return max(since, self._heard.get(worker, 0.0)) + self.timeout
+
+    def _reason(self, worker: int, now: float) -> str:
+        if self._drop_after is not None and self._silent_at(worker, 0.0) > now:
+            return f"the others have waited {self._drop_after:g} s for it"
+        return f"it neither pulled nor pushed for {self.timeout:g} s"
+
+    def _log(self, m: Message) -> Log:
+        """The log that the asker lacks; what lies before all servers know, and it is forgotten."""
+        self._follow_own()
+        position = min(m.position, self.replica.position)
+        self.ledger.forget(position)
+        return self.ledger.since(position)
+
+    def _follow_own(self) -> None:
+        self._follow(self.ledger.since(self.replica.position), own=True)
+
+    def _follow(self, log: Log, *, own: bool = False) -> None:
+        new = log.after(self.replica.position)
+        if new.entries and self.journal:
+            self.journal.record(Followed(new, own))
+        try:
+            self.replica.follow(log)
+        except Exception as error:  # of the optimizer: this shard is not what the others' are
+            self.failure = f"the server is lost: {type(error).__name__}: {error}"
+            raise

@@ -1,0 +1,1 @@
+"""Servers and workers as processes: started, watched, ended."""

@@ -1,0 +1,142 @@
+"""What every process of a run is told, and one result from what they all return."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.partition import Shard, partition
+from paramserver.protocol.messages import PeerLost
+from paramserver.server import Server
+from paramserver.worker import Worker, local_of, trainable
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a run."""
+
+    values: list[Any]
+    """What `train` returned, by worker; None for a lost one."""
+    parameters: dict[str, Tensor]
+    """The final parameters, under the module's names."""
+    versions: list[int]
+    """Updates that each server applied."""
+    staleness: Counter[int]
+    """How many gradients were applied to parameters that many versions newer than they saw."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Why each lost worker was lost (only with on_worker_loss="continue")."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a run is told."""
+
+    train: Callable[..., Any]
+    module: nn.Module
+    optimizer: OptimizerFactory
+    consistency: Consistency | None = None
+    args: tuple[Any, ...] = ()
+    workers: int = 2
+    servers: int = 1
+    timeout: float = 60.0
+    on_worker_loss: Literal["stop", "continue"] = "stop"
+    whole: bool = False
+    drop_after: float | None = None
+
+    def shards(self) -> list[Shard]:
+        """What each server holds."""
+        return partition(trainable(self.module), self.servers, whole=self.whole)
+
+    def server(self, shard: Shard, *, elastic: bool = False) -> Server:
+        """The server of one shard."""
+        return Server(
+            trainable(self.module),
+            self.optimizer,
+            self.consistency,
+            workers=self.workers,
+            shard=shard,
+            timeout=self.timeout,
+            on_worker_loss=self.on_worker_loss,
+            elastic=elastic,
+            drop_after=self.drop_after,
+        )
+
+    def worker(self, rank: int, connections: Sequence[Any]) -> Worker:
+        """The worker of a rank, once it is connected."""
+        return Worker(
+            self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
+            optimizer=self.optimizer,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended: with a value, an exception, or only an exit code."""
+
+    name: str
+    value: Any = None
+    error: BaseException | None = None
+    exit_code: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether there is no value."""
+        return self.error is not None or self.exit_code is not None
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """What a server returns."""
+
+    buffer: bytes
+    version: int
+    staleness: Counter[int]
+
+
+def report(server: Server) -> ServerReport:
+    """The final state of a server, in a form that pickles cheaply."""
+    buffer = server.state_dict()["parameters"].numpy().tobytes()
+    return ServerReport(buffer, server.version, server.staleness)
+
+
+def assemble(
+    job: Job, shards: list[Shard], servers: list[Outcome], workers: list[Outcome]
+) -> Result:
+    """One result from all outcomes, or the error that caused the others."""
+    failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
+    dead = [outcome for outcome in failed if outcome.exit_code is not None]
+    lost = {w: why(outcome) for w, outcome in enumerate(workers) if outcome.failed}
+    stop = job.on_worker_loss == "stop" or len(lost) == len(workers)
+    if failed and (stop or any(outcome.failed for outcome in servers)):
+        for outcome in dead:
+            raise PeerLost(why(outcome))
+        causes = [o for o in failed if not isinstance(o.error, PeerLost)] or failed
+        assert causes[0].error is not None
+        raise causes[0].error
+    reports: list[ServerReport] = [outcome.value for outcome in servers]
+    parameters = {name: torch.empty_like(p) for name, p in trainable(job.module).items()}
+    for shard, server in zip(shards, reports, strict=True):
+        views = shard.views(torch.frombuffer(bytearray(server.buffer), dtype=torch.uint8))
+        for piece, view in zip(shard.pieces, views, strict=True):
+            with torch.no_grad():
+                parameters[piece.name].view(-1)[piece.start : piece.stop] = view.view(-1)
+    return Result(
+        [outcome.value for outcome in workers],
+        {name: tensor.detach() for name, tensor in parameters.items()},
+        [server.version for server in reports],
+        sum((server.staleness for server in reports), Counter()),
+        lost,
+    )
+
+
+def why(outcome: Outcome) -> str:
+    """How a process ended that was not to end so."""
+    if outcome.exit_code is not None:
+        return f"{outcome.name} died with exit code {outcome.exit_code}"
+    return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"

@@ -1,0 +1,132 @@
+"""Start servers and workers, wait for them, and say which one failed if one does.
+
+Notable:
+- a training function gets a Worker and whatever else it was given; it returns anything that
+  pickles;
+- the cause is reported, not its echo: a process that died before the ones that noticed, an error of
+  the training function before the PeerLost of the others.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import nn
+
+from paramserver.consistency import Consistency, OptimizerFactory
+from paramserver.partition import Shard
+from paramserver.running.job import Job, Result, ServerReport, assemble, report
+from paramserver.running.processes import collect, start
+from paramserver.running.serving import serve
+from paramserver.transport import distributed, shared_memory
+from paramserver.transport.connection import Channel, RemoteConnection
+
+_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
+
+
+def run(
+    train: Callable[..., Any],
+    module: nn.Module,
+    optimizer: OptimizerFactory,
+    consistency: Consistency | None = None,
+    *,
+    args: Sequence[Any] = (),
+    workers: int = 2,
+    servers: int = 1,
+    transport: Literal["shared_memory", "distributed", "zeromq", "ray"] = "shared_memory",
+    timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop",
+    whole: bool = False,
+    drop_after: float | None = None,
+    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
+    restarts: int = 0,
+    journal: str | Path | None = None,
+) -> Result:
+    """Call `train(worker, *args)` on every worker, against servers that start from `module`.
+
+    Each server and each worker is a process of this machine, or a Ray actor. `train` pulls and
+    pushes; the worker finishes by itself when it returns. `train`, `module`, `optimizer` and `args`
+    must pickle. Raises what `train` raised, or PeerLost naming the process that died. After a
+    failure, whoever has not ended within `timeout` seconds is killed.
+
+    A worker that is well but slow is waited for; with `drop_after` (and "continue") one that the
+    others have waited for so many seconds is lost, and they go on.
+
+    With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
+    calls `train` anew (`worker.pushes` says how many of its gradients were accepted), a server goes
+    on from its `journal`, a folder. What an earlier run left there is gone on from.
+    """
+    job = Job(
+        train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
+        on_worker_loss, whole, drop_after,
+    )  # fmt: skip
+    shards = job.shards()
+    if transport == "ray":
+        from paramserver.transport.ray import run_on_ray
+
+        return run_on_ray(job, shards)
+    if transport == "zeromq":
+        from paramserver.running.supervise import run_on_zeromq
+
+        return run_on_zeromq(job, restarts, journal, start_method)
+    if restarts or journal is not None:
+        raise ValueError(f"with {transport} nobody is started again; use transport='zeromq'")
+    sizes = [shard.buffer_bytes for shard in shards]
+    with tempfile.TemporaryDirectory() as folder:
+        ends: tuple[Sequence[Endpoint], Sequence[Endpoint]]
+        if transport == "shared_memory":
+            ends = shared_memory.wire(sizes, workers)
+        elif transport == "distributed":
+            ends = distributed.wire(sizes, workers, f"{folder}/store")
+        else:
+            raise ValueError(
+                f"transport is {transport!r}; 'shared_memory', 'distributed', 'zeromq' or 'ray'"
+            )
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            # Forked once torch is there, a process costs milliseconds.
+            context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
+        # Pickled here, because torch would put the module's parameters into shared memory for
+        # processes that it starts: they would be one and the same in all workers.
+        packed = pickle.dumps(job)
+        started = [
+            start(context, f"server {i}", _serve, (packed, shard, end))
+            for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True))
+        ] + [
+            start(context, f"worker {w}", _work, (packed, w, end)) for w, end in enumerate(ends[1])
+        ]
+        for end in (*ends[0], *ends[1]):
+            end.close()
+        outcomes = collect(started, timeout + _GRACE)
+    return assemble(job, shards, outcomes[:servers], outcomes[servers:])
+
+
+class Endpoint(Protocol):
+    """What a process needs in order to reach its peers."""
+
+    def open(self) -> tuple[Channel, ...]:
+        """Channels to every peer, by number."""
+
+    def close(self) -> None:
+        """Let go of it in the process that handed it on."""
+
+
+def _serve(packed: bytes, shard: Shard, end: Endpoint) -> ServerReport:
+    job: Job = pickle.loads(packed)
+    channels = end.open()
+    server = job.server(shard)
+    for thread in serve(server, dict(enumerate(channels))):
+        thread.join()
+    return report(server)
+
+
+def _work(packed: bytes, rank: int, end: Endpoint) -> Any:
+    job: Job = pickle.loads(packed)
+    connections = [RemoteConnection(channel, job.timeout + _GRACE) for channel in end.open()]
+    with job.worker(rank, connections) as worker:
+        return job.train(worker, *job.args)

@@ -1,0 +1,57 @@
+"""A server's end of a connection: messages that come through a channel become calls.
+
+Notable: one thread a worker, because a request waits until it can be answered.
+"""
+
+from __future__ import annotations
+
+from threading import Thread
+
+from paramserver.protocol.messages import Kind, Message, failure
+from paramserver.server import Server
+from paramserver.transport.connection import SENDS, Channel, used
+
+_LAST = (Kind.FINISH, Kind.END)  # of the first server and of the others
+
+
+def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
+    """Start a thread for each worker; it ends when that worker has finished or is gone."""
+    threads = [
+        Thread(target=answer, args=(server, worker, channel), daemon=True)
+        for worker, channel in channels.items()
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def answer(server: Server, worker: int, channel: Channel) -> None:
+    """Answer one worker's requests until it finishes, fails or is gone. Never raises for those."""
+    try:
+        while _answer_one(server, worker, channel):
+            pass
+    except ConnectionError as error:
+        server.lose(worker, f"{channel.peer}: {error}")
+
+
+def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
+    request = channel.receive()
+    if request.kind is Kind.ABORT:
+        server.lose(worker, request.text)
+        return False
+    if request.kind in SENDS:
+        channel.receive_data(used(channel.gradients, request))
+
+    def alive() -> None:
+        channel.send(Message(Kind.WAIT))
+
+    try:
+        reply = server.ask(worker, request, channel.gradients, channel.parameters, alive)
+    except ConnectionError:
+        raise
+    except Exception as error:  # whatever the optimizer raises, its worker is who has to know
+        reply = failure(error)
+    channel.send(reply)
+    if reply.size:
+        channel.send_data(used(channel.parameters, reply))
+    return request.kind not in _LAST

@@ -1,0 +1,217 @@
+"""A torch.distributed.checkpoint folder, written and read by all ranks together.
+
+Notable: it is written beside its final name and renamed when every rank is done, so that whatever
+happens while saving, the last good one stays.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from zero.checkpoint import checksums
+from zero.checkpoint.holding import Part
+from zero.checkpoint.planner import LoadPlanner, SavePlanner
+from zero.faults import explain
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Writes one checkpoint: `plan`, `write` (no communication), `publish`."""
+
+    def __init__(
+        self,
+        path: Path,
+        parts: Sequence[Part],
+        objects: dict[str, Any],
+        group: dist.ProcessGroup | None,
+        second_names: dict[str, str],
+    ) -> None:
+        self.path = path
+        self.second_names = second_names
+        self.group = group
+        self.draft = path.with_name(f".{path.name}.saving")
+        self.planner = SavePlanner(parts, objects)
+        self.storage = FileSystemWriter(self.draft)
+        self.error: Exception | None = None
+        self.results: list[Any] = []
+        self.sums: checksums.Ranges = {}
+        self.metadata: Metadata | None = None
+        self.local_plan = SavePlan([])
+
+    def plan(self) -> None:
+        """Agree on who writes what, in a fresh folder."""
+        first = dist.get_rank(self.group) == 0
+
+        def prepare() -> SavePlan:
+            if first and self.draft.exists():
+                shutil.rmtree(self.draft)
+            if first:
+                self.draft.mkdir(parents=True)
+            _check_loadable(self.planner.objects)
+            self.storage.set_up_storage_writer(first)
+            return self.planner.create_local_plan()
+
+        plans = self._together(prepare)
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        plans = self.storage.prepare_global_plan(plans)
+        self.local_plan = plans[dist.get_rank(self.group)]
+
+    def write(self) -> None:
+        """Write this rank's file; what goes wrong is told by `publish`."""
+        try:
+            done = self.storage.write_data(self.local_plan, self.planner)
+            self.results = done.wait()
+            self.sums = checksums.of_ranges(self.draft, (r.storage_data for r in self.results))
+        except Exception as error:
+            self.error = error
+
+    def publish(self) -> None:
+        """Put the finished folder in its place, or raise on every rank."""
+        first = dist.get_rank(self.group) == 0
+
+        def written() -> tuple[list[Any], checksums.Ranges]:
+            if self.error is not None:
+                raise self.error
+            return self.results, self.sums
+
+        everyones = self._together(written)
+
+        def swap() -> None:
+            if first:
+                assert self.metadata is not None
+                results = [self._name_twice(results) for results, _ in everyones]
+                self.storage.finish(self.metadata, results)
+                checksums.write(self.draft, (ranges for _, ranges in everyones))
+                _put_in_place(self.draft, self.path)
+
+        self._together(swap)
+
+    def _name_twice(self, results: list[Any]) -> list[Any]:
+        """List tied tensors under their second names too, in the same bytes."""
+        assert self.metadata is not None
+        contents = self.metadata.state_dict_metadata
+        for second, first in self.second_names.items():
+            contents[second] = contents[first]
+            results = results + [
+                replace(result, index=replace(result.index, fqn=second))
+                for result in results
+                if result.index.fqn == first
+            ]
+        return results
+
+    def _together(self, act: Callable[[], T]) -> list[T]:
+        try:
+            return together(act, self.group, f"checkpoint {self.path} was not saved")
+        except RuntimeError:
+            if dist.get_rank(self.group) == 0:
+                shutil.rmtree(self.draft, ignore_errors=True)
+            raise
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
+    """Run `act` on every rank; return all results, or raise on every rank and name the failed."""
+    mine: tuple[Any, str | None]
+    try:
+        mine = act(), None
+    except Exception as error:
+        mine = None, f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise explain(error, group, f"{failure}: a meeting of all ranks") from error
+    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+    if errors:
+        raise RuntimeError(f"{failure}: {'; '.join(errors)}")
+    return [result for result, _ in everyone]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkpoint that was found: where, its table of contents, and its checksums."""
+
+    path: Path
+    metadata: Metadata
+    verifier: checksums.Verifier
+
+    def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
+        """Fill the values of `parts`; return the named objects."""
+        planner = LoadPlanner(parts, objects)
+        reader = FileSystemReader(self.path)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        plan = planner.plan_for(self.metadata)
+        for item in plan.items:
+            info = self.metadata.storage_data[item.storage_index]
+            self.verifier.check(item.storage_index.fqn, info)
+        reader.read_data(reader.prepare_local_plan(plan), planner).wait()
+        return planner.loaded
+
+
+def find(path: Path) -> Folder:
+    """Find the checkpoint at `path`, check that its files are whole, read its table of contents.
+
+    If a save was interrupted between its two renames, the previous checkpoint is the one.
+    """
+    if not path.exists() and _previous(path).exists():
+        path = _previous(path)
+    if not (path / ".metadata").exists():
+        raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
+    verifier = checksums.Verifier(path)
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:
+        raise ValueError(
+            f"{path}/.metadata is damaged ({error}): use an older checkpoint"
+        ) from None
+    for info in (metadata.storage_data or {}).values():
+        file, end = path / info.relative_path, info.offset + info.length
+        size = file.stat().st_size if file.exists() else -1
+        if size < end:
+            state = "missing" if size < 0 else f"truncated to {size} bytes of at least {end}"
+            raise ValueError(f"{file} is {state}: use an older checkpoint")
+    return Folder(path, metadata, verifier)
+
+
+def _check_loadable(objects: dict[str, Any]) -> None:
+    for name, value in objects.items():
+        pickled = io.BytesIO()
+        try:
+            torch.save(value, pickled)
+            pickled.seek(0)
+            torch.load(pickled, weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"{name} holds more than plain values and tensors, which a load would refuse "
+                f"({str(error).splitlines()[0]}): save what it is made of"
+            ) from error
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.previous")
+
+
+def _put_in_place(draft: Path, path: Path) -> None:
+    previous = _previous(path)
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        path.rename(previous)
+    draft.rename(path)
+    shutil.rmtree(previous, ignore_errors=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,249 @@
+"""Stages 1 and 2: every rank steps its own shard of the parameters and gathers the rest.
+
+    backward:  reduce-scatter the gradients, bucket by bucket    S (n-1)/n sent a rank
+    step:      the wrapped optimizer, on this rank's elements    1/n of the state and of the work
+               all-gather the parameters                         S (n-1)/n sent a rank
+
+`step()` uses gradients averaged over ranks: do not wrap the model in DDP as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero.faults import difference
+from zero.norm import scale_to, square_sum
+from zero.optimizer.elementwise import Split, how_to_split
+from zero.optimizer.reducer import Bucket, Reducer, make_buckets
+from zero.optimizer.state import full_state, load_state, local_state
+from zero.partition import Piece, by_element, by_parameter
+from zero.wire import Collective, DryRun, Wire
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """`optimizer_cls(params, **kwargs)` with its state, and its work, split over the ranks.
+
+    Averages gradients itself, overlapped with backward. After backward `.grad` is an
+    AveragedGradient: this rank's share of the average, which torch's GradScaler and clipping take
+    as the whole. `shard_gradients=True` is ZeRO's stage 2: each gradient is freed once it is sent.
+
+    split: "elements" cuts anywhere, so that shards differ by one element at the most;
+        "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
+    bucket_size_mb: how much one collective carries; by default 25, or 8 with `shard_gradients`,
+        where a bucket's gradients are held twice until they are sent.
+    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: stand in for torch.distributed's.
+
+    At construction parameters become views of one flat tensor for each group and dtype, and take
+    rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_cls: type[torch.optim.Optimizer],
+        *,
+        group: dist.ProcessGroup | DryRun | None = None,
+        shard_gradients: bool = False,
+        split: Split | Literal["auto"] = "auto",
+        bucket_size_mb: float | None = None,
+        reduce_scatter_tensor: Collective | None = None,
+        all_gather_into_tensor: Collective | None = None,
+        all_reduce: Collective | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params)
+        if not given:
+            raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
+        self.wire = Wire(
+            group,
+            reduce_scatter_tensor=reduce_scatter_tensor,
+            all_gather_into_tensor=all_gather_into_tensor,
+            all_reduce=all_reduce,
+        )
+        self.split = how_to_split(optimizer_cls, kwargs) if split == "auto" else split
+        if bucket_size_mb is None:
+            bucket_size_mb = 8.0 if shard_gradients else 25.0
+        self.bucket_bytes = int(bucket_size_mb * 2**20)
+        self.reducer = Reducer(self.wire, release=shard_gradients)
+        self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
+        self._mine: list[list[nn.Parameter]] = []
+        # Each parameter's place in a flat tensor.
+        self._places: dict[nn.Parameter, Tensor] = {}
+        self.inner: torch.optim.Optimizer
+        sample = optimizer_cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **kwargs)
+        super().__init__(given, sample.defaults)
+        # Made with all groups at once, for optimizers that set up their state when they are made.
+        groups = zip(self.param_groups, self._mine, strict=True)
+        self.inner = optimizer_cls([{**options_of(g), "params": p} for g, p in groups], **kwargs)
+        self.state = self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Shard one more group of parameters; every rank adds the same group."""
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        param_group = {**param_group, "params": given}
+        self._check_no_twins(given)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._check_ranks_agree(group["params"])
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        mine = []
+        for parameters in kinds.values():
+            mine += self._shard(parameters)
+        self._mine.append(mine)
+        if hasattr(self, "inner"):
+            self.inner.add_param_group({**options_of(group), "params": mine})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients, update this rank's shard, gather everybody's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adopt_moved()
+        self._lend_gradients()
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(options_of(outer))
+        self.inner.step()
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update(options_of(inner))
+        self._gather()
+        for _, _, shard, _ in self._pieces:
+            shard.grad = None
+        return loss
+
+    def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
+        """What this rank holds: parameter, which elements of it, and the inner optimizer's view."""
+        return list(self._pieces)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, without communication: for the same rank of as many ranks."""
+        return local_state(self)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The unsharded optimizer's state dictionary, on CPU; every rank calls it."""
+        return full_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict()`, a `full_state_dict()`, or an unsharded optimizer's."""
+        load_state(self, state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, those already averaged among them."""
+        super().zero_grad(set_to_none)
+        if set_to_none:
+            self.reducer.reset()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients pile up locally: for every backward of a step but the last."""
+        before, self.reducer.enabled = self.reducer.enabled, False
+        try:
+            yield
+        finally:
+            self.reducer.enabled = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the averaged gradient to 2-norm `max_norm` at the most; return its norm before.
+
+        `torch.nn.utils.clip_grad_norm_` would see one rank's gradients, not their average.
+        """
+        gradients = self._lend_gradients()
+        total = square_sum(gradients, self.wire.device)
+        self.wire.all_reduce(total).wait()
+        norm = total.sqrt()
+        scale_to(max_norm, norm, gradients)
+        return norm.float()
+
+    def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        numels = [parameter.numel() for parameter in parameters]
+        cut = by_element if self.split == "elements" else by_parameter
+        partition = cut(numels, self.wire.world, self.bucket_bytes // parameters[0].element_size())
+        flat = parameters[0].new_zeros(partition.numel)
+        for parameter, offset in zip(parameters, partition.offsets, strict=True):
+            place = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            place.copy_(parameter.detach())
+            parameter.data = place
+            self._places[parameter] = place
+        self.wire.broadcast(flat, 0).wait()
+        self.wire.take()
+        buckets = make_buckets(partition, flat, parameters, self.wire.rank)
+        self.reducer.add(buckets, partition)
+        mine = []
+        for bucket in buckets:
+            for parameter, piece in bucket.own:
+                values = flat[piece.offset : piece.offset + piece.numel]
+                whole = self.split == "parameters"
+                shard = nn.Parameter(values.view(parameter.shape) if whole else values)
+                self._pieces.append((parameter, piece, shard, bucket))
+                mine.append(shard)
+        return mine
+
+    def _adopt_moved(self) -> None:
+        """Bring back parameters that a caller gave other memory: `p.data = ...`."""
+        for parameter, place in self._places.items():
+            now = parameter.data
+            if now.data_ptr() == place.data_ptr() and now.stride() == place.stride():
+                continue
+            if (now.shape, now.dtype, now.device) != (place.shape, place.dtype, place.device):
+                raise RuntimeError(
+                    f"a parameter is now {tuple(now.shape)} {now.dtype} on {now.device}; it was "
+                    f"{tuple(place.shape)} {place.dtype} on {place.device} when ShardedOptimizer "
+                    "was made: make it after the model has its final shapes, dtype and device"
+                )
+            place.copy_(now)
+            parameter.data = place
+
+    def _lend_gradients(self) -> list[Tensor]:
+        used = self.reducer.finish()
+        lent = []
+        for parameter, piece, shard, bucket in self._pieces:
+            shard.grad = None
+            if parameter in used and bucket.gradient is not None:
+                shard.grad = bucket.average_of(piece).view(shard.shape)
+                lent.append(shard.grad)
+        return lent
+
+    def _gather(self) -> None:
+        works = []
+        for bucket in self.reducer.buckets:
+            owner = bucket.span.owner
+            if owner is None:
+                works.append(self.wire.all_gather(bucket.data, bucket.shard))
+            else:
+                works.append(self.wire.broadcast(bucket.data, owner))
+        for work in works:
+            work.wait()
+
+    def _check_no_twins(self, given: list[Any]) -> None:
+        seen = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
+        for index, entry in enumerate(given):
+            name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
+            if parameter in seen:
+                raise ValueError(
+                    f"parameter {name}, of shape {tuple(parameter.shape)}, is in groups "
+                    f"{seen[parameter]} and {len(self.param_groups)}: put each parameter in one "
+                    "group, once"
+                )
+            seen[parameter] = len(self.param_groups)
+
+    def _check_ranks_agree(self, parameters: list[nn.Parameter]) -> None:
+        mine = [(tuple(p.shape), str(p.dtype)) for p in parameters]
+        problem = difference(self.wire.objects(mine))
+        if problem:
+            raise ValueError(problem)
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's hyperparameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
