@@ -31,6 +31,8 @@ def main() -> float:
     device = f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else "cpu"
     torch.manual_seed(0)
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
+    if config.num_heads % world or config.d_ff % world:
+        raise SystemExit(f"{config.num_heads} heads do not split over {world} ranks; start 1 or 2")
     model, corpus = Decoder(config).to(device), load_corpus()
     plan = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
     plan |= {f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")}

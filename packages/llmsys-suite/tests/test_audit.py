@@ -9,7 +9,7 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilisation
+from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilization
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
@@ -57,6 +57,7 @@ def honest_samples():
                         "began": clock,
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
+                        "queued_s": 0.0,
                         "yardstick_s": 0.001,
                         "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
@@ -87,7 +88,7 @@ def honest():
         },
     }
     for row in train["rows"]:
-        row["mfu"] = utilisation(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+        row["mfu"] = utilization(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
     evidence = {
         "probe": {
             "exact_loss": 5.5,
@@ -229,7 +230,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train["rows"][2]["step_ms"] *= 0.9
 
-    assert {"reported step time", "utilisation"} >= set(tampered(change)) >= {"reported step time"}
+    assert {"reported step time", "utilization"} >= set(tampered(change)) >= {"reported step time"}
 
 
 def test_a_ratio_upside_down_fails():
@@ -272,11 +273,31 @@ def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
     assert not any("phases" in name for name in tampered(change))
 
 
+def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
+    def late(waited):
+        def change(train, samples, evidence):
+            for s in steps(samples, "ddp flat", rank=1)[1:]:
+                s["ended"], s["queued_s"] = s["ended"] + 0.05, waited
+
+        return change
+
+    assert set(tampered(late(0.05))) == {"time of a step"}
+    assert "reported step time" in tampered(late(0.0))
+
+
 def test_a_stage_whose_clock_is_not_the_launchers_fails():
     def change(train, samples, evidence):
         evidence["stage_clocks"][1][2] = 2.5
 
     assert tampered(change) == ["time of a stage"]
+
+
+def test_steps_that_take_longer_than_their_stage_fail():
+    def change(train, samples, evidence):
+        for clock in evidence["stage_clocks"]:
+            clock[2:] = [1.2, 1.2]
+
+    assert tampered(change) == ["time of all steps"]
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
@@ -286,11 +307,11 @@ def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     assert red(wrong, *rest) == ["time of one process's step, in yardsticks"]
 
 
-def test_a_doubled_utilisation_fails():
+def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
         train["rows"][1]["mfu"] *= 2
 
-    assert tampered(change) == ["utilisation"]
+    assert tampered(change) == ["utilization"]
 
 
 def test_a_thread_busier_than_the_step_is_long_fails():

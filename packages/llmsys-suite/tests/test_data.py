@@ -30,6 +30,11 @@ def test_the_ranks_rows_together_are_the_single_process_batch(world):
     assert torch.equal(torch.cat(shares), whole)
 
 
+def test_rows_that_do_not_split_evenly_are_refused():
+    with pytest.raises(ValueError, match="8 rows do not split evenly over 3 ranks"):
+        load_corpus().batch(rows=8, context=32, seed=0, step=0, rank=1, world=3)
+
+
 def test_batches_differ_by_step_and_by_seed():
     corpus = load_corpus()
     first, other_step, other_seed = (

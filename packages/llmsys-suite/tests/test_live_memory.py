@@ -33,7 +33,7 @@ def test_views_are_not_counted_again():
     assert memory.peak_bytes == 400
 
 
-def test_blocks_are_labelled_with_the_module_that_made_them():
+def test_blocks_are_labeled_with_the_module_that_made_them():
     model = nn.Sequential(nn.Linear(4, 1000))
     memory = LiveMemory()
     memory.add(model.parameters(), "parameter")

@@ -39,7 +39,12 @@ class Corpus:
     def batch(
         self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """This rank's rows of the global batch: tokens and targets (rows / world, context)."""
+        """This rank's rows of the global batch: tokens and targets (rows / world, context).
+
+        ValueError where the ranks' shares would differ: a mean of their means is no mean of rows.
+        """
+        if rows % world:
+            raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
         starts = _starts(len(self.train), rows, context, seed, step)
         mine = starts[rank * rows // world : (rank + 1) * rows // world]
         return _shifted(self.train, mine, context)

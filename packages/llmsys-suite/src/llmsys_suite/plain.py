@@ -50,8 +50,8 @@ def loss(w: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> Tenso
     """Mean over tokens of log sum exp(logits) less the target's logit, in nats."""
     z_BTV = logits(w, tokens_BT, heads)
     top = z_BTV.amax(-1, keepdim=True)
-    normaliser = top + (z_BTV - top).exp().sum(-1, keepdim=True).log()
-    return (normaliser - z_BTV.gather(-1, targets_BT[..., None])).mean()
+    normalizer = top + (z_BTV - top).exp().sum(-1, keepdim=True).log()
+    return (normalizer - z_BTV.gather(-1, targets_BT[..., None])).mean()
 
 
 def norm(x_BTD: Tensor, gain: Tensor) -> Tensor:

@@ -86,8 +86,9 @@ def _product_in_yardsticks(run: Run) -> float:
 
 
 def _kept_bytes(run: Run) -> int:
-    """Weights, and what a real optimizer holds from its first step on."""
-    model = Decoder(run.model)
+    """Weights, and what a real optimizer holds from its first step on; nothing is allocated."""
+    with torch.device("meta"):
+        model = Decoder(run.model)
     optimizer = torch.optim.AdamW(model.parameters())
     make_state(optimizer)
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]

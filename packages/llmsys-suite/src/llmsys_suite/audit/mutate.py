@@ -39,7 +39,7 @@ TEN = (
     "train: attention is not causal",
     "train: the sampler repeats each batch",
     "train: a rank reports half its time",
-    "train: utilisation's numerator is doubled",
+    "train: utilization's numerator is doubled",
     "train: gradients are sent twice and used once",
     "attention: a kernel's output is scaled by 1.5",
     "parallel: a tensor-parallel gradient is ten times as large",

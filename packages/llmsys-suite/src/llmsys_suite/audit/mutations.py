@@ -462,7 +462,7 @@ DEFECTS: list[Defect] = [
         mock.patch.object(Recorder, "_now", side_effect=time.thread_time)),
     Defect("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
         [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
-    Defect("train", "step times are in seconds, labelled milliseconds", lambda run:
+    Defect("train", "step times are in seconds, labeled milliseconds", lambda run:
         after(train, "summarize", lambda result, *_: [r.update(step_ms=r["step_ms"] / 1e3) for r in result["rows"]] and result)),
     Defect("train", "warm-up steps are counted", lambda run:
         around(Recorder, "step", lambda original, self, **labels: original(self, **labels | {"warmup": False}))),
@@ -474,8 +474,8 @@ DEFECTS: list[Defect] = [
         [after(samples, "ratio_row", lambda row, *_: {k: 1 / v for k, v in row.items()}), straggles((0, 1), run)]),
     Defect("train", "the final loss is one rank's", lambda run:
         around(samples, "loss_curves", lambda original, found: original([s for s in found if s["rank"] == 0]))),
-    Defect("train", "utilisation's numerator is doubled", lambda run:
-        after(train, "utilisation", lambda value, *_: 2 * value)),
+    Defect("train", "utilization's numerator is doubled", lambda run:
+        after(train, "utilization", lambda value, *_: 2 * value)),
     # Bytes.
     Defect("train", "wire bytes are trebled in a package's count", lambda run:
         after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
@@ -518,7 +518,7 @@ DEFECTS: list[Defect] = [
         kernel(lambda f, q, k, v: f(q, k, v.detach() + 0 * v))),
     Defect("attention", "a kernel leaves out the scale", lambda run:
         kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
-    Defect("attention", "times are in seconds, labelled milliseconds", lambda run:
+    Defect("attention", "times are in seconds, labeled milliseconds", lambda run:
         after(Turns, "median_ms", lambda ms, *_: ms / 1e3)),
     # Parallel.
     Defect("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
@@ -552,7 +552,7 @@ DEFECTS: list[Defect] = [
     # Memory.
     Defect("memory", "gradients are not counted", lambda run:
         around(LiveMemory, "_count", blind_to_gradients)),
-    Defect("memory", "bytes are divided by a million, labelled MiB", lambda run:
+    Defect("memory", "bytes are divided by a million, labeled MiB", lambda run:
         mock.patch.object(memory, "MIB", 10**6)),
     Defect("memory", "checkpointing is not applied", lambda run:
         around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),

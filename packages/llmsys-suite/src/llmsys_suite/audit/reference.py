@@ -1,6 +1,6 @@
 """What the audit holds a run against: the plain file in float64, and how far off a run is.
 
-Notable: nothing here is shared with what it checks. Attention, normalisation, rotation and loss are
+Notable: nothing here is shared with what it checks. Attention, normalization, rotation and loss are
 their formulas; the sampler draws its Mersenne twister from numpy and cuts its rows from the bytes;
 the optimizer is the paper's. Torch differentiates and multiplies, no more.
 """

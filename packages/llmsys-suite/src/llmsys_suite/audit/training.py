@@ -237,6 +237,15 @@ def _times(
     ]
     if spans:
         yield closest("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
+    shares = []
+    for stage, rank, _, told in evidence["stage_clocks"]:
+        if stage == "train":
+            own = [s["seconds"] for (_, r), found in steps.items() if r == rank for s in found]
+            shares.append((sum(own) / told, f"rank {rank}"))
+    if shares:
+        share, where = max(shares)
+        yield Check("time of all steps", "their sum, over the launcher's clock of the stage", "one",
+                    1.0, share, 0.0, 1.0, where)  # fmt: skip
     yield from _work(config, plan, train, steps, slowest, evidence)
 
 
@@ -279,7 +288,7 @@ def _work(
         seconds = statistics.median(slowest[row["variant"]].values())
         reach = ranks * plan["peak"] * seconds
         pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
-    yield closest("utilisation", "summary", "counted FLOPs, the other clock, the rate",
+    yield closest("utilization", "summary", "counted FLOPs, the other clock, the rate",
                 pairs, CLOCK)  # fmt: skip
     alone = [s for s in steps[SINGLE, 0] if not s["warmup"]]
     measured = statistics.median(s["core_s"] / s["yardstick_s"] for s in alone)
@@ -334,12 +343,17 @@ def _steps(samples: list[Sample]) -> Records:
 
 
 def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
-    """Variant -> measured step -> seconds of its slowest rank, by the clock outside."""
+    """Variant -> measured step -> seconds of its slowest rank, by the clock outside.
+
+    A core that was lost between the two clocks' readings is no part of the step: what they differ
+    by, as far as the kernel says that this rank waited for a core.
+    """
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, _), found in steps.items():
         for s in found:
             if not s["warmup"]:
                 seconds = s["ended"] - s["began"]
+                seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
                 slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
     return slowest
 

@@ -53,7 +53,7 @@ def ranks_of(variant: str, world: int) -> int:
     return 1 if variant == SINGLE else world
 
 
-def utilisation(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
+def utilization(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
     """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
     return float(plan["step_flops_causal"] / (step_ms / 1e3) / (ranks * plan["peak"]))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmsys_suite.audit.probe import final_weights, initial_weights
 from llmsys_suite.audit.reference import digest
 from llmsys_suite.measure import yardstick
-from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilisation
+from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilization
 from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
@@ -46,7 +46,7 @@ def run(run: Run) -> dict[str, Any]:
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
     result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
     for row in result["rows"]:
-        row["mfu"] = utilisation(plan, row["step_ms"], ranks_of(row["variant"], run.world))
+        row["mfu"] = utilization(plan, row["step_ms"], ranks_of(row["variant"], run.world))
         steps_an_epoch = len(run.corpus.train) / (run.config.rows * run.config.context)
         row["epoch_s"] = row["step_ms"] / 1e3 * steps_an_epoch
     return result

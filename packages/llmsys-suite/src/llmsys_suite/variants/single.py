@@ -1,6 +1,6 @@
 """One process on the whole batch: the base of all ways of training, and what each may change.
 
-A step is prepare, forward and backward, communicate, update; each part is labelled by its phase,
+A step is prepare, forward and backward, communicate, update; each part is labeled by its phase,
 and what a way hands to an all-reduce is counted.
 """
 
@@ -70,7 +70,7 @@ class Variant:
         """What comes before the forward pass."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
-        """Both passes, labelled; the mean loss."""
+        """Both passes, labeled; the mean loss."""
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             with self.phase("forward"):
@@ -83,7 +83,7 @@ class Variant:
         return mean
 
     def communicate(self) -> None:
-        """What is left to synchronise after the backward pass."""
+        """What is left to synchronize after the backward pass."""
 
     def update(self) -> None:
         """The optimizer's step."""
