@@ -390,8 +390,10 @@ rank, world = dist.get_rank(), dist.get_world_size()
 corpus, context, rows = load_corpus(Path(sys.argv[2])), 64, 8
 torch.manual_seed(0)
 model = Decoder(ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=context))
-ways = {"ddp": DDP, "fsdp": FSDP, "torch ddp": torch.nn.parallel.DistributedDataParallel}
-if sys.argv[1] == "torch fsdp2":
+ways = {"ddp": DDP, "torch ddp": torch.nn.parallel.DistributedDataParallel}
+if sys.argv[1] == "fsdp":  # the whole small model is gathered at once, here as with torch's
+    wrapped = FSDP(model, shard=(Decoder,))
+elif sys.argv[1] == "torch fsdp2":
     from torch.distributed.fsdp import fully_shard
     wrapped = fully_shard(model)
 else:
