@@ -60,6 +60,8 @@ def test_unknown_names_and_senseless_numbers(options, complaint):
         ({"learning_rate": float("nan")}, "learning_rate nan"),
         ({"stages": ("train",)}, "need, in this order, plan, train, report"),
         ({"size": "huge"}, "size 'huge' is unknown"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"backend": "nccl"}, "backend 'nccl' does not move tensors of cpu"),
     ],
 )
 def test_a_configuration_made_by_hand_is_checked_before_anything_starts(

@@ -217,6 +217,12 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
     if config.size not in SIZES:
         raise UsageError(f"size {config.size!r} is unknown; choose from {', '.join(SIZES)}")
+    if config.device not in ("cpu", "cuda"):
+        raise UsageError(f"device {config.device!r} is unknown; choose cpu or cuda")
+    if config.device == "cuda" and not count_gpus():
+        raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
+    if (config.backend, config.device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):
+        raise UsageError(f"backend {config.backend!r} does not move tensors of {config.device}")
     for name, value, least in (
         ("world", config.world, 1),
         ("steps", config.steps, 1),
