@@ -8,14 +8,12 @@
     successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
 
 A score is the mean over the queries that have such a key at all; `chance` is what a head that
-spreads its attention evenly over the past would score. Every detector is a mask over (query, key)
-made from the tokens once, so all heads of all layers are scored by one contraction, and nothing
-that was given is written to.
+spreads its attention evenly over the past would score. A detector is a mask over (query, key), so
+all heads of a layer are scored by one contraction.
 
-Some head is always the most of a kind. Whether that is more than noise says its p-value: how
-likely the best of all heads would score as much if each query's keys were drawn at random from
-those it may look at. Not sampled, but bounded from above: with m keys drawn from v of weight A,
-E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
+Some head is always the most of a kind; its p-value says how likely the best of all would score as
+much if each query's keys were permuted. Not sampled, but bounded: with m keys drawn from weights
+A, E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
 
     p <= heads * min_t exp(sum over queries of m log mean_k exp(t A_k)  -  t score)
 
@@ -202,23 +200,16 @@ def targets(tokens: Tensor) -> dict[str, Tensor]:
     """The keys that each kind of head looks at: booleans (batch, seq_q, seq_k) by kind."""
     batch, length = tokens.shape
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past = ones.tril(-1)
+    past, every = ones.tril(-1), (batch, -1, -1)
     same = (tokens[:, :, None] == tokens[:, None, :]) & past
-    # Key j is a target if token j - 1 is the query's; j = query itself is one too.
-    after = torch.nn.functional.pad(same, (1, 0))[..., :length]
-    position_0 = torch.zeros_like(ones)
-    position_0[1:, 0] = True
-    diagonal = {
-        "previous": past & ones.triu(-1),
-        "first": position_0,
-        "current": ones.tril() & ones.triu(),
-    }
+    first = torch.arange(length, device=tokens.device) == 0
     return {
-        "previous": diagonal["previous"].expand(batch, -1, -1),
+        "previous": (past & ones.triu(-1)).expand(every),
         "duplicate": same,
-        "induction": after,
-        "first": diagonal["first"].expand(batch, -1, -1),
-        "current": diagonal["current"].expand(batch, -1, -1),
+        # Key j is a target if token j - 1 is the query's; j = query itself is one too.
+        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length],
+        "first": (past & first).expand(every),
+        "current": (ones.tril() & ones.triu()).expand(every),
     }
 
 

@@ -1,8 +1,7 @@
 """Which activation carries the answer: put one run's into another and see what comes back.
 
-- `patch_streams`: every (layer, position) of the residual stream, exactly. A patch entering block l
-  changes nothing before it, so each layer restarts from the recorded stream with all positions as
-  one batch, and the metric sees the final stream alone, not a whole vocabulary of logits.
+- `patch_streams`: every (layer, position) of the residual stream, exactly. Each layer restarts from
+  the recorded stream with all positions as one batch, and the metric sees the final stream alone.
 - `patch_parts`: the same for every head's queries, keys, values or result at every position.
 - `ablate_parts`: every head or MLP without what it does: zero, its mean, or another prompt's.
 """
@@ -223,7 +222,7 @@ def _scan(
             put_heads, (row, positions, heads), source[0, positions, heads], source.shape[2]
         )
         with patch(run.model, {site: put}):
-            results.append(run.measured(metric, layer, run.rows(layer, len(row))))
+            results.append(measure(metric, run(run.streams[layer].repeat(len(row), 1, 1), layer)))
     return torch.cat(results)
 
 
