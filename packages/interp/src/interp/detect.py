@@ -107,10 +107,9 @@ def detect_heads(
     """Score every head from its attention patterns.
 
     `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
-    or (seq,), without which all are taken to differ, so that only the positional kinds have a
-    score. `queries` restricts the positions that are averaged over: a slice, or booleans (seq,)
-    or (batch, seq). `successors` are the circuits from token to token, `full_ov(...)` with batch
-    (layers, heads), and the ids of tokens in order (one, two, three, ...).
+    or (seq,), without which only the positional kinds have a score. `queries` restricts the
+    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq). `successors`:
+    circuits from token to token, `full_ov(...)`, and the ids of tokens in order (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
@@ -137,14 +136,12 @@ def detect_heads(
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-    chance: dict[str, float] = {}
     # The mean over queries is part of the weights: one contraction a layer.
     weights = {
         kind: (mask & used[kind][..., None]).to(dtype) / used[kind].sum()
         for kind, mask in kinds.items()
     }
-    for kind, weight in weights.items():
-        chance[kind] = float((evenly * weight).sum())
+    chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
     for pattern in layers:
         wide = pattern.to(dtype)
         log_means = _log_means(wide)
@@ -186,10 +183,8 @@ def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor
     raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
     raises = raised.argmax(-2).cpu()
     # The chain in any other order, too: what the best of all heads scores then.
-    generator = torch.Generator().manual_seed(0)
-    orders = torch.stack(
-        [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(999))]
-    )
+    shuffled = torch.rand(999, count, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    orders = torch.cat([torch.arange(count)[None], shuffled])
     hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
     score, best = hits[..., 0], hits[..., 1:].amax((0, 1))
     p_values = ((best >= score[..., None]).sum(-1) + 1) / (len(best) + 1)

@@ -269,15 +269,11 @@ def _gradients(
             out = forward(model, prompt)
         result = metric(out, last[end[0]] if end else torch.empty(0))
         require_repeatable(seen, again)
-        _require_one_number(result)
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")
         gradients = torch.autograd.grad(result, list(zeros.values()), allow_unused=True)
     return {
         site: torch.zeros_like(zero) if gradient is None else gradient
         for (site, zero), gradient in zip(zeros.items(), gradients, strict=True)
     }
-
-
-def _require_one_number(result: object) -> None:
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")

@@ -152,9 +152,8 @@ def ablate_parts(
         raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
     if (how == "zero") != (reference is None):
         raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
+    require_a_pair(prompt, prompt)
     tokens = tokens_of(prompt)
-    if len(tokens) != 1:
-        raise ValueError(f"the prompt is {tuple(tokens.shape)}; it must be (1, seq)")
     if how == "resample" and reference is not None and reference.shape[1:] != tokens.shape[1:]:
         raise ValueError(
             f"reference is {tuple(reference.shape)}; to resample from it give "
