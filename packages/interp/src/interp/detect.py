@@ -30,8 +30,7 @@ from torch import Tensor
 
 from interp.circuits.low_rank import LowRank
 
-# A head of a kind is unlikely by chance, and goes a tenth of the way from chance to 1 at least.
-_LEVEL, _LEAST = 0.05, 0.1
+_LEVEL, _LEAST = 0.05, 0.1  # how unlikely, and how far from chance to 1, a head of a kind is
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@
             model(tokens)
     open_records("activations")["blocks.3.attention.o:input"]      all calls, one after the other
 
-At most `chunk_mib` wait in memory, each chunk is a safetensors file, and the index is written last,
-so that a run that was stopped is not taken for a whole one.
+At most `chunk_mib` wait in memory; the index is written last, so that no stopped run seems whole.
 """
 
 from __future__ import annotations
