@@ -88,7 +88,6 @@ def record_to(
 
     def keep(site: str, tensor: Tensor) -> None:
         kept = tensor.detach() if select is None else select(tensor.detach())
-        # A copy always: what the model does with its own tensor is its own affair.
         kept = torch.empty_like(kept, device="cpu", dtype=dtype or kept.dtype).copy_(kept)
         waiting[f"{len(index[site])} {site}"] = kept.contiguous()
         index[site].append(f"{files:06d}.safetensors")

@@ -60,6 +60,8 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     `settings` are fields of `Settings` that override what was found, and `rope_theta`, the base of
     the rotary angles. Raises ValueError if no description gives the model's logits.
     """
+    if isinstance(model, Decoder) and not settings:
+        return model
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     theta = settings.pop("rope_theta", None)
     if unknown := settings.keys() - Settings.__dataclass_fields__:
