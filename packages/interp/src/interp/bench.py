@@ -56,7 +56,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
     rows += composition_memory()
-    rows.append(trained_circuit(InductionTask(steps=20) if quick else InductionTask()))
+    rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
     return [*rows, import_cost(processes=1 if quick else 3)]
 
 
