@@ -20,7 +20,7 @@ from interp import (
 )
 from interp.circuits.heads import attention_pattern
 from interp.circuits.induction import repeated_tokens
-from interp.circuits.vocabulary import diagonal_rank, top_entries
+from interp.circuits.vocabulary import top_entries
 from interp.patching import drop_heads
 from torch import Tensor, nn
 
@@ -95,7 +95,6 @@ def model() -> AttentionOnly:
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "no components"),
         (lambda: top_entries(PAIR, 37), "count 37 is not within 1 and the 36 entries"),
-        (lambda: diagonal_rank(WIDE), "no diagonal"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
         (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must lie within 1 and 4"),
         (

@@ -114,6 +114,19 @@ def test_a_trained_model_grows_the_circuit_and_needs_it(seed: int) -> None:
     assert found.k_composition > 1.5 * chance(task.d_model)
 
 
+@pytest.mark.exhaustive
+def test_longer_training_leaves_less_than_a_tenth_without_the_previous_token_head() -> None:
+    task = InductionTask(steps=1000)
+    model, _ = train_induction(task)
+    fresh = torch.Generator().manual_seed(1)
+    found = confirm_circuit(
+        model,
+        *repeated_tokens(256, task.length, task.vocabulary, periods=task.periods, generator=fresh),
+    )
+    assert found.accuracy > 0.95
+    assert found.accuracy_without_previous < 0.1
+
+
 def test_training_is_reproducible_and_leaves_the_global_seed_alone() -> None:
     task = InductionTask(steps=3)
     before = torch.random.get_rng_state()

@@ -6,7 +6,6 @@ from interp.circuits.vocabulary import (
     bigrams,
     copying_eigenvalues,
     copying_scores,
-    diagonal_rank,
     full_ov,
     full_qk,
     top_entries,
@@ -55,15 +54,13 @@ def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowR
     torch.testing.assert_close(copying_scores(ov, embed, unembed), expected)
 
 
-def test_a_head_that_copies_scores_one_and_ranks_every_token_first() -> None:
+def test_a_head_that_copies_scores_one() -> None:
     torch.manual_seed(0)
     embed = torch.linalg.qr(random(8, 8))[0]
     head = LowRank(torch.eye(8, dtype=torch.float64)[None], torch.eye(8, dtype=torch.float64)[None])
     assert copying_scores(head, embed, embed).item() == pytest.approx(1)
-    assert diagonal_rank(full_ov(head, embed, embed)).abs().max() == 0
     against = LowRank(-head.a, head.b)
     assert copying_scores(against, embed, embed).item() == pytest.approx(-1)
-    assert diagonal_rank(full_ov(against, embed, embed)).min() == 7
 
 
 @pytest.mark.parametrize("block", [1 << 23, 40, 1])
@@ -76,7 +73,3 @@ def test_streamed_summaries_equal_the_dense_ones(
     best = dense.flatten(-2).topk(7)
     torch.testing.assert_close(values, best.values)
     assert torch.equal(rows * 8 + columns, best.indices)
-    ranks = (dense > dense.diagonal(dim1=-2, dim2=-1)[..., None, :]).sum(-2)
-    assert torch.equal(diagonal_rank(ov), ranks)
-    some = torch.tensor([5, 2])
-    assert torch.equal(diagonal_rank(ov, some), ranks[..., some])

@@ -1,9 +1,8 @@
 """What structure saves, and that it computes the same.
 
-- Compared: each computation beside the same one done plainly. Peer and ours take turns (A B A B
-  ...); `ratio` is peer time over ours, the median of the pairs with p10 and p90; `error` is the
-  largest difference between the results relative to the largest. Of many equal forward passes the
-  peer runs a sample, and its time is scaled.
+- Compared: each computation beside the same one done plainly, in turns (A B A B ...); `ratio` is
+  peer time over ours, `error` the largest difference relative to the largest result. Of many equal
+  forward passes the peer runs a sample, and its time is scaled.
 - Memory: the largest tensor that all-pairs composition creates, which no machine changes.
 - Trained: an induction circuit that gradient descent finds, and its ablation.
 - Import: what `import interp` costs on top of torch, in a process of its own.
@@ -52,12 +51,12 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
     gpt2 = models["gpt2"]
-    rows = [composition(gpt2, layers=3 if quick else 4), ov_eigenvalues(gpt2), copying(gpt2)]
+    rows = [composition(gpt2, layers=3 if quick else 4), copying(gpt2)]
     length = 8 if quick else 15
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
     rows += composition_memory()
-    rows.append(trained_circuit(InductionTask(steps=20) if quick else InductionTask()))
+    rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
     return [*rows, import_cost(processes=1 if quick else 3)]
 
 
@@ -143,20 +142,6 @@ class _Largest(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self.bytes = max(self.bytes, tensor.nbytes)
         return out
-
-
-def ov_eigenvalues(model: Decoder) -> Row:
-    """Eigenvalues of one layer's OV circuits."""
-    ov = model.ov()[:1]
-
-    def dense() -> Tensor:
-        values: Tensor = torch.linalg.eigvals(ov.dense())
-        return values.abs().sort(-1, descending=True).values[..., : ov.rank]
-
-    def ours() -> Tensor:
-        return ov.eigenvalues().abs().sort(-1, descending=True).values
-
-    return _compared("ov_eigenvalues", _sizes(ov), dense, ours, pairs=2)
 
 
 def copying(model: Decoder) -> Row:

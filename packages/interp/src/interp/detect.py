@@ -8,14 +8,12 @@
     successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
 
 A score is the mean over the queries that have such a key at all; `chance` is what a head that
-spreads its attention evenly over the past would score. Every detector is a mask over (query, key)
-made from the tokens once, so all heads of all layers are scored by one contraction, and nothing
-that was given is written to.
+spreads its attention evenly over the past would score. A detector is a mask over (query, key), so
+all heads of a layer are scored by one contraction.
 
-Some head is always the most of a kind. Whether that is more than noise says its p-value: how
-likely the best of all heads would score as much if each query's keys were drawn at random from
-those it may look at. Not sampled, but bounded from above: with m keys drawn from v of weight A,
-E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
+Some head is always the most of a kind; its p-value says how likely the best of all would score as
+much if each query's keys were permuted. Not sampled, but bounded: with m keys drawn from weights
+A, E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
 
     p <= heads * min_t exp(sum over queries of m log mean_k exp(t A_k)  -  t score)
 
@@ -32,8 +30,7 @@ from torch import Tensor
 
 from interp.circuits.low_rank import LowRank
 
-# A head of a kind is unlikely by chance, and goes a tenth of the way from chance to 1 at least.
-_LEVEL, _LEAST = 0.05, 0.1
+_LEVEL, _LEAST = 0.05, 0.1  # how unlikely, and how far from chance to 1, a head of a kind is
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,9 @@ def detect_heads(
     """Score every head from its attention patterns.
 
     `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
-    or (seq,), without which all are taken to differ, so that only the positional kinds have a
-    score. `queries` restricts the positions that are averaged over: a slice, or booleans (seq,)
-    or (batch, seq). `successors` are the circuits from token to token, `full_ov(...)` with batch
-    (layers, heads), and the ids of tokens in order (one, two, three, ...).
+    or (seq,), without which only the positional kinds have a score. `queries` restricts the
+    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq). `successors`:
+    circuits from token to token, `full_ov(...)`, and the ids of tokens in order (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
     if not layers:
@@ -139,14 +135,12 @@ def detect_heads(
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
-    chance: dict[str, float] = {}
     # The mean over queries is part of the weights: one contraction a layer.
     weights = {
         kind: (mask & used[kind][..., None]).to(dtype) / used[kind].sum()
         for kind, mask in kinds.items()
     }
-    for kind, weight in weights.items():
-        chance[kind] = float((evenly * weight).sum())
+    chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
     for pattern in layers:
         wide = pattern.to(dtype)
         log_means = _log_means(wide)
@@ -188,10 +182,8 @@ def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor
     raised = circuits.a[..., chain, :] @ circuits.b[..., chain]  # [layers, heads, to, from]
     raises = raised.argmax(-2).cpu()
     # The chain in any other order, too: what the best of all heads scores then.
-    generator = torch.Generator().manual_seed(0)
-    orders = torch.stack(
-        [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(999))]
-    )
+    shuffled = torch.rand(999, count, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    orders = torch.cat([torch.arange(count)[None], shuffled])
     hits = (raises[..., orders[:, :-1]] == orders[:, 1:]).to(torch.float32).mean(-1)
     score, best = hits[..., 0], hits[..., 1:].amax((0, 1))
     p_values = ((best >= score[..., None]).sum(-1) + 1) / (len(best) + 1)
@@ -202,23 +194,16 @@ def targets(tokens: Tensor) -> dict[str, Tensor]:
     """The keys that each kind of head looks at: booleans (batch, seq_q, seq_k) by kind."""
     batch, length = tokens.shape
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past = ones.tril(-1)
+    past, every = ones.tril(-1), (batch, -1, -1)
     same = (tokens[:, :, None] == tokens[:, None, :]) & past
-    # Key j is a target if token j - 1 is the query's; j = query itself is one too.
-    after = torch.nn.functional.pad(same, (1, 0))[..., :length]
-    position_0 = torch.zeros_like(ones)
-    position_0[1:, 0] = True
-    diagonal = {
-        "previous": past & ones.triu(-1),
-        "first": position_0,
-        "current": ones.tril() & ones.triu(),
-    }
+    first = torch.arange(length, device=tokens.device) == 0
     return {
-        "previous": diagonal["previous"].expand(batch, -1, -1),
+        "previous": (past & ones.triu(-1)).expand(every),
         "duplicate": same,
-        "induction": after,
-        "first": diagonal["first"].expand(batch, -1, -1),
-        "current": diagonal["current"].expand(batch, -1, -1),
+        # Key j is a target if token j - 1 is the query's; j = query itself is one too.
+        "induction": torch.nn.functional.pad(same, (1, 0))[..., :length],
+        "first": (past & first).expand(every),
+        "current": (ones.tril() & ones.triu()).expand(every),
     }
 
 

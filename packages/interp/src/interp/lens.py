@@ -4,9 +4,7 @@
   a layer at a time, so that (layers, ..., vocabulary) never exists.             nostalgebraist 2020
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1)
-  is linear once its scale s is held at the value of the whole stream. Norms are taken as black
-  boxes: g, P and b are found by probing, s from the stream, and the result is checked against the
-  norm itself.
+  is linear once s is held. Norms are black boxes: g, P and b are probed, and the result checked.
 """
 
 from __future__ import annotations

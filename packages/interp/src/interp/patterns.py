@@ -4,11 +4,9 @@
         model(tokens)
     patterns["model.layers.0.self_attn"]          (batch, heads, seq_q, seq_k)
 
-Notable: no module is replaced and no implementation switched. Calls of torch's functions are
-watched while the block runs: a softmax over keys is a pattern already, and of
-`scaled_dot_product_attention` the pattern is computed a second time beside the real call, from the
-same queries, keys and mask. The real call runs with what it was given, so that outputs stay equal
-bit by bit.
+Nothing is replaced or switched. Calls of torch's functions are watched: a softmax over keys is a
+pattern already; that of `scaled_dot_product_attention` is computed a second time beside the real
+call, which runs with what it was given, so that outputs stay equal bit by bit.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
             model(tokens)
     open_records("activations")["blocks.3.attention.o:input"]      all calls, one after the other
 
-Notable: at most `chunk_mib` wait in memory, each chunk is a safetensors file, and the index is
-written last, so that a run that was stopped is not taken for a whole one.
+At most `chunk_mib` wait in memory; the index is written last, so that no stopped run seems whole.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ class Records(Mapping[str, Tensor]):
 
     def __getitem__(self, site: str) -> Tensor:
         calls = list(self.calls(site))
-        try:
-            return torch.cat(calls)
-        except RuntimeError as error:
-            shapes = ", ".join(sorted({str(tuple(x.shape)) for x in calls}))
-            raise ValueError(
-                f"the calls of {site!r} are {shapes}; take them from calls()"
-            ) from error
+        if shapes := {tuple(x.shape[1:]) for x in calls[1:]} - {tuple(calls[0].shape[1:])}:
+            raise ValueError(f"calls of {site!r} also gave {shapes}; take them from calls()")
+        return torch.cat(calls)
 
     def calls(self, site: str) -> Iterator[Tensor]:
         """One tensor for each call of the module, in order."""
@@ -93,7 +88,6 @@ def record_to(
 
     def keep(site: str, tensor: Tensor) -> None:
         kept = tensor.detach() if select is None else select(tensor.detach())
-        # A copy always: what the model does with its own tensor is its own affair.
         kept = torch.empty_like(kept, device="cpu", dtype=dtype or kept.dtype).copy_(kept)
         waiting[f"{len(index[site])} {site}"] = kept.contiguous()
         index[site].append(f"{files:06d}.safetensors")

@@ -5,9 +5,8 @@
     with patch(model, {"blocks.3.mlp": torch.zeros_like}):
         model(tokens)
 
-Notable: nothing is wrapped and no code is rewritten; hooks are gone when the block ends, whatever
-ended it; a name that matches nothing, a recorded tensor that was overwritten in place, and a
-patch that never ran are errors, not silent wrong numbers.
+Hooks are gone when the block ends, whatever ended it; a name that matches nothing, a recorded
+tensor that was overwritten in place, and a patch that never ran are errors.
 """
 
 from __future__ import annotations
@@ -127,11 +126,10 @@ def at_positions(
     is a tensor that broadcasts to those positions, or a function of what was there. For one text:
     make another for the next. Negative positions are not known before the end.
     """
-    wanted = range(*positions.indices(sys.maxsize)) if isinstance(positions, slice) else positions
-    if isinstance(positions, slice) and min(positions.start or 0, positions.stop or 0) < 0:
+    ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
+    if any(end is not None and end < 0 for end in ends):
         raise ValueError(f"{positions} counts from the end, which is not known yet")
-    if not isinstance(positions, slice) and any(p < 0 for p in positions):
-        raise ValueError(f"positions {list(positions)} count from the end, which is not known yet")
+    wanted = range(*positions.indices(sys.maxsize)) if isinstance(positions, slice) else positions
     done = 0
 
     def replace(old: Tensor) -> Tensor:

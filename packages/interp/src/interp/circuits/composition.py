@@ -48,10 +48,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 
 
 def chance(d_model: int) -> float:
-    """The score of two circuits that have nothing to do with each other, 1 / sqrt(d_model).
-
-    With W_2 rotated at random, E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d_model.
-    """
+    """The score of circuits unrelated to each other: E ||W_2 W_1||^2 = ||W_2||^2 ||W_1||^2 / d."""
     return 1 / math.sqrt(d_model)
 
 

@@ -1,8 +1,7 @@
 """Attention heads as plain functions of their circuits, by increasing complexity.
 
-A head is two independent things: where it looks (W_QK, through a softmax over positions) and what
-it moves from there (W_OV).  Heads of a layer add: the concatenation in front of W_O that
-implementations use is the sum of one W_O W_V product per head.  Elhage et al. 2021.
+A head is where it looks (W_QK, through a softmax) and what it moves from there (W_OV). Heads add:
+the concatenation in front of W_O is the sum of one W_O W_V product a head. Elhage et al. 2021.
 """
 
 from __future__ import annotations

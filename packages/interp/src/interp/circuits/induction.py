@@ -8,10 +8,8 @@
     head 1.0  QK: my token looks at its previous   OV: token block -> output block, BOS -> 0
               token; half as strongly at position 0
 
-Position 0 holds BOS, so a token that never occurred before attends there and the output is
-exactly 0. Every losing score is at least `sharpness / 2` below the best one; where exp(-sharpness
-/ 2) rounds to 0 the softmax is an exact mean and the network computes `induction_reference`
-exactly.
+A token that never occurred before attends to BOS, and the output is exactly 0. Losing scores are
+`sharpness / 2` below the best or more; where exp of that rounds to 0 the softmax is an exact mean.
 
 `train_induction` lets gradient descent find the same circuit, `confirm_circuit` shows by ablation
 that it did. Elhage et al. 2021; Olsson et al. 2022.

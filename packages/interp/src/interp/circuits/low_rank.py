@@ -1,13 +1,9 @@
 """Matrices that are kept as their two thin factors.
 
 A head reads the residual stream through one thin matrix and writes it through another, so its
-circuits are products `A B` of rank d_head on a space of d_model dimensions.  Notable here:
-
-- every operation costs what the thin factors cost; `dense()` is the only place where m x n appears,
-- everything is batched: one `LowRank` holds a circuit of all heads of all layers, as (layers,
-  heads),
-- columns, as the paper writes it: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and
-  W_OV = W_O W_V maps a stream vector x to W_OV x.  Weights of `nn.Linear` go in as they are.
+circuits are products `A B` of rank d_head on d_model dimensions. One `LowRank` holds a circuit of
+all heads of all layers; `dense()` alone makes an m x n matrix. Columns, as the paper writes it:
+W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, W_OV = W_O W_V maps x to W_OV x.
 
 Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
@@ -113,13 +109,10 @@ class LowRank:
         return (full.a * full.b.mT).sum(dim=(-2, -1)).to(self.a.dtype)
 
     def norm(self) -> Tensor:
-        """The Frobenius norm, (...).
-
-        Through R of a = QR rather than through the Gram matrices, which would lose half of the
-        digits.
-        """
+        """The Frobenius norm, (...)."""
         full = self._decomposable()
-        norm: Tensor = torch.linalg.matrix_norm(_triangle(full.a) @ full.b)
+        # Through R of a = QR: Gram matrices would lose half of the digits.
+        norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(full.a, mode="r").R @ full.b)
         return norm
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,12 +225,6 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     return weight.repeat_interleave(heads // kv_heads, dim=-3)
-
-
-def _triangle(matrix: Tensor) -> Tensor:
-    """R of matrix = Q R, (..., min(m, r), r)."""
-    r: Tensor = torch.linalg.qr(matrix, mode="r").R
-    return r
 
 
 def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:

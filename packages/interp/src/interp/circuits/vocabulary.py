@@ -13,8 +13,6 @@ Elhage et al. 2021; copying by eigenvalues: section "Detecting Copying Behavior"
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -65,34 +63,12 @@ def top_entries(matrix: LowRank, count: int) -> tuple[Tensor, Tensor, Tensor]:
         raise ValueError(f"count {count} is not within 1 and the {rows * columns} entries")
     best = matrix.a.new_full((*matrix.batch_shape, 0), 0)
     where = torch.zeros_like(best, dtype=torch.long)
-    for chosen, block in _column_blocks(matrix, torch.arange(columns, device=matrix.a.device)):
-        flat = block.flatten(-2)
+    width = max(1, _BLOCK_NUMBERS // (matrix.batch_shape.numel() * rows))
+    for chosen in torch.arange(columns, device=matrix.a.device).split(width):
+        flat = (matrix.a @ matrix.b[..., chosen]).flatten(-2)
         values, places = flat.topk(min(count, flat.shape[-1]), dim=-1)
-        width = block.shape[-1]
-        places = places // width * columns + chosen[places % width]
+        places = places // len(chosen) * columns + chosen[places % len(chosen)]
         best, where = torch.cat([best, values], -1), torch.cat([where, places], -1)
         best, kept = best.topk(min(count, best.shape[-1]), dim=-1)
         where = where.gather(-1, kept)
     return best, where // columns, where % columns
-
-
-def diagonal_rank(matrix: LowRank, tokens: Tensor | None = None) -> Tensor:
-    """How many entries of column t exceed entry (t, t), (..., tokens); none in a head that copies.
-
-    All tokens unless given; a sample of ids is enough to tell a copying head.
-    """
-    if matrix.shape[-2] != matrix.shape[-1]:
-        raise ValueError(f"a matrix of shape {tuple(matrix.shape)} has no diagonal to rank")
-    tokens = torch.arange(matrix.shape[-1]) if tokens is None else tokens
-    ranks = [
-        (block > block.gather(-2, chosen.expand(*block.shape[:-2], 1, -1))).sum(-2)
-        for chosen, block in _column_blocks(matrix, tokens.to(matrix.a.device))
-    ]
-    return torch.cat(ranks, -1)
-
-
-def _column_blocks(matrix: LowRank, columns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Dense blocks of the chosen columns, (..., m, width), small enough to hold."""
-    width = max(1, _BLOCK_NUMBERS // (matrix.batch_shape.numel() * matrix.shape[-2]))
-    for chosen in torch.split(columns, width):
-        yield chosen, matrix.a @ matrix.b[..., chosen]

@@ -1,8 +1,7 @@
 """The attention-only transformer of the paper: heads that add to a stream, no MLPs, no norms.
 
-Notable: it is a `Decoder` like all others, so that taps, circuits and patches are the same;
-positions may go into queries and keys alone ("attention"), which leaves the residual stream to the
-tokens and makes induction heads form in fewer steps.
+A `Decoder` like all others. Positions may go into queries and keys alone ("attention"), which
+leaves the stream to the tokens and makes induction heads form in fewer steps.
 """
 
 from __future__ import annotations

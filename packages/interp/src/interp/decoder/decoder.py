@@ -2,8 +2,7 @@
 
     stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
 
-A family that has no norm at one of these places has an `nn.Identity` there, so that the tap names
-are the same for all:
+Where a family has no norm there is an `nn.Identity`, so that the tap names are the same for all:
 
     embed, position                     what enters the stream
     blocks.*:input, blocks.*            the stream before and after a block
@@ -13,9 +12,8 @@ are the same for all:
     blocks.*.attention_out, .mlp_out    what is added to the stream
     norm:input, unembed                 the final stream, the logits (before a cap)
 
-Modules are built around the weights that they are given: nothing is initialized, copied or made
-twice. Rotary positions: Su et al. 2021; grouped heads: Ainslie et al. 2023; experts: Shazeer et
-al. 2017.
+Modules are built around the weights that they are given: nothing is copied or made twice. Rotary
+positions: Su et al. 2021; grouped heads: Ainslie et al. 2023; experts: Shazeer et al. 2017.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     describe(model)         found from the module by structure, sharing its weights
     load_decoder(folder)    config.json and safetensors, without transformers
 
-What the weights do not say (eps, angles, windows, caps) comes from the configuration; for a module
-without one from its attributes, and what even these leave open is tried. A description of a module
-is checked by running both: logits that differ are an error, never a silent wrong model.
+What the weights do not say (eps, angles, windows, caps) comes from the configuration or, without
+one, from attributes and trials. A description is checked by running both models.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     `settings` are fields of `Settings` that override what was found, and `rope_theta`, the base of
     the rotary angles. Raises ValueError if no description gives the model's logits.
     """
+    if isinstance(model, Decoder) and not settings:
+        return model
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     theta = settings.pop("rope_theta", None)
     if unknown := settings.keys() - Settings.__dataclass_fields__:
@@ -139,11 +141,7 @@ def load_decoder(
     return Decoder(weights, settings).to(device)
 
 
-def load_gpt2(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Decoder:
-    """`load_decoder` for a folder that holds GPT-2 and nothing else."""
-    return load_decoder(path, dtype=dtype, device=device, families=("gpt2",))
+load_gpt2 = partial(load_decoder, families=("gpt2",))
 
 
 def settings_from_config(config: Mapping[str, Any]) -> Settings:

@@ -5,8 +5,7 @@
     center_unembed    the unembedding stops adding the same number to all logits
     fold_value_bias   the value bias moves into the output bias, as attention weights sum to 1
 
-Notable: parameters are replaced, never written to, so that a tied or shared weight keeps its
-value for the others, and a folded copy shares what did not change with the original.
+Parameters are replaced, never written to: a shared weight keeps its value for the others.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     model.layers.3.self_attn.q_proj.weight  ->  blocks.3.attention.q.weight
     transformer.h.3.attn.c_attn.weight      ->  blocks.3.attention.{q, k, v}.weight, transposed
 
-A name is read by what it says (q_proj, gate, ln_1), not by the family that says it, so that models
-of one's own are found too. Fused weights are split: [q | k | v] one after the other, or by head
-where they are called query_key_value.
+A name is read by what it says (q_proj, gate, ln_1), so that models of one's own are found too.
+Fused weights are split: [q | k | v], or by head where they are called query_key_value.
 """
 
 from __future__ import annotations

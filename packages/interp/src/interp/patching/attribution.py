@@ -1,11 +1,10 @@
 """All patches at once, to first order: (clean - corrupted) * d metric / d activation.
 
 - `attribution_patching`: any sites of any model, from one backward pass.
-- `attribute_parts`: the same numbers as `patch_parts` of a `Decoder`, with what AtP* corrects. A
-  softmax that is saturated has no gradient though its queries and keys may change it altogether, so
-  for these the softmax is computed again and only what follows is held linear; and where a direct
-  effect and one through a later layer cancel, gradients are dropped a layer at a time.
-- `edge_attribution`: the same numbers as `patch_edges`, with the same correction.
+- `attribute_parts`: what `patch_parts` measures, corrected as in AtP*. A saturated softmax has no
+  gradient, so that of queries and keys is computed again and what follows is held linear; where
+  effects through several layers cancel, gradients are dropped a layer at a time.
+- `edge_attribution`: what `patch_edges` measures, with the same correction.
 
 Nanda 2023, "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated
 Circuit Discovery"; Kramar et al. 2024, "AtP*".
@@ -195,7 +194,7 @@ def _read(
     new, old = linear(block.norm1(stream + change)), seen[f"{site}.{receiver.kind}"]
     if receiver.kind == "v":
         moved = (new - old) * slopes[f"{site}.v"]
-        effects = moved.unflatten(-1, (heads, -1)).sum((1, 3))
+        effects: Tensor = moved.unflatten(-1, (heads, -1)).sum((1, 3))
     else:
         q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
         q, k = (new, k) if receiver.kind == "q" else (q, new)
@@ -270,15 +269,11 @@ def _gradients(
             out = forward(model, prompt)
         result = metric(out, last[end[0]] if end else torch.empty(0))
         require_repeatable(seen, again)
-        _require_one_number(result)
+        if not isinstance(result, Tensor) or result.numel() != 1:
+            given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")
         gradients = torch.autograd.grad(result, list(zeros.values()), allow_unused=True)
     return {
         site: torch.zeros_like(zero) if gradient is None else gradient
         for (site, zero), gradient in zip(zeros.items(), gradients, strict=True)
     }
-
-
-def _require_one_number(result: object) -> None:
-    if not isinstance(result, Tensor) or result.numel() != 1:
-        given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise ValueError(f"the metric gave {given}; it must give one number, a tensor: sum it")

@@ -1,12 +1,11 @@
 """Which path carries the answer: what one part says, heard by chosen readers alone.
 
-The stream is a sum, so the direct path from a sender to a receiver is the difference of what the
-sender adds in the two runs, added to what the receiver reads. Everything between still sees the
-corrupted run; what follows the receiver sees its answer.
+The stream is a sum, so a path is the difference of what its sender adds in the two runs, added to
+what its receiver reads. What lies between sees the corrupted run; what follows, the answer.
 
 - `path_patching`: one sender, any readers, of any model.
-- `patch_edges`: all edges of a `Decoder`, from every head and MLP to every head's queries, keys
-  and values, every MLP and the final stream, in batches that restart at the receiver.
+- `patch_edges`: all edges of a `Decoder`, from heads and MLPs to queries, keys and values of
+  heads, MLPs and the final stream, in batches that restart at the receiver.
 
 Goldowsky-Dill et al. 2023, "Path Patching".
 """
@@ -128,8 +127,8 @@ def patch_edges(
             else:
                 site, put = _heard(model, run, receiver, changes[chosen])
                 with patch(model, {site: put}):
-                    streams = run.rows(receiver.layer, len(chosen))
-                    after = run.measured(metric, receiver.layer, streams)
+                    streams = run.streams[receiver.layer].repeat(len(chosen), 1, 1)
+                    after = measure(metric, run(streams, receiver.layer))
             edges.values[chosen, column] = after - base
     return edges
 

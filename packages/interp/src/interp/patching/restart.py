@@ -22,10 +22,9 @@ def tokens_of(prompt: Prompt) -> Tensor:
     """The token ids of a prompt."""
     if isinstance(prompt, Tensor):
         return prompt
-    for name in ("input_ids", "tokens", "inputs_embeds"):
-        if isinstance(value := prompt.get(name), Tensor):
-            return value
-    raise ValueError(f"a prompt has {', '.join(map(str, prompt)) or 'nothing'}; give input_ids")
+    if not isinstance(tokens := prompt.get("input_ids"), Tensor):
+        raise ValueError(f"a prompt has {', '.join(map(str, prompt)) or 'nothing'}; give input_ids")
+    return tokens
 
 
 def require_a_pair(clean: Prompt, corrupted: Prompt) -> None:
@@ -95,14 +94,6 @@ class Restart:
         for index in range(start, self.layers):
             stream = self.calls.again(index, stream)
         return stream
-
-    def measured(self, metric: Metric, start: int, streams: Tensor) -> Tensor:
-        """The metric (n,) of n streams that enter block `start`."""
-        return measure(metric, self(streams, start))
-
-    def rows(self, layer: int, count: int) -> Tensor:
-        """The stream that enters a block, `count` times over, to write into."""
-        return self.streams[layer].repeat(count, 1, 1)
 
 
 def measure(metric: Metric, streams: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """Which activation carries the answer: put one run's into another and see what comes back.
 
-- `patch_streams`: every (layer, position) of the residual stream, exactly. A patch entering block l
-  changes nothing before it, so each layer restarts from the recorded stream with all positions as
-  one batch, and the metric sees the final stream alone, not a whole vocabulary of logits.
+- `patch_streams`: every (layer, position) of the residual stream, exactly. Each layer restarts from
+  the recorded stream with all positions as one batch, and the metric sees the final stream alone.
 - `patch_parts`: the same for every head's queries, keys, values or result at every position.
 - `ablate_parts`: every head or MLP without what it does: zero, its mean, or another prompt's.
 """
@@ -153,9 +152,8 @@ def ablate_parts(
         raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
     if (how == "zero") != (reference is None):
         raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
+    require_a_pair(prompt, prompt)
     tokens = tokens_of(prompt)
-    if len(tokens) != 1:
-        raise ValueError(f"the prompt is {tuple(tokens.shape)}; it must be (1, seq)")
     if how == "resample" and reference is not None and reference.shape[1:] != tokens.shape[1:]:
         raise ValueError(
             f"reference is {tuple(reference.shape)}; to resample from it give "
@@ -223,7 +221,7 @@ def _scan(
             put_heads, (row, positions, heads), source[0, positions, heads], source.shape[2]
         )
         with patch(run.model, {site: put}):
-            results.append(run.measured(metric, layer, run.rows(layer, len(row))))
+            results.append(measure(metric, run(run.streams[layer].repeat(len(row), 1, 1), layer)))
     return torch.cat(results)
 
 

@@ -1,0 +1,28 @@
+"""What structure saves at GPT-2 small's size, on an idle machine."""
+
+import pytest
+import torch
+from interp.bench import copying, import_cost, patching, random_decoder
+
+pytestmark = pytest.mark.timing
+SIZES = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
+
+
+def test_importing_costs_a_tenth_of_a_second_over_torch() -> None:
+    assert import_cost(processes=5)["added_ms"] <= 100
+
+
+def test_copying_eigenvalues_of_144_heads_are_20_times_faster_than_folding_each() -> None:
+    torch.manual_seed(0)
+    row = copying(random_decoder("gpt2", **SIZES))
+    assert row["error"] < 1e-4
+    assert row["ratio_p50"] >= 20
+
+
+@pytest.mark.parametrize("part", [":input", "attention.o:input"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_patches_are_10_times_faster_than_a_forward_pass_each(family: str, part: str) -> None:
+    torch.manual_seed(0)
+    row = patching(random_decoder(family, **SIZES), family, part, 15)
+    assert row["error"] < 1e-5
+    assert row["ratio_p50"] >= 10
