@@ -115,6 +115,18 @@ def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
     assert run_ranks(rebuilds, 2) == [[declared, real, real]] * 2
 
 
+def fills_a_list_of_sizes() -> tuple:
+    model = DDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7))))
+    listed = DDP(model.module, bucket_cap_mb_list=[64 / MIB, 128 / MIB])
+    for _ in range(2):
+        listed(torch.ones(1, 4)).sum().backward()
+    return listed.bucket_bytes_cap_list, [len(b.parameters) for b in listed.meter.last.buckets]
+
+
+def test_of_a_list_of_sizes_each_bucket_takes_the_next() -> None:
+    assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2])] * 2
+
+
 def several_forwards() -> bool:
     torch.manual_seed(1)
     module = norm_net()
@@ -154,26 +166,37 @@ def test_a_dropped_wrapper_sends_nothing_more() -> None:
     assert run_ranks(wraps_again, 2) == [[2, 1], [2, 1]]
 
 
-def wraps_twice() -> tuple:
+def wraps_twice() -> dict:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    older = DDP(module[1])
-    model = DDP(module)
-    x = torch.full((1, 3), 1.0 + dist.get_rank())
-    try:
-        older(x)
-    except RuntimeError as error:
-        said = str(error)
-    # Each mean is taken once: of ones, it is one.
-    model(x).sum().backward()
-    return said, module[0].bias.grad.tolist(), module[1].bias.grad.tolist()
+    part, whole = DDP(module[1]), DDP(module)
+    nested = DDP(whole)
+    said, x = {}, torch.full((1, 3), 1.0 + dist.get_rank())
+    # Whichever is called, each mean is taken once: of ones, it is one.
+    for name, model in (("part", part), ("whole", whole), ("nested", nested)):
+        module.zero_grad()
+        model(x).sum().backward()
+        said[name] = module[1].bias.grad.tolist()
+        said[f"{name} sent"] = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
+    for name, other in (("smaller", DDP(module[0])), ("sum", DDP(nested, average="sum"))):
+        try:
+            nested(x)
+        except RuntimeError as error:
+            said[name] = str(error)
+        del other
+    module.zero_grad()
+    nested(x).sum().backward()
+    return said | {"again": module[1].bias.grad.tolist(), "means": module[0].bias.grad.tolist()}
 
 
 def test_of_two_wrappers_the_newer_one_averages() -> None:
     first, second = run_ranks(wraps_twice, 2)
     assert first == second
-    assert "were wrapped again" in first[0]
-    assert first[2] == [1.0, 1.0, 1.0]
+    for name in ("part", "whole", "nested", "again"):
+        assert first[name] == [1.0, 1.0, 1.0]
+    assert first["nested sent"] == [0, 0]
+    assert "were wrapped again" in first["smaller"]
+    assert "another average" in first["sum"]
 
 
 def steps_in_backward() -> str:

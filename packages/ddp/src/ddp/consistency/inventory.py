@@ -66,6 +66,11 @@ class Inventory:
         self._seen = now
         return False
 
+    @property
+    def all(self) -> list[nn.Parameter]:
+        """What is averaged."""
+        return [*self.dense.values(), *self.sparse.values()]
+
     def buffers(self) -> list[Tensor]:
         """The buffers to keep equal: looked up anew, because modules replace them."""
         named = self._module.named_buffers()
