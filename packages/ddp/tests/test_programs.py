@@ -32,7 +32,7 @@ options = st.fixed_dictionaries(
     {
         "bucket_size_mb": st.sampled_from([None, 1e-4, 1e-3, 25.0]),
         "gradient_as_bucket_view": st.booleans(),
-        "broadcast_buffers": st.booleans(),
+        "forward_sync_buffers": st.booleans(),
         "find_unused_parameters": st.booleans(),
         "average": st.sampled_from(["ranks", "ranks", "sum", "weight"]),
     }
@@ -210,6 +210,8 @@ class Run:
         torch.autograd.grad(self.model(x, 0).sum(), [self.module.norm.bias])
 
     def finish(self, uneven: bool) -> None:
+        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
+        self.model(torch.arange(3), 0)
         if not uneven or self.average == "weight" or self.sparse:
             return
         for module in (self.module, self.twin):

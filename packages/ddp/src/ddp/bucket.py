@@ -74,6 +74,10 @@ class Bucket:
         return [view.detach() for view in self.views]
 
     @cached_property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(view.shape for view in self.views)
+
+    @cached_property
     def _addresses(self) -> tuple[int, ...]:
         return tuple(view.data_ptr() for view in self.views)
 
@@ -90,16 +94,27 @@ class Bucket:
         slots, self.waiting = self.waiting, []
         if not slots:
             return
-        fresh = [slot for slot in slots if not self.holds(slot)]
+        gradients = [self._gradient(slot) for slot in slots]
+        fresh = [
+            (slot, gradient)
+            for slot, gradient in zip(slots, gradients, strict=True)
+            if gradient.data_ptr() != self._addresses[slot]
+        ]
         if fresh:
-            into = [self.views[slot] for slot in fresh]
-            torch._foreach_copy_(into, [self._gradient(slot) for slot in fresh])
+            into = [self.views[slot] for slot, _ in fresh]
+            torch._foreach_copy_(into, [gradient for _, gradient in fresh])
         if len(slots) == len(self.views):
             self.gradients.mul_(share)
         else:
             torch._foreach_mul_([self.views[slot] for slot in slots], share)
-        for slot in fresh if self.as_view else ():
+        for slot, _ in fresh if self.as_view else ():
             self.give(slot)
+
+    def lack(self, slot: int) -> None:
+        """A parameter without a gradient counts as zero."""
+        self.views[slot].zero_()
+        self.missing.add(slot)
+        self.arrived.add(slot)
 
     def adopt(self, slot: int) -> None:
         """Move a gradient, unscaled, to its place, to be added to by later backward passes."""
@@ -143,17 +158,17 @@ class Bucket:
 
     def _gradient(self, slot: int) -> Tensor:
         """A parameter's gradient; TypeError or RuntimeError where it has no place here."""
-        gradient, view = self.parameters[slot].grad, self.views[slot]
+        gradient = self.parameters[slot].grad
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.names[slot]!r} is {gradient.layout}; buckets hold dense "
                 "gradients: make that layer with sparse=False, or an nn.Embedding(sparse=True)"
             )
-        if gradient.shape != view.shape:
+        if gradient.shape != self._shapes[slot]:
             raise RuntimeError(
                 f"the gradient of {self.names[slot]!r} has shape {tuple(gradient.shape)}, not "
-                f"{tuple(view.shape)} as when it was wrapped; wrap the changed model anew"
+                f"{tuple(self._shapes[slot])} as when it was wrapped; wrap the changed model anew"
             )
         if gradient.requires_grad:
             warnings.warn(
@@ -171,8 +186,8 @@ class Bucket:
         """The flags of a rank that takes part and has every gradient: not stepped, and stepped."""
         good = torch.zeros_like(self.flags)
         good[0] = 1.0
-        stepped = good.clone()
-        stepped[1] = 1.0
+        stepped = torch.zeros_like(self.flags)
+        stepped[:2] = 1.0
         return good, stepped
 
     def look_for_nan(self) -> None:
@@ -255,10 +270,18 @@ def make_bucket(
     device, dtype = members[0].device, members[0].dtype.to_real()
     sizes = [parameter.numel() * (1 + parameter.is_complex()) for parameter in members]
     numel = sum(sizes) + RANK_FLAGS + len(members)
-    if allocate is None:
-        buffer = torch.empty(numel, dtype=dtype, device=device)
-    else:
-        buffer = allocate(numel, dtype=dtype, group=group)
+    called = tuple(names[index] if names else str(index) for index in indices)
+    try:
+        if allocate is None:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            buffer = allocate(numel, dtype=dtype, group=group)
+    except (RuntimeError, MemoryError, OSError) as error:
+        more = f" and {len(called) - 1} more" if len(called) > 1 else ""
+        raise RuntimeError(
+            f"the bucket of {called[0]!r}{more} takes {numel * dtype.itemsize} bytes, which could "
+            f"not be allocated ({error}); pass a smaller bucket_size_mb, or a smaller model"
+        ) from error
     if (buffer.shape, buffer.dtype, buffer.device) != ((numel,), dtype, device):
         raise ValueError(
             f"allocate returned {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; the "
@@ -266,7 +289,6 @@ def make_bucket(
         )
     pieces = torch.split(buffer[: sum(sizes)], sizes)
     views = tuple(_view(*pair) for pair in zip(pieces, members, strict=True))
-    called = tuple(names[index] if names else str(index) for index in indices)
     return Bucket(tuple(indices), members, buffer, views, names=called, as_view=as_view)
 
 

@@ -16,6 +16,7 @@ Notable:
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -32,7 +33,7 @@ from ddp.bucket import Allocate
 from ddp.collective import AllReduce
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.compression.ways import Compression, Uncompressed
-from ddp.consistency.agreement import broadcast_state
+from ddp.consistency.agreement import BROADCAST_BYTES
 from ddp.consistency.join import Shadow
 from ddp.exchange import MOST_EXACT_RANKS
 from ddp.metering.meter import Meter
@@ -73,6 +74,8 @@ class DDP(nn.Module, Joinable):
     Raises ValueError on every rank if modules or options differ across ranks.
     """
 
+    broadcast_bucket_size = BROADCAST_BYTES
+
     def __init__(
         self,
         module: nn.Module,
@@ -105,6 +108,12 @@ class DDP(nn.Module, Joinable):
         if isinstance(bucket_size_mb, Sequence):
             # torch's second positional argument is device_ids.
             device_ids, bucket_size_mb = bucket_size_mb, 25.0
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is called forward_sync_buffers from torch 2.13 on: pass that",
+                FutureWarning,
+                stacklevel=2,
+            )
         synced = (forward_sync_buffers, broadcast_buffers, True)
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_module(module, self._ignored)
@@ -128,13 +137,10 @@ class DDP(nn.Module, Joinable):
         self._group = group_of(group, process_group, device_mesh)
         self._comm_hook: CommHook | None = None
         self._start()
-        self._replica.connect(same_model=init_sync)
-        if init_sync:
-            with self._replica.blame.naming("the broadcast of the weights"):
-                # As in torch: only the older of the two names leaves buffers alone from the start.
-                alone = broadcast_buffers is False and forward_sync_buffers is None
-                group = self._replica.link.group
-                broadcast_state(module, group, ignored=self._ignored, buffers=not alone)
+        # As in torch: only the older of the two names leaves buffers alone from the start.
+        alone = broadcast_buffers is False and forward_sync_buffers is None
+        given = "weights" if alone else "weights and buffers"
+        self._replica.connect(same_model=init_sync, give=given if init_sync else "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -280,6 +286,10 @@ class DDP(nn.Module, Joinable):
     ) -> None:
         """Leave these parameters and buffers to the caller, as torch's method of that name does."""
         module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Lightning asks torch's log whether it had better pass static_graph: never."""
+        return {"can_set_static_graph": False}
 
     # ----- copies -----
 

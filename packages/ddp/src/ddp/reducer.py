@@ -41,7 +41,7 @@ class Reducer:
         # What each gradient is multiplied by before the sum.
         self.share = 1.0
         self._opens, self._make_room = opens, make_room
-        self._steps, self._follows = 0, False
+        self.steps, self._follows = 0, False
         self._arrivals: dict[int, None] = {}
         self._pending: list[PendingBucket] = []
         self._parts = Parts(len(layout.parameters)) if static_graph else None
@@ -49,13 +49,14 @@ class Reducer:
     def arrive(self, index: int, _: Tensor) -> None:
         """A parameter's gradient was accumulated: the hook on each parameter."""
         if self.open or self._opens():
-            if not self._steps:
+            if not self.steps:
                 self._arrivals.setdefault(index)
             if self._parts is None or not self._parts.more_to_come(index):
-                self.collect(index)
+                self._collect(*self.layout.place[index])
                 return
         bucket, slot = self.layout.place[index]
-        self._refuse_late(bucket, slot)
+        if slot in bucket.arrived:
+            self._refuse_late(bucket, slot)
         bucket.adopt(slot)
 
     def begin(self, share: float | None = None) -> None:
@@ -72,22 +73,19 @@ class Reducer:
 
     def follow_order(self) -> None:
         """After the first step, order buckets as rank 0's gradients became ready. A collective."""
-        if self._steps == 1 and not self._follows and self.layout.order:
+        if self.steps == 1 and not self._follows and self.layout.order:
             self._follows = True
             seen = list(self._arrivals)
             order = seen + [index for index in self.layout.order if index not in self._arrivals]
             device = self.layout.parameters[0].device
             self.layout.follow(self.exchange.agree_on(order, device))
 
-    def collect(self, index: int) -> None:
+    def _collect(self, bucket: Bucket, slot: int) -> None:
         """Take a final gradient, scaled to its share of the mean, into its bucket; send if full."""
-        bucket, slot = self.layout.place[index]
-        self._refuse_late(bucket, slot)
+        if slot in bucket.arrived:
+            self._refuse_late(bucket, slot)
         bucket.arrived.add(slot)
-        if bucket.parameters[slot].grad is None:
-            bucket.views[slot].zero_()
-            bucket.missing.add(slot)
-        elif bucket.bytes_of[slot] > SMALL_BYTES:
+        if bucket.bytes_of[slot] > SMALL_BYTES:
             bucket.take(slot, self.share)
         else:
             bucket.waiting.append(slot)
@@ -111,14 +109,17 @@ class Reducer:
             if slot not in bucket.arrived:
                 if self._make_room is not None:
                     self._make_room(bucket.parameters[slot])
-                self.collect(index)
+                if bucket.parameters[slot].grad is None:
+                    bucket.lack(slot)
+                else:
+                    self._collect(bucket, slot)
         self._send_complete(taking_part)
         while under_way := [pending for pending in self._pending if not pending.done]:
             for pending in under_way:
                 pending.advance()
         self.exchange.record(begin)
         self._pending.clear()
-        self._steps += 1
+        self.steps += 1
         self.open = False
         try:
             unused = self.exchange.unused(buckets, taking_part)
@@ -139,13 +140,12 @@ class Reducer:
                 self._pending[-1 - LAG].advance()
 
     def _refuse_late(self, bucket: Bucket, slot: int) -> None:
-        if slot in bucket.arrived:
-            reason = (
-                f"one backward pass made the gradient of {bucket.names[slot]!r} in several parts, "
-                "and the first was taken for all of it"
-            )
-            self.exchange.blame.fail(reason)
-            raise RuntimeError(
-                f"rank {self.exchange.link.rank}: {reason}; pass static_graph=True, or use "
-                "checkpoint(..., use_reentrant=False)"
-            )
+        reason = (
+            f"one backward pass made the gradient of {bucket.names[slot]!r} in several parts, "
+            "and the first was taken for all of it"
+        )
+        self.exchange.blame.fail(reason)
+        raise RuntimeError(
+            f"rank {self.exchange.link.rank}: {reason}; pass static_graph=True, or use "
+            "checkpoint(..., use_reentrant=False)"
+        )

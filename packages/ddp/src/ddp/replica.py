@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,6 +25,7 @@ from ddp.collective import Link, link
 from ddp.compression.sparse import average_sparse
 from ddp.compression.ways import Compression
 from ddp.consistency.agreement import (
+    broadcast_state,
     broadcast_tensors,
     check_same,
     check_same_model,
@@ -83,6 +85,7 @@ class Replica:
         self._looked = False
         self._finish_queued = False
         self._handles: list[Any] = []
+        self._waiting_for: list[nn.Parameter] = []
         # Those that took some of these parameters over, because their module was wrapped again.
         self._newer: list[Replica] = []
         # A module that outlives its wrapper, and is maybe wrapped again, sends nothing for it.
@@ -90,8 +93,8 @@ class Replica:
 
     # ----- meeting the others -----
 
-    def connect(self, *, same_model: bool) -> None:
-        """Meet the other ranks."""
+    def connect(self, *, same_model: bool, give: str = "") -> None:
+        """Meet the other ranks; `give` them rank 0's "weights", or "weights and buffers"."""
         self.remove_hooks()
         self.link = link(self._group, self.options.all_reduce)
         self.blame = Blame(self.link.group)
@@ -99,6 +102,11 @@ class Replica:
             with self.blame.naming("the comparison of the models"):
                 agreed = self.options.to_agree_on
                 check_same_model(self.module, agreed, self.link.group, self.ignored)
+        # Before there are buckets, as it takes memory for a moment.
+        if give:
+            with self.blame.naming("the broadcast of the weights"):
+                buffers = give == "weights and buffers"
+                broadcast_state(self.module, self.link.group, ignored=self.ignored, buffers=buffers)
         self.inventory = Inventory(self.module, self.ignored)
         self.exchange = Exchange(
             link=self.link,
@@ -108,7 +116,7 @@ class Replica:
             find_unused_parameters=self.options.find_unused_parameters,
             check_nan=self.options.check_nan,
         )
-        self.connected = True
+        self.connected, self._waiting_for = True, []
         self._make_reducer()
 
     def use(self, compression: Compression) -> None:
@@ -125,9 +133,14 @@ class Replica:
 
     def wait_for_gradients(self) -> None:
         """Meet the others when the first gradient comes."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                self._hook(parameter, self._arrive_late)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if len(trained) == len(self._waiting_for) and all(map(is_, trained, self._waiting_for)):
+            return
+        # The first time, or parameters were unfrozen or replaced before the first gradient came.
+        self.remove_hooks()
+        self._waiting_for = trained
+        for parameter in trained:
+            self._hook(parameter, self._arrive_late)
 
     def _arrive_late(self, parameter: Tensor) -> None:
         self.meet_late()
@@ -240,7 +253,7 @@ class Replica:
             reason = "parameters changed since the last forward pass of the wrapper"
             self.blame.fail(reason)
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
-        if any(hasattr(p, "_in_backward_optimizers") for p in self.reducer.layout.parameters):
+        if self.reducer.steps == 0 and any(map(_steps_in_backward, self.inventory.all)):
             raise RuntimeError(
                 "an optimizer that steps within the backward pass uses gradients before they are "
                 "averaged; step it after backward()"
@@ -285,6 +298,7 @@ class Replica:
     def look(self) -> None:
         """Before a forward pass: is the last step over, are the parameters still the same?"""
         if not self.connected:
+            self.wait_for_gradients()
             return
         self.blame.check()
         if self.left_to_another:
@@ -329,6 +343,10 @@ class Replica:
             broadcast_tensors(added, self.link.group)
         self.remove_hooks()
         self._make_reducer()
+
+
+def _steps_in_backward(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def _remove(handles: Sequence[Any]) -> None:
