@@ -240,6 +240,44 @@ def compiled() -> bool:
     return True
 
 
+def compiled_by_blocks() -> tuple:
+    import torch._dynamo
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.utils.counters.clear()
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+    together = nn.Sequential(*copy.deepcopy(blocks))
+    for block in blocks:
+        block.compile(backend=count)
+    model, x = DDP(nn.Sequential(*blocks), 20000 / MIB), torch.randn(2, 64)
+    one = DDP(torch.compile(together, backend=count), 20000 / MIB)
+    for _ in range(3):
+        model(x).sum().backward()
+    by_blocks = len(graphs)
+    graphs.clear()
+    for _ in range(3):
+        one(x).sum().backward()
+    step = model.meter.last
+    hidden = sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return by_blocks, len(graphs), breaks, len(step.buckets), hidden
+
+
+@pytest.mark.filterwarnings("default")
+def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
+    for by_blocks, whole, breaks, buckets, hidden in run_ranks(compiled_by_blocks, 2, timeout=300):
+        # Blocks that are alike may share a graph.
+        assert 1 <= by_blocks <= 4
+        assert (whole, breaks) == (1, 0)
+        assert buckets == 8
+        assert hidden >= buckets - 1
+
+
 @pytest.mark.filterwarnings("default")
 def test_a_compiled_module_inside_and_a_compiled_wrapper() -> None:
     assert run_ranks(compiled, 2, timeout=300) == [True, True]

@@ -211,7 +211,7 @@ class DDP(nn.Module, Joinable):
     ) -> Join:
         """Return a context in which ranks may take different numbers of steps.
 
-        A rank that leaves it early keeps the others company with zeros until the last one is done,
+        A rank that leaves it early takes part in their steps with zeros until the last one is done,
         and gets that one's weights. With `divide_by_initial_world_size=False` the mean is over the
         ranks that still have inputs. Names and meaning are those of torch's DDP.
         """

@@ -130,9 +130,9 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
             f"{stepped}, but not on ranks {others}: some rank ran one backward pass or one "
             "optimizer step more than the others; take as many on every rank, or use join()"
         )
-    nowhere = set.intersection(*(set(theirs.missing) for theirs in everyone.values()))
+    unused = set.intersection(*(set(theirs.missing) for theirs in everyone.values()))
     for rank, theirs in everyone.items():
-        partly = [name for name in theirs.missing if name not in nowhere]
+        partly = [name for name in theirs.missing if name not in unused]
         if partly and not allow:
             other = next(r for r, them in everyone.items() if partly[0] not in them.missing)
             raise RuntimeError(
@@ -140,7 +140,7 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
                 "on every rank, or pass find_unused_parameters=True to count a missing gradient as "
                 "zero"
             )
-    return nowhere
+    return unused
 
 
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
