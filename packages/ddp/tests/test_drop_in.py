@@ -286,6 +286,24 @@ def penalizes_gradients() -> bool:
     return True
 
 
+def keeps_graphs() -> bool:
+    both = Both(net())
+    for _ in range(3):
+        x = both.batches(3, 5)
+        with pytest.warns(UserWarning, match="has no graph"):
+            both.model(x[both.rank]).square().mean().backward(create_graph=True)
+        (sum(both.twin(one).square().mean() for one in x) / both.world).backward()
+        both.check_gradients()
+        assert not any(p.grad.requires_grad for p in both.module.parameters())
+        both.update()
+    return True
+
+
+@pytest.mark.filterwarnings("default")
+def test_means_of_gradients_with_a_graph_are_right_and_have_none() -> None:
+    assert run_ranks(keeps_graphs, 2) == [True, True]
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool, shared: bool) -> None:
         super().__init__()

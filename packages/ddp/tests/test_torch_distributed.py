@@ -32,8 +32,8 @@ PRIVATE = {
 # What differs on purpose. A parameter that no rank used is no error here, as nothing can go wrong
 # with it; and one that only some used is an error in that step, not in the next forward pass.
 DIFFERS = {
-    "test_ddp_multiple_nested_unused_params_err_ignore_params": "error not raised",
-    "test_ddp_multiple_nested_unused_params_error": "error not raised",
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": "error was not raised",
+    "test_ddp_multiple_nested_unused_params_error": "error was not raised",
     "test_ddp_unused_params_rebuild_buckets_exception": "error not raised",
 }
 
