@@ -178,6 +178,13 @@ def wraps_twice() -> dict:
         model(x).sum().backward()
         said[name] = module[1].bias.grad.tolist()
         said[f"{name} sent"] = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
+    # What is unfrozen is averaged, too, whichever is called.
+    module[0].requires_grad_(False)
+    whole(x)
+    module[0].requires_grad_(True)
+    module.zero_grad()
+    part(x)
+    whole(x).sum().backward()
     for name, other in (("smaller", DDP(module[0])), ("sum", DDP(nested, average="sum"))):
         try:
             nested(x)

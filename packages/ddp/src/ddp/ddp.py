@@ -184,7 +184,7 @@ class DDP(nn.Module, Joinable):
         replica = self._replica
         replica.meet_late()
         replica.blame.check()
-        if not replica.synchronised and not replica.left_to_another:
+        if not replica.synchronised and replica.left_to is None:
             replica.begin()
             replica.finish()
         replica.synchronised = False

@@ -301,7 +301,8 @@ class Replica:
             self.wait_for_gradients()
             return
         self.blame.check()
-        if self.left_to_another:
+        if (newer := self.left_to) is not None:
+            newer.look()
             return
         if self.reducer.open and torch._C._current_graph_task_id() == -1:
             reason = "the last backward pass ended in an error before its gradients were averaged"
@@ -312,19 +313,19 @@ class Replica:
         self._looked = True
 
     @property
-    def left_to_another(self) -> bool:
-        """Whether a newer wrapper averages these parameters, all of them and in the same way."""
+    def left_to(self) -> Replica | None:
+        """The newer wrapper's that averages these parameters, all of them and in the same way."""
         if not self._newer:
-            return False
+            return None
         self._newer = [other for other in self._newer if other._wrapper() is not None]
         if not self._newer:
             self._make_reducer()
-            return False
+            return None
         own = set(map(id, self.inventory.all))
         for other in self._newer:
             alike = other.options.average == self.options.average and other.link == self.link
             if alike and own <= set(map(id, other.inventory.all)):
-                return True
+                return other
         raise RuntimeError(
             "some parameters of this DDP's module were wrapped again, or for other ranks or "
             "another average: one wrapper averages them, the newer one; use that"
