@@ -286,6 +286,24 @@ def penalizes_gradients() -> bool:
     return True
 
 
+def keeps_graphs() -> bool:
+    both = Both(net())
+    for _ in range(3):
+        x = both.batches(3, 5)
+        with pytest.warns(UserWarning, match="has no graph"):
+            both.model(x[both.rank]).square().mean().backward(create_graph=True)
+        (sum(both.twin(one).square().mean() for one in x) / both.world).backward()
+        both.check_gradients()
+        assert not any(p.grad.requires_grad for p in both.module.parameters())
+        both.update()
+    return True
+
+
+@pytest.mark.filterwarnings("default")
+def test_means_of_gradients_with_a_graph_are_right_and_have_none() -> None:
+    assert run_ranks(keeps_graphs, 2) == [True, True]
+
+
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool, shared: bool) -> None:
         super().__init__()
@@ -403,7 +421,7 @@ def trains_batch_norm(broadcast: bool) -> list:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU())
     module = module.to(memory_format=torch.channels_last)
-    model = DDP(module, broadcast_buffers=broadcast)
+    model = DDP(module, forward_sync_buffers=broadcast)
     for step in range(4):
         x = torch.randn(
             4, 2, 6, 6, generator=torch.Generator().manual_seed(9 * step + dist.get_rank())
@@ -454,6 +472,28 @@ def copies(kind: str) -> bool:
 @pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
 def test_a_copy_trains_on_its_own(kind: str) -> None:
     assert run_ranks(copies, 2, kind) == [True, True]
+
+
+def copies_then_replaces(how: str) -> bool:
+    both = Both(net())
+    both.model = copy.deepcopy(both.model)
+    both.module = both.model.module
+    for module in (both.module, both.twin):
+        if how == "assign":
+            module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+        else:
+            module[0] = nn.Linear(5, 7).double()
+            nn.init.constant_(module[0].weight, 0.1)
+            nn.init.zeros_(module[0].bias)
+    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
+    for _ in range(3):
+        both.step()
+    return True
+
+
+@pytest.mark.parametrize("how", ["assign", "layer"])
+def test_a_copy_whose_parameters_are_replaced_before_its_first_gradient(how: str) -> None:
+    assert run_ranks(copies_then_replaces, 2, how) == [True, True]
 
 
 def first_step_of_a_copy(way: str) -> float:

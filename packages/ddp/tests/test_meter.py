@@ -188,15 +188,15 @@ def test_the_picture_shows_what_hides_and_what_does_not(design, overlaps, tmp_pa
 
 def real_link() -> tuple:
     model = DDP(nn.Linear(100, 100), None)
-    turned_to, finish = [], model._reducer.finish
+    turned_to, finish = [], model._replica.reducer.finish
 
     def finishes_late(**options) -> None:
-        while not all(pending._ended for pending in model._reducer._pending):
+        while not all(pending._ended for pending in model._replica.reducer._pending):
             time.sleep(0.001)
         turned_to.append(time.perf_counter())
         finish(**options)
 
-    model._reducer.finish = finishes_late
+    model._replica.reducer.finish = finishes_late
     model(torch.ones(1, 100)).sum().backward()
     return turned_to[0], model.meter.last.waiting[0], [b.done for b in model.meter.last.buckets]
 

@@ -1,4 +1,4 @@
-"""Random training programs: on two ranks under `DDP`, and in float64 in one process.
+"""Random training programs: on several ranks under `DDP`, and in float64 in one process.
 
 Hypothesis writes the programs: models, options, and actions one after the other (accumulation,
 several losses, clipping, freezing, checkpoints, forward passes without a backward pass, copies, new
@@ -17,8 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
 
-WORLD = 2
-
 models = st.fixed_dictionaries(
     {
         "width": st.integers(2, 5),
@@ -34,7 +32,7 @@ options = st.fixed_dictionaries(
     {
         "bucket_size_mb": st.sampled_from([None, 1e-4, 1e-3, 25.0]),
         "gradient_as_bucket_view": st.booleans(),
-        "broadcast_buffers": st.booleans(),
+        "forward_sync_buffers": st.booleans(),
         "find_unused_parameters": st.booleans(),
         "average": st.sampled_from(["ranks", "ranks", "sum", "weight"]),
     }
@@ -98,7 +96,7 @@ class Run:
     """One program on this rank."""
 
     def __init__(self, seed: int, drawn: dict, chosen: dict) -> None:
-        self.rank, self.weight = dist.get_rank(), 1.0
+        self.rank, self.world, self.weight = dist.get_rank(), dist.get_world_size(), 1.0
         self.module = Net(seed, drawn)
         self.twin = copy.deepcopy(self.module)
         self.average = chosen["average"]
@@ -124,7 +122,7 @@ class Run:
                 torch.randint(9, (self.integer(1, 5),), generator=self.draw),
                 self.integer(0, 1) if self.routed else route,
             )
-            for _ in range(WORLD)
+            for _ in range(self.world)
         ]
 
     def passes(self, unsynchronised: int, synchronised: int) -> None:
@@ -147,7 +145,7 @@ class Run:
         if self.average == "weight":
             total = sum(w * loss for w, loss in group) / sum(w for w, _ in group)
         else:
-            total = sum(loss for _, loss in group) / (WORLD if self.average == "ranks" else 1)
+            total = sum(loss for _, loss in group) / (self.world if self.average == "ranks" else 1)
         total.backward()
 
     def do(self, action: str, *details) -> None:
@@ -212,11 +210,13 @@ class Run:
         torch.autograd.grad(self.model(x, 0).sum(), [self.module.norm.bias])
 
     def finish(self, uneven: bool) -> None:
+        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
+        self.model(torch.arange(3), 0)
         if not uneven or self.average == "weight" or self.sparse:
             return
         for module in (self.module, self.twin):
             module.zero_grad()
-        counts = [self.integer(1, 3) for _ in range(WORLD)]
+        counts = [self.integer(1, 3) for _ in range(self.world)]
         inputs = [self.batches() for _ in range(max(counts))]
         with self.model.join():
             for number in range(counts[self.rank]):
@@ -227,7 +227,7 @@ class Run:
             self.twin.zero_grad()
             active = [one for one, n in zip(batches, counts, strict=True) if n > number]
             losses = [self.twin(*one).mean() for one in active]
-            (sum(losses) / (WORLD if self.average == "ranks" else 1)).backward()
+            (sum(losses) / (self.world if self.average == "ranks" else 1)).backward()
             self.optimizers[1].step()
         self.compare()
 
@@ -257,8 +257,8 @@ def run_programs(drawn: list) -> int:
     return len(drawn)
 
 
-def check(drawn: list) -> None:
-    assert run_ranks(run_programs, WORLD, drawn, timeout=300) == [len(drawn)] * WORLD
+def check(drawn: list, world: int) -> None:
+    assert run_ranks(run_programs, world, drawn, timeout=300) == [len(drawn)] * world
 
 
 # A program that hangs takes its whole timeout, so what was found is not made smaller.
@@ -274,12 +274,13 @@ PROFILE = settings(
 @settings(PROFILE, max_examples=2)
 @given(st.lists(programs, min_size=12, max_size=12))
 def test_random_programs_train_like_one_process(drawn: list) -> None:
-    check(drawn)
+    check(drawn, 2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("world", [2, 3, 4])
 @settings(PROFILE, max_examples=34)
-@given(st.lists(programs, min_size=30, max_size=30))
-def test_a_thousand_random_programs_train_like_one_process(drawn: list) -> None:
-    check(drawn)
+@given(drawn=st.lists(programs, min_size=30, max_size=30))
+def test_a_thousand_random_programs_train_like_one_process(drawn: list, world: int) -> None:
+    check(drawn, world)

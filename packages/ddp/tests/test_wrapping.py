@@ -115,6 +115,18 @@ def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
     assert run_ranks(rebuilds, 2) == [[declared, real, real]] * 2
 
 
+def fills_a_list_of_sizes() -> tuple:
+    model = DDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7))))
+    listed = DDP(model.module, bucket_cap_mb_list=[64 / MIB, 128 / MIB])
+    for _ in range(2):
+        listed(torch.ones(1, 4)).sum().backward()
+    return listed.bucket_bytes_cap_list, [len(b.parameters) for b in listed.meter.last.buckets]
+
+
+def test_of_a_list_of_sizes_each_bucket_takes_the_next() -> None:
+    assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2])] * 2
+
+
 def several_forwards() -> bool:
     torch.manual_seed(1)
     module = norm_net()
@@ -154,26 +166,44 @@ def test_a_dropped_wrapper_sends_nothing_more() -> None:
     assert run_ranks(wraps_again, 2) == [[2, 1], [2, 1]]
 
 
-def wraps_twice() -> tuple:
+def wraps_twice() -> dict:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    older = DDP(module[1])
-    model = DDP(module)
-    x = torch.full((1, 3), 1.0 + dist.get_rank())
-    try:
-        older(x)
-    except RuntimeError as error:
-        said = str(error)
-    # Each mean is taken once: of ones, it is one.
-    model(x).sum().backward()
-    return said, module[0].bias.grad.tolist(), module[1].bias.grad.tolist()
+    part, whole = DDP(module[1]), DDP(module)
+    nested = DDP(whole)
+    said, x = {}, torch.full((1, 3), 1.0 + dist.get_rank())
+    # Whichever is called, each mean is taken once: of ones, it is one.
+    for name, model in (("part", part), ("whole", whole), ("nested", nested)):
+        module.zero_grad()
+        model(x).sum().backward()
+        said[name] = module[1].bias.grad.tolist()
+        said[f"{name} sent"] = [m.meter.last.calls if m.meter.steps else 0 for m in (part, whole)]
+    # What is unfrozen is averaged, too, whichever is called.
+    module[0].requires_grad_(False)
+    whole(x)
+    module[0].requires_grad_(True)
+    module.zero_grad()
+    part(x)
+    whole(x).sum().backward()
+    for name, other in (("smaller", DDP(module[0])), ("sum", DDP(nested, average="sum"))):
+        try:
+            nested(x)
+        except RuntimeError as error:
+            said[name] = str(error)
+        del other
+    module.zero_grad()
+    nested(x).sum().backward()
+    return said | {"again": module[1].bias.grad.tolist(), "means": module[0].bias.grad.tolist()}
 
 
 def test_of_two_wrappers_the_newer_one_averages() -> None:
     first, second = run_ranks(wraps_twice, 2)
     assert first == second
-    assert "were wrapped again" in first[0]
-    assert first[2] == [1.0, 1.0, 1.0]
+    for name in ("part", "whole", "nested", "again"):
+        assert first[name] == [1.0, 1.0, 1.0]
+    assert first["nested sent"] == [0, 0]
+    assert "were wrapped again" in first["smaller"]
+    assert "another average" in first["sum"]
 
 
 def steps_in_backward() -> str:
@@ -215,6 +245,44 @@ def compiled() -> bool:
             torch.testing.assert_close(one.grad, theirs.grad)
             assert one.grad.equal(two.grad)
     return True
+
+
+def compiled_by_blocks() -> tuple:
+    import torch._dynamo
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.utils.counters.clear()
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)]
+    together = nn.Sequential(*copy.deepcopy(blocks))
+    for block in blocks:
+        block.compile(backend=count)
+    model, x = DDP(nn.Sequential(*blocks), 20000 / MIB), torch.randn(2, 64)
+    one = DDP(torch.compile(together, backend=count), 20000 / MIB)
+    for _ in range(3):
+        model(x).sum().backward()
+    by_blocks = len(graphs)
+    graphs.clear()
+    for _ in range(3):
+        one(x).sum().backward()
+    step = model.meter.last
+    hidden = sum(bucket.sent < step.waiting[0] for bucket in step.buckets)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return by_blocks, len(graphs), breaks, len(step.buckets), hidden
+
+
+@pytest.mark.filterwarnings("default")
+def test_buckets_break_no_graph_and_blocks_keep_the_overlap() -> None:
+    for by_blocks, whole, breaks, buckets, hidden in run_ranks(compiled_by_blocks, 2, timeout=300):
+        # Blocks that are alike may share a graph.
+        assert 1 <= by_blocks <= 4
+        assert (whole, breaks) == (1, 0)
+        assert buckets == 8
+        assert hidden >= buckets - 1
 
 
 @pytest.mark.filterwarnings("default")

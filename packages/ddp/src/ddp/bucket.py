@@ -12,7 +12,8 @@ Notable:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -49,6 +50,9 @@ class Bucket:
     _expected: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     place: int = 0
     is_last: bool = True
+    names: tuple[str, ...] = ()
+    # Whether `.grad` is the gradient's place here, not memory of its own.
+    as_view: bool = True
 
     @cached_property
     def gradients(self) -> Tensor:
@@ -69,33 +73,121 @@ class Bucket:
     def _given(self) -> list[Tensor]:
         return [view.detach() for view in self.views]
 
+    @cached_property
+    def _shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(view.shape for view in self.views)
+
+    @cached_property
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(view.data_ptr() for view in self.views)
+
+    # ----- gradients come and go -----
+
+    def take(self, slot: int, share: float) -> None:
+        """Scale a gradient into its place in one pass; `.grad` is that place from then on."""
+        torch.mul(self._gradient(slot), share, out=self.views[slot])
+        if self.as_view:
+            self.give(slot)
+
+    def take_waiting(self, share: float) -> None:
+        """The same for all small gradients that wait, in one call for all."""
+        slots, self.waiting = self.waiting, []
+        if not slots:
+            return
+        gradients = [self._gradient(slot) for slot in slots]
+        fresh = [
+            (slot, gradient)
+            for slot, gradient in zip(slots, gradients, strict=True)
+            if gradient.data_ptr() != self._addresses[slot]
+        ]
+        if fresh:
+            into = [self.views[slot] for slot, _ in fresh]
+            torch._foreach_copy_(into, [gradient for _, gradient in fresh])
+        if len(slots) == len(self.views):
+            self.gradients.mul_(share)
+        else:
+            torch._foreach_mul_([self.views[slot] for slot in slots], share)
+        for slot, _ in fresh if self.as_view else ():
+            self.give(slot)
+
+    def lack(self, slot: int) -> None:
+        """A parameter without a gradient counts as zero."""
+        self.views[slot].zero_()
+        self.missing.add(slot)
+        self.arrived.add(slot)
+
+    def adopt(self, slot: int) -> None:
+        """Move a gradient, unscaled, to its place, to be added to by later backward passes."""
+        if self.as_view and self.parameters[slot].grad is not None and not self.holds(slot):
+            self.views[slot].copy_(self._gradient(slot))
+            self.give(slot)
+
     def give(self, slot: int) -> None:
         """Make the place of a gradient the parameter's `.grad`."""
         # An alias, because `module.float()` and the like put other memory into `.grad` itself.
         given = self._given[slot]
-        if given.data_ptr() != self.views[slot].data_ptr():
+        if given.data_ptr() != self._addresses[slot]:
             given = self._given[slot] = self.views[slot].detach()
         self.parameters[slot].grad = given
+
+    def give_back(self, unused: Collection[int]) -> None:
+        """Make `.grad` the mean where it is not this memory already, `unused` ones left out."""
+        for slot in self.missing if self.as_view else range(len(self.views)):
+            parameter, view = self.parameters[slot], self.views[slot]
+            if self.indices[slot] in unused:
+                continue
+            if self.as_view:
+                self.give(slot)
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
+    def release(self) -> None:
+        """Let go: gradients that lie here get memory of their own."""
+        for slot, parameter in enumerate(self.parameters):
+            if self.holds(slot):
+                parameter.grad = self.views[slot].clone()
 
     def holds(self, slot: int) -> bool:
         """Whether the parameter's `.grad` lies in its place."""
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
-        return gradient.data_ptr() == self.views[slot].data_ptr()
+        return gradient.data_ptr() == self._addresses[slot]
 
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient is final."""
-        return len(self.arrived) == len(self.indices)
+    def _gradient(self, slot: int) -> Tensor:
+        """A parameter's gradient; TypeError or RuntimeError where it has no place here."""
+        gradient = self.parameters[slot].grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {self.names[slot]!r} is {gradient.layout}; buckets hold dense "
+                "gradients: make that layer with sparse=False, or an nn.Embedding(sparse=True)"
+            )
+        if gradient.shape != self._shapes[slot]:
+            raise RuntimeError(
+                f"the gradient of {self.names[slot]!r} has shape {tuple(gradient.shape)}, not "
+                f"{tuple(self._shapes[slot])} as when it was wrapped; wrap the changed model anew"
+            )
+        if gradient.requires_grad:
+            warnings.warn(
+                "backward(create_graph=True): the mean over the ranks has no graph, and `.grad` "
+                "none either; take second derivatives with torch.autograd.grad",
+                stacklevel=2,
+            )
+            return gradient.detach()
+        return gradient
+
+    # ----- flags -----
 
     @cached_property
     def _nothing_to_tell(self) -> tuple[Tensor, Tensor]:
         """The flags of a rank that takes part and has every gradient: not stepped, and stepped."""
         good = torch.zeros_like(self.flags)
         good[0] = 1.0
-        stepped = good.clone()
-        stepped[1] = 1.0
+        stepped = torch.zeros_like(self.flags)
+        stepped[:2] = 1.0
         return good, stepped
 
     def look_for_nan(self) -> None:
@@ -133,26 +225,33 @@ class Bucket:
 
 
 def assign_buckets(
-    parameters: Sequence[nn.Parameter], order: Sequence[int], bucket_bytes: float
+    parameters: Sequence[nn.Parameter],
+    order: Sequence[int],
+    bucket_bytes: float | Sequence[float],
 ) -> list[tuple[int, ...]]:
     """Cut `order` into runs of one dtype and device that fill at most `bucket_bytes` each.
 
     A parameter larger than that gets a bucket of its own; so does every parameter when
-    `bucket_bytes` is 0. Buckets are ordered by the parameter that completes them.
+    `bucket_bytes` is 0. Of several sizes each bucket takes the next, and the last ones the last.
+    Buckets are ordered by the parameter that completes them.
     """
+    sizes = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: place for place, index in enumerate(order)}
     full: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    # For each kind the run that fills, and the room it has left.
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index in order:
         parameter = parameters[index]
         kind = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
-        members, used = filling.get(kind, ([], 0))
-        if members and (used + size > bucket_bytes or not bucket_bytes):
-            full.append(members)
-            members, used = [], 0
+        members, room = filling.get(kind, ([], 0.0))
+        if not members or size > room or sizes[-1] == 0:
+            if members:
+                full.append(members)
+            begun = len(full) + len(filling.keys() - {kind})
+            members, room = [], sizes[min(begun, len(sizes) - 1)]
         members.append(index)
-        filling[kind] = (members, used + size)
+        filling[kind] = (members, room - size)
     full += [members for members, _ in filling.values()]
     return [tuple(run) for run in sorted(full, key=lambda run: position[run[-1]])]
 
@@ -162,16 +261,27 @@ def make_bucket(
     parameters: Sequence[nn.Parameter],
     allocate: Allocate | None,
     group: Any,
+    *,
+    names: Sequence[str] = (),
+    as_view: bool = True,
 ) -> Bucket:
     """Allocate the buffer of `parameters[i] for i in indices` and cut it into views."""
     members = tuple(parameters[index] for index in indices)
     device, dtype = members[0].device, members[0].dtype.to_real()
     sizes = [parameter.numel() * (1 + parameter.is_complex()) for parameter in members]
     numel = sum(sizes) + RANK_FLAGS + len(members)
-    if allocate is None:
-        buffer = torch.empty(numel, dtype=dtype, device=device)
-    else:
-        buffer = allocate(numel, dtype=dtype, group=group)
+    called = tuple(names[index] if names else str(index) for index in indices)
+    try:
+        if allocate is None:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+        else:
+            buffer = allocate(numel, dtype=dtype, group=group)
+    except (RuntimeError, MemoryError, OSError) as error:
+        more = f" and {len(called) - 1} more" if len(called) > 1 else ""
+        raise RuntimeError(
+            f"the bucket of {called[0]!r}{more} takes {numel * dtype.itemsize} bytes, which could "
+            f"not be allocated ({error}); pass a smaller bucket_size_mb, or a smaller model"
+        ) from error
     if (buffer.shape, buffer.dtype, buffer.device) != ((numel,), dtype, device):
         raise ValueError(
             f"allocate returned {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; the "
@@ -179,7 +289,7 @@ def make_bucket(
         )
     pieces = torch.split(buffer[: sum(sizes)], sizes)
     views = tuple(_view(*pair) for pair in zip(pieces, members, strict=True))
-    return Bucket(tuple(indices), members, buffer, views)
+    return Bucket(tuple(indices), members, buffer, views, names=called, as_view=as_view)
 
 
 def _view(piece: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -56,12 +56,22 @@ class Exchange:
         self._versions = versions
         return 1 / self.link.world if getattr(self.compression, "scaled", True) else 1.0
 
-    def send(self, bucket: Bucket, names: Sequence[str], *, taking_part: bool) -> PendingBucket:
+    def agree_on(self, order: Sequence[int], device: torch.device) -> list[int]:
+        """Rank 0's order in which gradients became ready. A collective."""
+        agreed = torch.tensor(order, device=device)
+        doing = "the agreement on the order of buckets"
+        with self.blame.naming(doing):
+            handle = dist.broadcast(agreed, group=self.link.group, group_src=0, async_op=True)
+        self.blame.wait(handle, doing, poll=device.type == "cpu")
+        told: list[int] = agreed.tolist()
+        return told
+
+    def send(self, bucket: Bucket, *, taking_part: bool) -> PendingBucket:
         """Start the sum of `bucket` over the ranks."""
         if self.check_nan:
             bucket.look_for_nan()
         bucket.write_flags(taking_part=taking_part, stepped=self._stepped)
-        self._pending.append(PendingBucket(bucket, names, self))
+        self._pending.append(PendingBucket(bucket, self))
         return self._pending[-1]
 
     def record(self, begin: float) -> None:
@@ -70,7 +80,7 @@ class Exchange:
         self._pending.clear()
         self.meter.record(records, (begin, time.perf_counter()))
 
-    def unused(self, buckets: Sequence[Bucket], names: Sequence[str], took_part: bool) -> set[int]:
+    def unused(self, buckets: Sequence[Bucket], took_part: bool) -> set[int]:
         """Act on the summed flags, the same on every rank: who has no gradient on any rank.
 
         Raises RuntimeError on every rank where they disagree and may not.
@@ -99,9 +109,12 @@ class Exchange:
         disagree = told_stepped not in (0, active) or (partly and not self.find_unused_parameters)
         if not (inexact or nan or disagree):
             return set(missing) - partly
-        own = self._own(buckets, names) if took_part else None
-        nowhere = check_same_gradients(own, self.link.group, allow=self.find_unused_parameters)
-        return {index for index in missing if names[index] in nowhere}
+        own = self._own(buckets) if took_part else None
+        everywhere = check_same_gradients(own, self.link.group, allow=self.find_unused_parameters)
+        names = {
+            index: name for b in buckets for index, name in zip(b.indices, b.names, strict=True)
+        }
+        return {index for index in missing if names[index] in everywhere}
 
     def forget_versions(self) -> None:
         """The weights were given by another rank: the next step compares nothing."""
@@ -118,12 +131,12 @@ class Exchange:
         for bucket, told in zip(buckets, flags.split([len(b.flags) for b in buckets]), strict=True):
             bucket.flags.copy_(told)
 
-    def _own(self, buckets: Sequence[Bucket], names: Sequence[str]) -> Missing:
-        missing = [bucket.indices[slot] for bucket in buckets for slot in bucket.missing]
-        not_a_number = [b.indices[slot] for b in buckets for slot in b.not_a_number]
+    def _own(self, buckets: Sequence[Bucket]) -> Missing:
+        missing = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.missing]
+        nan = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.not_a_number]
         return Missing(
-            tuple(names[index] for index in sorted(missing)),
-            tuple(names[index] for index in sorted(not_a_number)),
+            tuple(name for _, name in sorted(missing)),
+            tuple(name for _, name in sorted(nan)),
             self._stepped,
         )
 
@@ -131,8 +144,9 @@ class Exchange:
 class PendingBucket:
     """A bucket under way: the calls of its exchange, one after the other, and when they ended."""
 
-    def __init__(self, bucket: Bucket, names: Sequence[str], exchange: Exchange) -> None:
-        self._names, self._blame = names, exchange.blame
+    def __init__(self, bucket: Bucket, exchange: Exchange) -> None:
+        names = self._names = bucket.names
+        self._blame = exchange.blame
         self._doing = f"the sum of the gradients of {names[0]!r}" + (
             f" and {len(names) - 1} more" if len(names) > 1 else ""
         )
@@ -164,7 +178,7 @@ class PendingBucket:
     def record(self) -> BucketRecord:
         """What this bucket took."""
         return BucketRecord(
-            parameters=tuple(self._names),
+            parameters=self._names,
             calls=len(self._calls),
             gradient_bytes=sum(call.gradient_bytes for call in self._calls),
             extra_bytes=sum(call.extra_bytes for call in self._calls),

@@ -23,7 +23,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_all_reduce_unused_params": ((False, True), ""),
     "batched_grad_copy": ((False, True), ""),
     "lazy_bucket_allocation": ((False, True), ""),
-    "bucket_cap_mb_list": ((None,), "all buckets have one size: pass bucket_size_mb"),
     "delay_all_reduce_named_params": ((None,), "every gradient is sent when it is ready"),
     "param_to_hook_all_reduce": ((None,), "every gradient is sent when it is ready"),
 }
@@ -33,7 +32,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 class Options:
     """How a module is replicated; see `DDP`."""
 
-    bucket_size_mb: float | None
+    bucket_size_mb: float | tuple[float, ...] | None
     all_reduce: AllReduce | None
     allocate: Allocate | None
     gradient_dtype: torch.dtype | None
@@ -48,7 +47,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_average(self.average)
-        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
+        if not all(size > 0 for size in self._sizes):
             raise ValueError(
                 f"bucket_size_mb is {self.bucket_size_mb}; it must be above zero, or None to send "
                 "each parameter by itself"
@@ -67,9 +66,19 @@ class Options:
         return self.compression or Uncompressed()
 
     @property
-    def bucket_bytes(self) -> float:
-        """The largest bucket; 0 for one a parameter."""
-        return 0.0 if self.bucket_size_mb is None else self.bucket_size_mb * 2**20
+    def bucket_bytes(self) -> tuple[float, ...]:
+        """The largest bucket, or that of each; 0 for one a parameter."""
+        return tuple(size * 2**20 for size in self._sizes) or (0.0,)
+
+    @property
+    def _sizes(self) -> tuple[float, ...]:
+        if self.bucket_size_mb is None:
+            return ()
+        return (
+            self.bucket_size_mb
+            if isinstance(self.bucket_size_mb, tuple)
+            else (self.bucket_size_mb,)
+        )
 
     @property
     def to_agree_on(self) -> dict[str, object]:
@@ -97,18 +106,27 @@ def refuse(given: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported: {why}")
 
 
+def size_of(
+    bucket_size_mb: float | None, cap: float | None, caps: Sequence[float] | None
+) -> float | tuple[float, ...] | None:
+    """The size of all buckets, or of each: as in torch, the list goes before the number."""
+    return tuple(caps) if caps else bucket_size_mb if cap is None else cap
+
+
 def group_of(
     group: dist.ProcessGroup | None, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup | None:
     """The one group that is named in one of three ways."""
-    if sum(given is not None for given in (group, process_group, device_mesh)) > 1:
-        raise RuntimeError("group, process_group and device_mesh are three names of one: pass one")
+    if device_mesh is not None and (group or process_group) is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if group is not None and process_group is not None:
+        raise RuntimeError("group and process_group are two names of one: pass one")
     if device_mesh is None:
         return group or process_group
     if device_mesh.ndim != 1:
         raise RuntimeError(
-            f"device_mesh has {device_mesh.ndim} dimensions; pass a mesh of one, such as "
-            'mesh["data"]'
+            f"Only 1D device mesh is supported, not one of {device_mesh.ndim} dimensions; pass "
+            'mesh["data"] or the like'
         )
     found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return found
@@ -117,6 +135,11 @@ def group_of(
 def check_module(module: nn.Module, ignored: set[str]) -> None:
     """Raise ValueError or RuntimeError for a module that cannot be replicated."""
     parameters = [(n, p) for n, p in module.named_parameters() if n not in ignored]
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise RuntimeError(
+            "no parameter of the module requires a gradient, so there is nothing to average; "
+            "unfreeze what is to be trained before wrapping"
+        )
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(

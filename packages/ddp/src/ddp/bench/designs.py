@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -76,7 +77,10 @@ class Design:
         _finished(device)
         begin, cpu_begin = time.perf_counter(), time.process_time()
         self.model.zero_grad()
-        value = loss(self.model)
+        # `DDP` times its forward pass by itself.
+        plain = self.meter and not isinstance(self.model, DDP)
+        with self.meter.forward() if self.meter and plain else nullcontext():
+            value = loss(self.model)
         _finished(device)
         backward_begin = time.perf_counter()
         torch.autograd.backward(value)

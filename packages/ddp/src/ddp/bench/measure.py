@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from ddp.bench.designs import Timing, Workload, designs
+from ddp.bench.designs import Design, Timing, Workload, designs
 from ddp.bench.rows import Link, Measured, Row
+from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 100.0, 1000.0)
 
@@ -47,6 +48,7 @@ class Options:
     all_reduce: str = ""
     allocate: str = ""
     rounds: int = 0
+    picture: str = ""
 
 
 def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]:
@@ -143,12 +145,24 @@ def _measure(options: Options, workload: Workload, link: Link, device: torch.dev
         for place, contender in enumerate(contenders):
             dist.barrier()
             seconds[turn, place] = torch.tensor(contender.step(loss, device))
+    if options.picture and dist.get_rank() == 0:
+        draw(options.picture, contenders)
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     # Two turns warm up: in the second one the buckets are rebuilt.
     timings = slowest[2:].cpu().numpy()
     cores = _cores_per_rank()
     return Measured(workload.__name__, model_bytes, link, cores, contenders, timings)
+
+
+def draw(path: str, contenders: Sequence[Design]) -> None:
+    """A step of each design as an SVG: of those after the warm-up, the one of median length."""
+    steps = {}
+    for design in contenders:
+        if design.meter:
+            taken = sorted(list(design.meter.steps)[2:], key=lambda step: step.seconds)
+            steps[design.name] = taken[len(taken) // 2]
+    write(path, svg(steps))
 
 
 def _time_link(device: torch.device, quick: bool) -> Link:
@@ -189,6 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each design")
+    parser.add_argument("--picture", default="", help="draw a step of each design to this SVG")
     arguments = vars(parser.parse_args(argv))
     path = arguments.pop("json")
     rows = bench(**arguments)

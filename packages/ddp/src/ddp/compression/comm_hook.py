@@ -71,9 +71,9 @@ class CommHook:
         """Call the hook; what its future holds becomes the gradients."""
         future = self.hook(self.state, GradBucket(bucket))
         if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise TypeError(
-                f"the communication hook returned {type(future).__name__}; it must return a "
-                "torch.futures.Future that holds one tensor"
+            raise RuntimeError(
+                "callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}; its future holds the summed gradients, one tensor"
             )
         yield Call(future, bucket.gradients.numel() * bucket.gradients.element_size(), 0)
         value = future.value()
@@ -91,7 +91,7 @@ class CommHook:
 def check_hook(hook: Any) -> None:
     """Raise TypeError or ValueError unless `hook` can be called as hook(state, bucket)."""
     if not callable(hook):
-        raise TypeError(f"Communication hook must be callable, not {type(hook).__name__}")
+        raise TypeError(f"Communication hook must be callable. It is {type(hook).__name__}")
     signature = inspect.signature(hook)
     try:
         signature.bind(None, None)

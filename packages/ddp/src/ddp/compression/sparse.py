@@ -33,6 +33,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
             torch.zeros(1, 0, dtype=torch.long, device=parameter.device),
             parameter.new_zeros(0, *parameter.shape[1:]),
             parameter.shape,
+            check_invariants=True,
         )
     return (
         gradient.detach().to_sparse(1).coalesce()

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# Weights travel together up to this size.
+BROADCAST_BYTES = 25 * 2**20
+
 
 def check_same_model(
     module: nn.Module,
@@ -67,16 +70,31 @@ def broadcast_state(
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Give every rank the tensors of rank `source` of the group."""
+def broadcast_tensors(
+    tensors: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    source: int = 0,
+    *,
+    at_once: int = BROADCAST_BYTES,
+) -> None:
+    """Give every rank the tensors of rank `source`, small ones side by side in one message."""
+    runs: dict[torch.device, list[list[Tensor]]] = {}
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
+        here = runs.setdefault(tensor.device, [[]])
+        if here[-1] and sum(one.nbytes for one in here[-1]) + tensor.nbytes > at_once:
+            here.append([])
+        here[-1].append(tensor)
+    for run in (run for here in runs.values() for run in here):
         # As bytes: every dtype travels, bool and float8 included.
-        whole = tensor.detach().contiguous()
-        dist.broadcast(_as_bytes(whole), group=group, group_src=source)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.copy_(whole)
+        pieces = [_as_bytes(tensor) for tensor in run]
+        flat = pieces[0] if len(run) == 1 else torch.cat(pieces)
+        dist.broadcast(flat, group=group, group_src=source)
+        for tensor, piece in zip(run, flat.split([tensor.nbytes for tensor in run]), strict=True):
+            if piece.data_ptr() != tensor.data_ptr():
+                # A copy, because `view` wants an offset that is a multiple of the element's size.
+                tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -112,9 +130,9 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
             f"{stepped}, but not on ranks {others}: some rank ran one backward pass or one "
             "optimizer step more than the others; take as many on every rank, or use join()"
         )
-    nowhere = set.intersection(*(set(theirs.missing) for theirs in everyone.values()))
+    unused = set.intersection(*(set(theirs.missing) for theirs in everyone.values()))
     for rank, theirs in everyone.items():
-        partly = [name for name in theirs.missing if name not in nowhere]
+        partly = [name for name in theirs.missing if name not in unused]
         if partly and not allow:
             other = next(r for r, them in everyone.items() if partly[0] not in them.missing)
             raise RuntimeError(
@@ -122,7 +140,7 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
                 "on every rank, or pass find_unused_parameters=True to count a missing gradient as "
                 "zero"
             )
-    return nowhere
+    return unused
 
 
 def describe(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:

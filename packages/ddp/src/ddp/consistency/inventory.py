@@ -26,6 +26,7 @@ class Inventory:
         modules = list(self._module.modules())
         self._children = [module._modules for module in modules]
         self._owned = [module._parameters for module in modules]
+        self._buffers = [module._buffers for module in modules]
         self._seen = self._look()
         # Sparse gradients cannot lie in a flat buffer: they are sent by themselves.
         sparse = {
@@ -66,8 +67,15 @@ class Inventory:
         self._seen = now
         return False
 
+    @property
+    def all(self) -> list[nn.Parameter]:
+        """What is averaged."""
+        return [*self.dense.values(), *self.sparse.values()]
+
     def buffers(self) -> list[Tensor]:
         """The buffers to keep equal: looked up anew, because modules replace them."""
+        if not any(self._buffers):
+            return []
         named = self._module.named_buffers()
         return [b for name, b in named if name not in self._ignored and b.numel()]
 

@@ -40,6 +40,11 @@ class StepRecord:
     buckets: tuple[BucketRecord, ...]
 
     @property
+    def seconds(self) -> float:
+        """From the first forward pass to the end of the wait."""
+        return self.waiting[1] - min(self.backward[0], *(begin for begin, _ in self.forwards), 1e99)
+
+    @property
     def calls(self) -> int:
         """Collectives started."""
         return sum(bucket.calls for bucket in self.buckets)

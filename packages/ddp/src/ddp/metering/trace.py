@@ -16,6 +16,11 @@ from ddp.metering.records import StepRecord
 
 _COLORS = {"forward": "#9ecae1", "loss and backward": "#3182bd", "waiting for gradients": "#de2d26"}
 _BUCKET, _HIDDEN = "#fdae6b", "#74c476"
+_LEGEND = [
+    *((color, name) for name, color in _COLORS.items()),
+    (_HIDDEN, "sent, hidden behind the computation"),
+    (_BUCKET, "sent, not hidden"),
+]
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,16 @@ def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
             for start, stop, color in cuts:
                 x = left + (start - begin) * scale
                 parts.append(_bar(x, top, (stop - start) * scale, row - 3, color, bar))
-        exposed = f"{1e3 * step.exposed_seconds:.3g} ms exposed of {1e3 * (end - begin):.3g}"
+        exposed = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (end - begin):.0f}"
         lanes = 1 + min(6, max(bar.lane for bar in bars))
         y += row * lanes
         parts.append(_text(left, y + 9, exposed))
         y += gap + 12
-    legend = "blue: computation   red: waiting   green: sent, hidden   orange: sent, not hidden"
-    parts.append(_text(left, 14, legend))
+    x = float(left)
+    for color, meaning in _LEGEND:
+        parts.append(f'<rect x="{x:g}" y="5" width="10" height="10" fill="{color}"/>')
+        parts.append(_text(x + 14, 14, meaning))
+        x += 26 + 6.2 * len(meaning)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
     style = 'font-family="sans-serif" font-size="11">'
     ground = f'<rect width="{width}" height="{y}" fill="white"/>'
