@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument("runs", metavar="RUNS", help="CSV, JSON or JSONL")
-    source.add_argument("--delimiter", default=",")
+    source.add_argument("--delimiter", help="of a CSV; found out by itself unless given")
     source.add_argument(
         "--column", action="append", default=[], metavar="loss=NAME", help="name a column"
     )
