@@ -32,7 +32,7 @@ LARGEST_LOSS = 20.0
 FEWEST = 1000.0
 """No model has fewer parameters, and none is trained on fewer tokens: such numbers are in units."""
 
-TOKENS_A_PARAMETER = (1e-3, 1e6)
+TOKENS_A_PARAMETER = (2e-4, 1e6)
 """Outside of these N and D are not on one scale."""
 
 FARTHEST = 10.0
