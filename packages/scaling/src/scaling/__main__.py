@@ -136,10 +136,7 @@ def _design(arguments: argparse.Namespace) -> Output:
     result: dict[str, Any] = {
         "runs": [dict(zip(names, map(float, row), strict=True)) for row in rows]
     }
-    return lines, result | {
-        "factor_before": plan.factor_before,
-        "factor_after": plan.factor_after,
-    }
+    return lines, result | {"factor_before": plan.factor_before, "factor_after": plan.factor_after}
 
 
 def _sweep(arguments: argparse.Namespace) -> Output:

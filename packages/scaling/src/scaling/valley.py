@@ -151,7 +151,7 @@ def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:
             bounds=(math.log(FLATTEST), math.log(STEEPEST)),
             xtol=1e-14,
             ftol=1e-14,
-            gtol=1e-15,
+            gtol=None,
         )
         logs = found.x
         noise = math.sqrt(float((residuals(logs) ** 2).sum()) / freedom) + 1e-15
