@@ -8,7 +8,10 @@ from scaling import Law, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
 from scaling.synthetic import CHINCHILLA, planned_runs
 
 # That a plain parabola and the law differ is asked in test_doubts.
-pytestmark = pytest.mark.filterwarnings("ignore:the methods contradict each other")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the methods contradict each other"),
+    pytest.mark.filterwarnings("ignore:at 1e.24 FLOPs the best size, .* is far from any run"),
+]
 
 
 def quiet(runs, *arguments, **options):
@@ -22,7 +25,7 @@ constants = st.floats(10, 5000)
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     law=st.builds(
         Law, E=st.floats(0.1, 3), A=constants, B=constants, alpha=exponents, beta=exponents
