@@ -27,13 +27,18 @@ def test_a_noiseless_speedup_is_exact():
         assert best.compute == pytest.approx(compute * found.factor, rel=1e-6)
 
 
-def test_the_interval_holds_the_factor():
+@pytest.mark.parametrize(
+    ("sets", "least"),
+    # About the 1 % quantiles of a coverage of 95 %.
+    [(4, 3), pytest.param(40, 34, marks=pytest.mark.exhaustive)],
+)
+def test_the_interval_holds_the_factor(sets, least):
     held = 0
-    for seed in range(10):
+    for seed in range(sets):
         a = fit_parametric(isoflop_runs(cheaper(LAW, 1.5), noise=3e-3, seed=seed, per_budget=5))
         b = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed + 99, per_budget=5))
         held += 1.5 in effective_speedup(a, b, 1e21).interval
-    assert held >= 8  # the 1 % quantile of a coverage of 95 %
+    assert held >= least
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
