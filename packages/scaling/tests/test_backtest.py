@@ -31,7 +31,7 @@ def bent(seed, noise=3e-3):
 @pytest.mark.parametrize(("per_budget", "budgets"), [(8, 9), (6, 5)])
 def test_a_law_that_holds_shows_no_drift_and_its_intervals_stay_as_they_are(per_budget, budgets):
     drifting, held = 0, 0
-    for seed in range(12):
+    for seed in range(6):
         compute = np.geomspace(6e18, 3e21, budgets)
         fit = fit_parametric(
             isoflop_runs(LAW, budgets=compute, per_budget=per_budget, noise=3e-3, seed=seed)
@@ -44,13 +44,13 @@ def test_a_law_that_holds_shows_no_drift_and_its_intervals_stay_as_they_are(per_
                 best.intervals["parameters"]
                 == (fit.resampled.optimal(1e24).intervals["parameters"])
             )
-    assert drifting <= 2
-    assert held >= 10
+    assert drifting <= 1
+    assert held >= 5
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_a_law_that_bends_widens_every_interval_beyond_the_runs():
-    for seed in range(3):
+    for seed in range(2):
         fit = fit_parametric(bent(seed))
         assert fit.drift.size > 0
         best, narrow = fit.optimal(1e24), fit.resampled.optimal(1e24)

@@ -6,7 +6,7 @@ from scaling.synthetic import CHINCHILLA
 NOISE = 3e-3
 
 
-def spread(parameters, tokens, sets=200):
+def spread(parameters, tokens, sets=50):
     """The factor that holds the estimated best size at 1e24 after these runs, by simulation."""
     found = []
     for seed in range(sets):

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -21,8 +22,13 @@ from scaling.__main__ import main
 GOOD = {"N": [1e6, 2e6, 4e6], "D": [1e7, 1e7, 2e7], "loss": [4.0, 3.9, 3.5]}
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "n/a", None])
-@pytest.mark.parametrize("column", ["N", "D", "loss"])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *itertools.product(["N", "D"], [0.0, -1.0, math.nan, math.inf, "n/a", None, "1-2B"]),
+        *(("loss", value) for value in (0.0, -1.0, math.inf, "3.1?", "diverged")),
+    ],
+)
 def test_a_value_that_is_no_positive_number_names_its_row_and_column(column, value):
     bad = GOOD | {column: [*GOOD[column][:1], value, GOOD[column][2]]}
     with pytest.raises(ValueError, match=rf"column '{column}' .* row 2"):
@@ -41,8 +47,8 @@ def test_a_wrong_delimiter_is_named_and_the_right_one_offered(tmp_path, mark):
     path = tmp_path / "runs.csv"
     path.write_text(f"N{mark}D{mark}loss\n1e6{mark}1e7{mark}4\n")
     with pytest.raises(ValueError, match="pass delimiter="):
-        load_runs(path)
-    assert len(load_runs(path, delimiter=mark)) == 1
+        load_runs(path, delimiter=",")
+    assert len(load_runs(path)) == len(load_runs(path, delimiter=mark)) == 1
 
 
 def test_a_ragged_row_is_named(tmp_path):

@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 from scaling import Law, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
 from scaling.synthetic import CHINCHILLA, planned_runs
 
+# That a plain parabola and the law differ is asked in test_doubts.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the methods contradict each other"),
+    pytest.mark.filterwarnings("ignore:at 1e.24 FLOPs the best size, .* is far from any run"),
+]
+
 
 def quiet(runs, *arguments, **options):
     with warnings.catch_warnings():
@@ -19,7 +25,7 @@ constants = st.floats(10, 5000)
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 20 nats")
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     law=st.builds(
         Law, E=st.floats(0.1, 3), A=constants, B=constants, alpha=exponents, beta=exponents
@@ -47,7 +53,7 @@ def test_the_shared_skew_halves_the_error_of_a_cubic_in_every_budget():
     error = {"shared": [], "cubic": [], "plain": []}
     law = Law(1.8, 300, 900, 0.25, 0.45)
     truth = np.log(law.optimal(1e24).parameters)
-    for seed in range(60):
+    for seed in range(30):
         runs = isoflop_runs(law, noise=1e-3, seed=seed)
         for name, degree in (("shared", None), ("cubic", 3), ("plain", 2)):
             best = quiet(runs, degree=degree).optimal(1e24)
@@ -172,13 +178,16 @@ def test_two_budgets_have_no_scatter_and_an_infinite_interval():
     assert (interval.low, interval.high) == (0, np.inf)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says():
-    held = 0
-    truth = CHINCHILLA.optimal(1e24).parameters
-    for seed in range(500):
-        fit = quiet(isoflop_runs(noise=3e-3, seed=seed))
-        held += truth in fit.optimal(1e24).intervals["parameters"]
-    assert 0.93 <= held / 500 <= 0.97
+@pytest.mark.parametrize(
+    ("sets", "least", "most"),
+    [
+        # 33 is the 0.3 % quantile of a coverage of 95 %.
+        (40, 33, 39),
+        pytest.param(500, 465, 487, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_interval_holds_the_truth_as_often_as_it_says(sets, least, most):
+    assert least <= held(CHINCHILLA, sets)[0] <= most
 
 
 def test_an_offset_that_makes_a_size_negative_is_refused():
@@ -188,20 +197,56 @@ def test_an_offset_that_makes_a_size_negative_is_refused():
         fit.optimal(1e15)
 
 
+SKEWED = Law(1.8, 300, 900, 0.25, 0.45)
+
+
+def held(law, sets, degree=None, **grid):
+    """In how many of `sets` noisy sets the interval holds the best size at 1e24, and the errors."""
+    truth, inside, errors = law.optimal(1e24).parameters, 0, []
+    for seed in range(sets):
+        best = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree).optimal(1e24)
+        inside += truth in best.intervals["parameters"]
+        errors.append(np.log(best.parameters / truth))
+    return inside, float(np.sqrt(np.mean(np.square(errors))))
+
+
+@pytest.mark.parametrize("law", [Law(1.8, 300, 900, 0.3, 0.35), SKEWED])
 @pytest.mark.parametrize("budgets", [4, 6, 9])
-def test_at_four_runs_a_budget_the_parabola_is_plain_and_says_so(budgets):
-    """A shared skew would take one of each budget's four runs for itself: it held the truth in half
-    of all sets."""
-    law, held = Law(1.8, 300, 900, 0.3, 0.35), 0
-    truth = law.optimal(1e24).parameters
-    for seed in range(100):
-        compute = np.geomspace(6e18, 3e21, budgets)
-        runs = isoflop_runs(law, budgets=compute, per_budget=4, span=25, noise=3e-3, seed=seed)
-        fit, plain = quiet(runs), quiet(runs, degree=2)
-        assert fit.optimal(1e24).parameters == plain.optimal(1e24).parameters
-        assert any("4 runs a budget" in doubt for doubt in fit.warnings)
-        held += truth in fit.optimal(1e24).intervals["parameters"]
-    assert held >= 88
+def test_at_four_runs_a_budget_the_skew_is_shrunk_and_the_interval_holds(law, budgets):
+    """Free, the shared skew would take one of each budget's four runs for itself, and held the
+    truth in half of all sets. 33 of 40 is the 0.3 % quantile where 95 % are held."""
+    compute = np.geomspace(6e18, 3e21, budgets)
+    inside, _ = held(law, 40, budgets=compute, per_budget=4, span=25)
+    assert inside >= 33
+
+
+def test_wide_and_off_centre_grids_do_not_bias_the_shared_shape():
+    """arXiv 2603.22339: a parabola is biased there, and its interval is narrow about the bias."""
+    grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
+    inside, error = held(SKEWED, 40, **grid, span=100.0)
+    plain, biased = held(SKEWED, 40, 2, **grid, span=100.0)
+    assert inside >= 33
+    assert plain < 33
+    assert error < 0.6 * biased
+    assert held(SKEWED, 40, **grid, span=25.0, shift=2.5)[0] >= 33
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("law", [Law(1.8, 300, 900, 0.3, 0.35), CHINCHILLA, SKEWED])
+@pytest.mark.parametrize("per_budget", [4, 6, 12])
+@pytest.mark.parametrize("budgets", [4, 6, 9])
+def test_intervals_hold_the_truth_in_91_to_98_percent_on_any_grid(law, per_budget, budgets):
+    """95 % of 600 less or more four deviations of that count, at an error not above the best."""
+    grid = {"budgets": np.geomspace(6e18, 3e21, budgets), "per_budget": per_budget, "span": 25.0}
+    inside, error = held(law, 600, **grid)
+    assert 0.915 * 600 <= inside <= 0.985 * 600
+    assert error <= 1.02 * held(law, 600, 2, **grid)[1]
+
+
+def test_three_runs_a_budget_leave_plain_parabolas_and_that_is_said():
+    fit = quiet(isoflop_runs(per_budget=3, span=9))
+    assert any("too few for a skew" in doubt for doubt in fit.warnings)
+    assert fit.valleys[0].shape is None
 
 
 def test_a_shape_at_its_bound_is_reported_and_not_used():

@@ -66,16 +66,17 @@ def hard_runs(count):
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_only_the_whole_grid_is_a_proof():
+@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.exhaustive)])
+def test_only_the_whole_grid_is_a_proof(count):
     missed = 0
-    for runs in hard_runs(25):
+    for runs in hard_runs(count):
         for loss in ("huber", "lad"):
             fit, proved = fit_parametric(runs, loss), fit_parametric(runs, loss, prove=True)
             assert proved.objective <= fit.objective * (1 + 1e-6)
             # Some starts that agree prove nothing: a better optimum is missed now and then.
             assert fit.proof.starts == 289 or not fit.proof.holds
             missed += fit.objective > proved.objective * (1 + 1e-6)
-    assert missed <= 3
+    assert missed <= 1 + count // 10
 
 
 def test_a_start_whose_term_died_is_brought_back():

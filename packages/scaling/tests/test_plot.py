@@ -4,7 +4,14 @@ import sys
 
 import numpy as np
 import pytest
-from scaling import fit_isoflop, fit_parametric, isoflop_runs, plot, sweep_learning_rate
+from scaling import (
+    fit_isoflop,
+    fit_parametric,
+    isoflop_runs,
+    load_runs,
+    plot,
+    sweep_learning_rate,
+)
 from scaling.__main__ import main
 
 
@@ -98,3 +105,23 @@ def test_importing_needs_neither_torch_nor_matplotlib():
         "assert not {'torch', 'matplotlib', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_fit_says_what_it_read_takes_units_and_widens_by_the_drift(tmp_path, capsys):
+    runs = isoflop_runs(noise=1e-3, span=25)
+    bent = runs.loss + 0.3 * np.log(runs.tokens / 1e9) ** 2 / 40
+    rows = [
+        f"a,{n / 1e6},{d / 1e9},{x}"
+        for n, d, x in zip(runs.parameters, runs.tokens, bent, strict=True)
+    ]
+    path = tmp_path / "millions.csv"
+    path.write_text("\n".join(["set,N,D,loss", *rows, "b,1,1,9"]))
+    units = ["--unit", "parameters=1e6", "--unit", "tokens=1e9", "--where", "set=a"]
+    assert main(["fit", str(path), *units, "--at", "1e24", "--resamples", "100", "--json"]) == 0
+    interval = json.loads(capsys.readouterr().out)["at"][0]["intervals"]["parameters"]
+    fit = fit_parametric(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": bent}))
+    narrow = fit.resampled.optimal(1e24).intervals["parameters"]
+    assert interval["high"] / interval["low"] > 1.2 * narrow.high / narrow.low
+    assert main(["fit", str(path), *units, "--method", "parabola"]) == 0
+    assert "72 of 73 rows of" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from scaling.uncertainty.backtest import Foretold, backtest
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.profile import Profile, profile
 from scaling.uncertainty.quantity import Quantity, loss_at, optimum
+from scaling.uncertainty.speedup import Speedup, effective_speedup
 
 __all__ = [
     "Bootstrap",
@@ -40,10 +41,12 @@ __all__ = [
     "RateLaw",
     "Runs",
     "ScalingWarning",
+    "Speedup",
     "Sweep",
     "backtest",
     "bootstrap",
     "design",
+    "effective_speedup",
     "exact_loss",
     "exact_rate",
     "fit_isoflop",

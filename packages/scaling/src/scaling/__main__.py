@@ -47,9 +47,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument("runs", metavar="RUNS", help="CSV, JSON or JSONL")
-    source.add_argument("--delimiter", default=",")
+    source.add_argument("--delimiter", help="of a CSV; found out by itself unless given")
     source.add_argument(
         "--column", action="append", default=[], metavar="loss=NAME", help="name a column"
+    )
+    source.add_argument(
+        "--unit", action="append", default=[], metavar="parameters=1e6", help="of a column"
+    )
+    source.add_argument(
+        "--where", action="append", default=[], metavar="dataset=c4", help="keep these rows"
     )
     source.add_argument("--without-highest", type=int, default=0, metavar="K", help="drop K losses")
     source.add_argument("--loss", choices=get_args(Loss), default="huber")
@@ -81,8 +87,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    columns = dict(pair.split("=", 1) for pair in arguments.column if "=" in pair)
-    runs = load_runs(arguments.runs, delimiter=arguments.delimiter, columns=columns)
+    columns, units, where = (
+        dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+        for pairs in (arguments.column, arguments.unit, arguments.where)
+    )
+    runs = load_runs(
+        arguments.runs,
+        delimiter=arguments.delimiter,
+        columns=columns,
+        units={name: float(unit) for name, unit in units.items()},
+        where=where,
+    )
     return runs.without_highest(arguments.without_highest)
 
 
@@ -96,10 +111,11 @@ def _fit(arguments: argparse.Namespace) -> Output:
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss, prove=True)
         drawn = bootstrap(fit, resamples=arguments.resamples)
-        best = [drawn.optimal(c) for c in at]
+        # Not the bootstrap's: these allow for what earlier cuts of the runs got wrong.
+        best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
         intervals = {k: drawn.interval(k) for k in constants}
-        lines = ["L(N, D) = E + A / N^alpha + B / D^beta"]
+        lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta"]
         lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
         result: dict[str, Any] = {
             "law": constants,
@@ -114,7 +130,8 @@ def _fit(arguments: argparse.Namespace) -> Output:
         fit = fit_isoflop(runs, arguments.method, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
         offset = f" + {fit.offset:.3g}" if fit.offset else ""
-        lines = [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}{offset}, D_opt = C / (6 N_opt)"]
+        lines = [runs.explanation]
+        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}{offset}, D_opt = C / (6 N_opt)"]
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent, "offset": fit.offset}}
     lines += [line for optimum in best for line in _describe(optimum)]
     if arguments.plot:
@@ -136,10 +153,7 @@ def _design(arguments: argparse.Namespace) -> Output:
     result: dict[str, Any] = {
         "runs": [dict(zip(names, map(float, row), strict=True)) for row in rows]
     }
-    return lines, result | {
-        "factor_before": plan.factor_before,
-        "factor_after": plan.factor_after,
-    }
+    return lines, result | {"factor_before": plan.factor_before, "factor_after": plan.factor_after}
 
 
 def _sweep(arguments: argparse.Namespace) -> Output:

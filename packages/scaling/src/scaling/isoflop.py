@@ -12,15 +12,18 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from scipy.optimize import curve_fit
 from scipy.special import stdtrit
 
-from scaling.law import Interval, Optimum, checked
-from scaling.runs import Array, Runs, ScalingWarning, list_some
+from scaling.law import Interval, Optimum
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
@@ -29,8 +32,8 @@ Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
 COARSE = 2.5
 """Sizes about the best run that are further apart, as a factor, leave a parabola to guess."""
 
-FEWEST_FOR_A_SHAPE = 5
-"""Runs a budget. A curve takes three; a fourth that goes into the common skew leaves nothing."""
+FEWEST_BEYOND = 3
+"""Runs beyond the three that the curve of each budget takes."""
 
 COARSE_MINIMUM = 1.2
 """The same where the best run itself is taken for the optimum."""
@@ -79,7 +82,15 @@ class IsoflopFit:
             "parameters": Interval(low, high, self.level),
             "tokens": Interval(pairs / high, pairs / low if low else math.inf, self.level),
         }
-        return checked(Optimum(compute, n, pairs / n, math.nan, intervals))
+        best = Optimum(compute, n, pairs / n, math.nan, intervals)
+        # The parametric law knows of 6 N D alone: it is asked for as many pairs.
+        other = self._by_parametric(FLOPS_PER_PARAMETER_TOKEN * pairs)
+        return checked(best, self.runs, other)
+
+    @cached_property
+    def _by_parametric(self) -> Callable[[float], Opinion | None]:
+        """What the parametric law of the same runs says; the shortcuts have doubts enough."""
+        return parametric_opinion(self.runs if self.method == "parabola" else self.runs[:0])
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """C / (N D) of the best models: between budgets in logs, beyond them that of the last."""
@@ -134,7 +145,7 @@ def fit_isoflop(
         raise ValueError(
             f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
         )
-    doubts: list[str] = []
+    doubts = Doubts()
     groups = [_look(group, method, doubts) for group in budgets]
     local = nearest is not None or bandwidth is not None
     if method != "parabola":
@@ -150,24 +161,23 @@ def fit_isoflop(
     n = [v.parameters for v in kept]
     for before, after in itertools.pairwise(kept):
         if after.parameters <= before.parameters:
-            doubts.append(
+            doubts.add(
+                "the budgets are too coarse or too noisy",
                 f"the best size falls from {before.parameters:.3g} at {before.compute:.3g} FLOPs"
-                f" to {after.parameters:.3g} at {after.compute:.3g}: too coarse or too noisy"
+                f" to {after.parameters:.3g} at {after.compute:.3g}",
             )
     if len(kept) < 4:
-        doubts.append(
-            f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval"
-        )
+        doubts.add(f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval")
     c = np.array([v.compute for v in kept])
     moved = _drift(c, np.array(n), covariance)
     scale, exponent, offset, covariance = _power_law(c, np.array(n), covariance, method)
     if offset:
-        doubts.append(
+        doubts.add(
             f"the offset {offset:.3g} in N = a C^b + c contradicts C = 6 N D: N and D cannot both"
             " be such laws, and the exponent pays for it"
         )
     if method != "parabola":
-        doubts.append(
+        doubts.add(
             "the best run of a budget is a size somebody chose, not the optimum, and extrapolating"
             " multiplies the error; use method='parabola'"
         )
@@ -186,17 +196,17 @@ def _budget(group: Runs) -> float:
     return float(np.exp(np.log(group.compute).mean()))
 
 
-def _look(group: Runs, method: Method, doubts: list[str]) -> Runs:
+def _look(group: Runs, method: Method, doubts: Doubts) -> Runs:
     """The runs of a budget by size, and what is doubtful about them."""
     group = group[np.argsort(group.parameters, kind="stable")]
     x, best, where = np.log(group.parameters), int(np.argmin(group.loss)), _where(group)
     if (spread := group.compute.max() / group.compute.min()) > 1.2:
-        doubts.append(f"{where}: 'compute' spans a factor of {spread:.2f}: not one budget")
+        doubts.add("'compute' spans a factor of {:.2f}: not one budget", where, spread)
     if best in (0, len(group) - 1):
-        doubts.append(f"{where}: the least 'loss' is at an edge of 'parameters'; train beyond it")
+        doubts.add("the least 'loss' is at an edge of 'parameters'; train beyond it", where)
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
     if gap > (COARSE if method == "parabola" else COARSE_MINIMUM):
-        doubts.append(f"{where}: 'parameters' {gap:.2f}x apart leave the best size to the form")
+        doubts.add("'parameters' {:.2f}x apart leave the best size to the form", where, gap)
     return group
 
 
@@ -207,7 +217,7 @@ def _least(group: Runs) -> Valley:
 
 
 def _polynomial(
-    group: Runs, nearest: int | None, bandwidth: float | None, degree: int, doubts: list[str]
+    group: Runs, nearest: int | None, bandwidth: float | None, degree: int, doubts: Doubts
 ) -> Valley | None:
     """One budget's bottom by itself; None, and a doubt, where it has none."""
     where, x = _where(group), np.log(group.parameters)
@@ -219,29 +229,28 @@ def _polynomial(
         return None
     c, bottom = polynomial_bottom(x, group.loss, degree, bandwidth)
     if bottom is None:
-        doubts.append(f"{where}: 'loss' has no bottom within 'parameters'; left out")
+        doubts.add("'loss' has no bottom within 'parameters'; left out", where)
         return None
     loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), c))
     return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, c),))
 
 
-def _enough(x: Array, needed: int, where: str, doubts: list[str]) -> bool:
+def _enough(x: Array, needed: int, where: str, doubts: Doubts) -> bool:
     sizes = len(np.unique(x))
     if sizes < needed:
-        doubts.append(f"{where}: {sizes} sizes do not fix {needed} coefficients; left out")
+        doubts.add(f"{sizes} sizes do not fix {needed} coefficients; left out", where)
     return sizes >= needed
 
 
-def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], Array] | None:
+def _skewed_alike(groups: list[Runs], doubts: Doubts) -> tuple[list[Valley], Array] | None:
     """The budgets that have a bottom, and the covariance of the bottoms up to a factor.
 
     None, and a doubt, where the runs do not carry a shape.
     """
-    each = sum(map(len, groups)) / len(groups)
-    if each < FEWEST_FOR_A_SHAPE:
-        doubts.append(
-            f"{each:.3g} runs a budget are too few for a skew that all budgets share, which takes"
-            f" {FEWEST_FOR_A_SHAPE}: these are plain parabolas"
+    if sum(map(len, groups)) - 3 * len(groups) < FEWEST_BEYOND:
+        doubts.add(
+            f"{sum(map(len, groups))} runs at {len(groups)} budgets are too few for a skew that all"
+            " budgets share, which takes four runs a budget or more: these are plain parabolas"
         )
         return None
     sizes = [np.log(g.parameters) for g in groups]
@@ -253,7 +262,7 @@ def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], 
     shape = common_shape([x - x.mean() for x in sizes], [g.loss for g in groups])
     if shape.steepest:
         p, q = shape.exponents
-        doubts.append(
+        doubts.add(
             f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"
             " differ, or are noise; these are plain parabolas"
         )
@@ -262,7 +271,7 @@ def _skewed_alike(groups: list[Runs], doubts: list[str]) -> tuple[list[Valley], 
     for i, (group, x) in enumerate(zip(groups, sizes, strict=True)):
         bottom = float(shape.bottoms[i] + x.mean())
         if not x[0] <= bottom <= x[-1]:
-            doubts.append(f"{_where(group)}: 'loss' has no bottom within 'parameters'; left out")
+            doubts.add("'loss' has no bottom within 'parameters'; left out", _where(group))
             continue
         c, size = shape.coefficients[i], math.exp(bottom)
         curve = Valley(_budget(group), size, 0.0, group, (*map(float, c),), shape.exponents)

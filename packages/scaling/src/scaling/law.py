@@ -7,7 +7,6 @@ with tokens to be served after training it is the root of one monotone function.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import overload
 
@@ -15,15 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 FLOPS_PER_PARAMETER_SERVED_TOKEN = 2.0
 """A forward pass alone."""
-
-WIDE = 10.0
-"""An interval whose ends are further apart, as a factor, is a warning."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +45,6 @@ class Optimum:
     """nan from an IsoFLOP fit, which does not model it."""
     intervals: dict[str, Interval] | None = None
     """By field name. None: the law was given, not fitted, so there is nothing to doubt."""
-
-
-def checked(best: Optimum) -> Optimum:
-    """The same, with a ScalingWarning where its interval says that the data cannot carry it."""
-    if best.intervals and (n := best.intervals["parameters"]).high > WIDE * n.low:
-        warnings.warn(
-            f"at {best.compute:.3g} FLOPs the best size lies between {n.low:.3g} and {n.high:.3g}:"
-            " the runs do not carry that far; train at larger budgets",
-            ScalingWarning,
-            stacklevel=3,
-        )
-    return best
 
 
 @dataclass(frozen=True)

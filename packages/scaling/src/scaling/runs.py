@@ -1,22 +1,25 @@
 """Training runs: how large the model, how many tokens it saw, what it cost, where its loss ended.
 
-Notable: two of parameters, tokens and compute are enough, the third follows from C = 6 N D; columns
-are found under their usual names; whatever a fit could choke on is refused here, by row and column.
+Notable: two of parameters, tokens and compute are enough, the third follows from C = 6 N D; tables
+are read as people keep them (see `tables`), and what was understood is said; whatever a fit could
+choke on, a wrong scale first of all, is refused here, by row and column.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from scaling.tables.cells import blank, decimal_comma, numbers
+from scaling.tables.names import Column, match
+from scaling.tables.source import Located, located
 
 Array = NDArray[np.float64]
 
@@ -26,19 +29,16 @@ FLOPS_PER_PARAMETER_TOKEN = 6.0
 LARGEST_LOSS = 20.0
 """Nats; guessing uniformly among a million tokens costs 13.8."""
 
-# Compared in lower case without blanks, "_", "-", "." and "/"; the first that a table has wins.
-NAMES = {
-    "parameters": (
-        "parameters params n nparams numparams nparameters numparameters modelsize modelparams"
-    ),
-    "tokens": (
-        "tokens d ntokens numtokens trainingtokens traintokens tokensseen totaltokens datasize"
-    ),
-    "compute": (
-        "compute c flops flop computebudget trainingflop trainingflops trainflops totalflops"
-    ),
-    "loss": "loss l finalloss valloss validationloss evalloss testloss trainloss trainingloss",
-}
+FEWEST = 1000.0
+"""No model has fewer parameters, and none is trained on fewer tokens: such numbers are in units."""
+
+TOKENS_A_PARAMETER = (2e-4, 1e6)
+"""Outside of these N and D are not on one scale."""
+
+FARTHEST = 10.0
+"""C over 6 N D. Attention, embeddings and recomputation are worth a factor, not ten."""
+
+COLUMNS = ("parameters", "tokens", "compute", "loss")
 
 
 class ScalingWarning(UserWarning):
@@ -58,6 +58,8 @@ class Runs:
     loss: Array
     rows: tuple[int, ...]
     """Where each run stood in its source, for messages: a file's line, or a position from 1."""
+    explanation: str = ""
+    """What was read: each column's source, unit and range, the rows left out, columns not used."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -65,8 +67,9 @@ class Runs:
     def __getitem__(self, which: slice | NDArray[Any] | Sequence[int]) -> Runs:
         """The runs that a slice, a mask or a list of positions picks."""
         index = np.arange(len(self))[which]
-        columns = {name: getattr(self, name)[index] for name in NAMES}
-        return Runs(**columns, rows=tuple(self.rows[i] for i in index))
+        columns = {name: getattr(self, name)[index] for name in COLUMNS}
+        rows = tuple(self.rows[i] for i in index)
+        return Runs(**columns, rows=rows, explanation=self.explanation)
 
     def without_highest(self, count: int) -> Runs:
         """All but the `count` runs of the highest loss, which are the likeliest to be misread."""
@@ -80,170 +83,240 @@ class Runs:
 
 
 def load_runs(
-    source: str | Path | Mapping[str, ArrayLike] | Iterable[Mapping[str, Any]],
+    source: str | Path | Mapping[str, ArrayLike] | Iterable[Mapping[str, Any]] | Any,
     *,
-    delimiter: str = ",",
+    delimiter: str | None = None,
     columns: Mapping[str, str] | None = None,
+    units: Mapping[str, float] | None = None,
+    where: Mapping[str, Any] | None = None,
     tolerance: float = 0.1,
 ) -> Runs:
-    """Runs from a CSV, JSON or JSONL file, from a mapping of columns or from records.
+    """Runs from CSV, JSON or JSONL, a DataFrame, a mapping of columns or records.
 
-    Columns go by their usual names (`N`, `params`, `model_size`, `Training FLOP`, `val_loss`, …);
-    `columns={"loss": "eval/ce"}` names the others. Two of parameters, tokens and compute must be
-    there. A wandb export is such a CSV or JSON: `config` and `summary` are looked into, and runs
-    whose `state` is not finished are left out with a warning.
+    Columns go by their usual names (`N`, `params_B`, `train_tokens`, `Training FLOP`, `eval/loss`,
+    …); `columns={"loss": "eval/ce"}` names the others. Two of parameters, tokens and compute must
+    be there. Cells may be 7B, 1.4T, 49,893,420 or 3,2157; `units={"parameters": 1e6}` multiplies
+    plain ones. `where={"dataset": "c4"}` keeps the rows that say so. Exports of wandb and levanter
+    are such tables: nested `config` and `summary` are looked into. `Runs.explanation` says what was
+    understood.
 
-    ValueError names the row and the column of every value that is missing, not a number, zero,
-    negative or infinite. ScalingWarning: a compute that differs from 6 N D by more than
-    `tolerance`, a loss above 20 nats, repeated rows.
+    Left out, with a warning and a count: rows without a loss, runs whose `state` is not finished,
+    all but the last row of each run of a history. ValueError names the row and the column of every
+    other value that is missing, not a number, zero, negative or infinite, and columns of the wrong
+    scale. ScalingWarning: a compute that differs from 6 N D by more than `tolerance`, a loss above
+    20 nats, repeated rows.
     """
-    records, rows = _read(source, delimiter)
-    records, rows = _finished(records, rows)
-    if not records:
-        raise ValueError(f"{_name(source)} holds no runs")
-    found = _match(records, columns or {}, _name(source))
-    table = {k: _numbers(records, rows, name) for k, name in found.items()}
-    if "parameters" not in table:
-        table["parameters"] = table["compute"] / (FLOPS_PER_PARAMETER_TOKEN * table["tokens"])
-    elif "tokens" not in table:
-        table["tokens"] = table["compute"] / (FLOPS_PER_PARAMETER_TOKEN * table["parameters"])
-    expected = FLOPS_PER_PARAMETER_TOKEN * table["parameters"] * table["tokens"]
-    runs = Runs(**{"compute": expected, **table}, rows=tuple(rows))
-    _warn(runs, runs.compute / expected, found, tolerance)
-    return runs
-
-
-def _name(source: object) -> str:
-    return str(source) if isinstance(source, str | Path) else "the table"
-
-
-def _read(source: Any, delimiter: str) -> tuple[list[dict[str, Any]], list[int]]:
-    """Records, and the line or position that each came from."""
-    if isinstance(source, Mapping):
-        lengths = {name: len(np.atleast_1d(np.asarray(v))) for name, v in source.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns differ in length: {lengths}")
-        by_row = zip(*(np.atleast_1d(np.asarray(v)) for v in source.values()), strict=True)
-        records = [dict(zip(source, values, strict=True)) for values in by_row]
-        return records, list(range(1, len(records) + 1))
-    if not isinstance(source, str | Path):
-        records = [_flatten(record) for record in source]
-        return records, list(range(1, len(records) + 1))
-    path = Path(source)
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
-        lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-        return [_flatten(json.loads(line)) for _, line in lines], [i for i, _ in lines]
-    if path.suffix.lower() == ".json":
-        content = json.loads(text)
-        return _read(content, delimiter)
-    return _read_csv(path, text, "\t" if path.suffix.lower() == ".tsv" else delimiter)
-
-
-def _read_csv(path: Path, text: str, delimiter: str) -> tuple[list[dict[str, Any]], list[int]]:
-    reader = csv.reader(text.splitlines(), delimiter=delimiter)
-    header = next(reader, [])
-    if len(header) < 2:
-        other = next((d for d in ";\t|," if d in "".join(header) and d != delimiter), None)
-        hint = f"; pass delimiter={other!r}" if other else ""
-        raise ValueError(f"{path}: delimiter {delimiter!r} leaves one column, {header}{hint}")
-    records, rows = [], []
-    for cells in reader:
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise ValueError(
-                f"{path}: line {reader.line_num} has {len(cells)} cells under {len(header)} columns"
-                f" {header}; is {delimiter!r} the delimiter?"
-            )
-        records.append(_flatten(dict(zip(header, cells, strict=True))))
-        rows.append(reader.line_num)
-    return records, rows
-
-
-def _flatten(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with what lies in mappings, or in their JSON text as wandb writes it, at its top."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items():
-        nested = value
-        if isinstance(value, str) and value.startswith("{"):
-            try:
-                nested = json.loads(value)
-            except json.JSONDecodeError:
-                nested = value
-        if isinstance(nested, Mapping):
-            flat.update(
-                (k, v["value"] if isinstance(v, Mapping) and "value" in v else v)
-                for k, v in nested.items()
-            )
-        else:
-            flat[name] = value
-    return flat
-
-
-def _finished(
-    records: list[dict[str, Any]], rows: list[int]
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """Only runs that ended: a crashed run's last loss is not its final loss."""
-    state = next((k for k in records[0] if k.lower() == "state"), None) if records else None
-    if state is None:
-        return records, rows
-    ended = [str(r.get(state, "finished")).lower() == "finished" for r in records]
-    if not all(ended):
-        lost = list_some(row for row, e in zip(rows, ended, strict=True) if not e)
-        message = f"column {state!r} is not 'finished' in rows {lost}: those runs are left out"
-        warnings.warn(message, ScalingWarning, stacklevel=3)
-    keep = [i for i, e in enumerate(ended) if e]
-    return [records[i] for i in keep], [rows[i] for i in keep]
-
-
-def _match(
-    records: list[dict[str, Any]], columns: Mapping[str, str], source: str
-) -> dict[str, str]:
-    """Which of the source's columns is which of ours."""
-    present = list(dict.fromkeys(name for record in records for name in record))
-    plain: dict[str, str] = {}
-    for name in present:
-        plain.setdefault("".join(c for c in name.lower() if c not in " _-./"), name)
-    found = {}
-    for ours, aliases in NAMES.items():
-        given = columns.get(ours)
-        if given is not None and given not in present:
-            raise ValueError(f"{source} has no column {given!r}; it has {present}")
-        usual = (plain[alias] for alias in aliases.split() if alias in plain)
-        if match := given or next(usual, None):
-            found[ours] = match
-    if "loss" not in found or len(found) < 3:
-        raise ValueError(
-            f"{source} has columns {present}; needed are loss and two of parameters, tokens and "
-            f"compute, found {sorted(found)}; name the others with columns={{'loss': '…'}}"
+    name = str(source) if isinstance(source, str | Path) else "the table"
+    left_out: list[str] = []
+    table = located(source, delimiter)
+    total = len(table)
+    table = _chosen(table, where or {}, name)
+    table = _finished(table, left_out)
+    if not table:
+        raise ValueError(f"{name} holds no runs")
+    present = list(dict.fromkeys(column for _, record in table for column in record))
+    found = match(present, columns or {}, name)
+    measured = [(row, r) for row, r in table if not blank(r.get(found["loss"].name))]
+    if not measured:
+        raise ValueError(f"{name} holds no runs with a loss in column {found['loss'].name!r}")
+    if missing := len(table) - len(measured):
+        kept = {row for row, _ in measured}
+        lost = list_some(row for row, _ in table if row not in kept)
+        left_out.append(
+            f"column {found['loss'].name!r} is blank in {missing} rows ({lost}): left out"
         )
-    return found
+    values = _values(measured, found, units or {})
+    rows = [row for row, _ in measured]
+    if (last := _last_of_each_run(measured, present, found, values)) is not None:
+        left_out.append(
+            f"column {last[0]!r} names a run in several rows: of each the row of the most tokens is"
+            f" its end; {len(rows) - len(last[1])} earlier ones are left out"
+        )
+        values = {k: v[last[1]] for k, v in values.items()}
+        rows = [rows[i] for i in last[1]]
+    for k in ("parameters", "tokens"):
+        # n and d of layers and widths, beside columns that say it all.
+        if (
+            k in values
+            and len(values) == 4
+            and len(found[k].name) == 1
+            and values[k].min() < FEWEST
+        ):
+            del values[k], found[k]
+    _check_scale(values, found, rows, units or {})
+    if "parameters" not in values:
+        values["parameters"] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values["tokens"])
+    elif "tokens" not in values:
+        values["tokens"] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values["parameters"])
+    expected = FLOPS_PER_PARAMETER_TOKEN * values["parameters"] * values["tokens"]
+    values = {"compute": expected, **values}
+    left_out += _mixed(table, present)
+    for message in left_out:
+        warnings.warn(message, ScalingWarning, stacklevel=2)
+    ours = (values["parameters"], values["tokens"], values["compute"], values["loss"])
+    runs = Runs(*ours, rows=tuple(rows))
+    _warn(runs, runs.compute / expected, found, tolerance)
+    lines = [f"{len(runs)} of {total} rows of {name}", *_explained(runs, found, present), *left_out]
+    return replace(runs, explanation="\n".join(lines))
 
 
-def _numbers(records: list[dict[str, Any]], rows: list[int], name: str) -> Array:
-    values, bad = [], []
-    for record, row in zip(records, rows, strict=True):
-        raw = record.get(name)
-        try:
-            value = float(raw)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            value = math.nan
-        if not (math.isfinite(value) and value > 0):
-            bad.append(f"row {row}: {raw!r}")
-        values.append(value)
-    if bad:
-        raise ValueError(f"column {name!r} must be positive and finite, but {list_some(bad)}")
-    return np.array(values, dtype=np.float64)
+def _chosen(table: Located, where: Mapping[str, Any], name: str) -> Located:
+    for column, wanted in where.items():
+        seen = dict.fromkeys(str(r[column]) for _, r in table if column in r)
+        table = [(row, r) for row, r in table if str(r.get(column)) == str(wanted)]
+        if not table:
+            raise ValueError(f"{name}: {column!r} is nowhere {wanted!r}; it is {list_some(seen)}")
+    return table
 
 
-def _warn(runs: Runs, ratio: Array, found: Mapping[str, str], tolerance: float) -> None:
+def _finished(table: Located, left_out: list[str]) -> Located:
+    """Only runs that ended: a crashed run's last loss is not its final loss."""
+    state = next((k for k in table[0][1] if k.lower() == "state"), None) if table else None
+    if state is None:
+        return table
+    ended = [(i, r) for i, r in table if str(r.get(state, "finished")).lower() == "finished"]
+    if len(ended) < len(table):
+        kept = {row for row, _ in ended}
+        lost = list_some(row for row, _ in table if row not in kept)
+        left_out.append(
+            f"column {state!r} is not 'finished' in rows {lost}: those runs are left out"
+        )
+    return ended
+
+
+def _values(
+    table: Located, found: Mapping[str, Column], units: Mapping[str, float]
+) -> dict[str, Array]:
+    """The columns as numbers, in parameters, tokens, FLOPs and nats (or bits per byte)."""
+    cells = {k: [(row, r.get(c.name)) for row, r in table] for k, c in found.items()}
+    comma = decimal_comma((found[k].name, column) for k, column in cells.items())
+    values = {}
+    for k, column in found.items():
+        plain = numbers([cell for _, cell in cells[k]], comma, thousands=k != "loss")
+        wrong = ~(np.isfinite(plain) & (plain > 0))
+        if wrong.any():
+            bad = [
+                f"row {row}: {cell!r}" for (row, cell), w in zip(cells[k], wrong, strict=True) if w
+            ]
+            raise ValueError(
+                f"column {column.name!r} must be positive and finite, but {list_some(bad)}"
+            )
+        values[k] = plain * units.get(k, column.unit)
+        if "perplexity" in column.said:
+            values[k] = np.log(plain)
+            if not (values[k] > 0).all():
+                raise ValueError(f"column {column.name!r}: a perplexity is above 1")
+    return values
+
+
+def _last_of_each_run(
+    table: Located, present: Sequence[str], found: Mapping[str, Column], values: Mapping[str, Array]
+) -> tuple[str, list[int]] | None:
+    """The column that tells the runs of a history apart, and each run's end; None: no history."""
+    progress = values.get("tokens", values.get("compute"))
+    assert progress is not None
+    size = values.get("parameters", progress / progress)
+    plain = {"".join(c for c in name.lower() if c.isalnum()): name for name in present}
+    steps = any(name in plain for name in ("step", "globalstep", "trainerglobalstep"))
+    usual = ["run", "runid", "runname", "uid", "id", *(["name", "experiment"] if steps else [])]
+    for column in (plain[name] for name in usual if name in plain):
+        groups: dict[str, list[int]] = {}
+        for i, (_, record) in enumerate(table):
+            groups.setdefault(str(record.get(column)), []).append(i)
+        # One size, and tokens that differ from row to row: the same training, further on.
+        if len(groups) < len(table) and all(
+            np.ptp(size[g]) == 0 and len(np.unique(progress[g])) == len(g) for g in groups.values()
+        ):
+            return column, sorted(max(g, key=lambda i: progress[i]) for g in groups.values())
+    return None
+
+
+def _mixed(table: Located, present: Sequence[str]) -> list[str]:
+    """A doubt where the rows come from several data sets, whose losses are not of one law."""
+    for name in present:
+        if name.lower().rsplit(".")[-1] in (
+            "dataset",
+            "corpus",
+            "tokenizer",
+            "experiment",
+            "source",
+        ):
+            seen = dict.fromkeys(str(record.get(name)) for _, record in table)
+            if 1 < len(seen) <= len(table) / 4:
+                return [
+                    f"column {name!r} tells {len(seen)} sets of runs apart ({list_some(seen)}),"
+                    f" read as one: pick one with where={{{name!r}: {next(iter(seen))!r}}}"
+                ]
+    return []
+
+
+def _check_scale(
+    values: Mapping[str, Array],
+    found: Mapping[str, Column],
+    rows: Sequence[int],
+    units: Mapping[str, float],
+) -> None:
+    """ValueError, with the cell and the remedy, where a column is in thousands, millions, …"""
+    small = [k for k in ("parameters", "tokens") if k in values and k not in units]
+    if small := [k for k in small if values[k].min() < FEWEST]:
+        cells = []
+        for k in small:
+            at = int(np.argmin(values[k]))
+            cells.append(f"column {found[k].name!r} is {values[k][at]:.5g} in row {rows[at]}")
+        remedy = ", ".join(f"{k!r}: 1e6" for k in small)
+        raise ValueError(
+            f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are no run; if"
+            f" they count millions, say, pass units={{{remedy}}}"
+        )
+    if {"parameters", "tokens"} <= set(values):
+        n, d = values["parameters"], values["tokens"]
+        each = d / n
+        low, high = TOKENS_A_PARAMETER
+        if not low <= np.median(each) <= high and not {"parameters", "tokens"} & set(units):
+            at = int(np.argsort(each)[len(each) // 2])
+            raise ValueError(
+                f"columns {found['parameters'].name!r} and {found['tokens'].name!r} are"
+                f" {n[at]:.4g} and {d[at]:.4g} in row {rows[at]}, {each[at]:.2g} tokens a"
+                " parameter: they are not on one scale; pass units={'tokens': 1e9}, say"
+            )
+        if "compute" in values:
+            ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
+            at = int(np.argmax(np.abs(np.log(ratio))))
+            if not 1 / FARTHEST < ratio[at] < FARTHEST and "compute" not in units:
+                raise ValueError(
+                    f"column {found['compute'].name!r} is {values['compute'][at]:.4g} in row"
+                    f" {rows[at]}, {ratio[at]:.3g} times 6 N D of {found['parameters'].name!r} ="
+                    f" {n[at]:.4g} and {found['tokens'].name!r} = {d[at]:.4g}: a unit is wrong;"
+                    f" mend the cell, or pass units={{'compute': {1 / ratio[at]:.0e}}}"
+                )
+
+
+def _explained(runs: Runs, found: Mapping[str, Column], present: Sequence[str]) -> list[str]:
+    lines = []
+    for k in COLUMNS:
+        values = getattr(runs, k)
+        column = found.get(k)
+        origin = repr(column.name) if column else {"compute": "6 N D"}.get(k, "C / 6 of the other")
+        said = column.said if column else ""
+        if k == "parameters" and column and not said:
+            said = "taken as given: total or non-embedding, the name does not say"
+        if k == "loss" and "bits" not in said:
+            said = f"nats{', of ' + said if said else ''}"
+        line = f"  {k:<11}{origin:<24}{values.min():.4g} to {values.max():.4g}"
+        lines.append(line + (f"  ({said})" if said else ""))
+    used = {column.name for column in found.values()}
+    if rest := [name for name in present if name and name not in used]:
+        lines.append(f"  not used: {list_some(rest)}")
+    return lines
+
+
+def _warn(runs: Runs, ratio: Array, found: Mapping[str, Column], tolerance: float) -> None:
     rows = np.array(runs.rows)
     off = np.abs(ratio - 1) > tolerance
     if off.any():
         worst = ratio[np.argmax(np.abs(np.log(ratio)))]
         warnings.warn(
-            f"column {found['compute']!r} is not 6 N D within {tolerance:.0%} in rows "
+            f"column {found['compute'].name!r} is not 6 N D within {tolerance:.0%} in rows "
             f"{list_some(rows[off])} (worst: {worst:.3g} times); a "
             "parametric fit goes by N and D, an IsoFLOP fit takes budgets from it",
             ScalingWarning,
@@ -251,7 +324,7 @@ def _warn(runs: Runs, ratio: Array, found: Mapping[str, str], tolerance: float) 
         )
     if (absurd := runs.loss > LARGEST_LOSS).any():
         warnings.warn(
-            f"column {found['loss']!r} is above {LARGEST_LOSS:g} nats in rows "
+            f"column {found['loss'].name!r} is above {LARGEST_LOSS:g} nats in rows "
             f"{list_some(rows[absurd])}: worse than guessing; is it a perplexity, or diverged?",
             ScalingWarning,
             stacklevel=3,
@@ -261,8 +334,9 @@ def _warn(runs: Runs, ratio: Array, found: Mapping[str, str], tolerance: float) 
     repeated = np.arange(len(runs)) != first[inverse.reshape(-1)]
     if repeated.any():
         warnings.warn(
-            f"rows {list_some(rows[repeated])} repeat earlier ones in {sorted(found.values())}: "
-            "counted twice, they narrow every interval; drop them unless they are two runs",
+            f"rows {list_some(rows[repeated])} repeat earlier ones in"
+            f" {sorted(c.name for c in found.values())}: counted twice, they narrow every interval;"
+            " drop them unless they are two runs",
             ScalingWarning,
             stacklevel=3,
         )

@@ -37,7 +37,9 @@ def isoflop_runs(
     c = np.repeat(budgets, per_budget)
     d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
     loss = law.predict(n, d) * np.exp(noise * rng.standard_normal(n.size))
-    return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss})
+    # Counted one by one, however few tokens a parameter a law of any exponents may ask for.
+    units = {"parameters": 1.0, "tokens": 1.0}
+    return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
 
 
 def planned_runs(law: Law = CHINCHILLA, *, budgets: Sequence[float] = BUDGETS) -> Runs:

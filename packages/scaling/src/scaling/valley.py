@@ -21,6 +21,11 @@ from scaling.runs import Array, Runs
 EXPONENTS = np.geomspace(0.06, 1.5, 5)
 """Where the search for the shape starts, in each of its two numbers."""
 
+USUAL, PRIOR = 1 / 3, np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
+"""Of the two numbers' prior: what both are about, and the mean and the difference of their logs in
+deviations. They are equal in a valley as symmetric as a parabola; of published laws and tables they
+differ by a factor of e^0.5 or so."""
+
 FLATTEST, STEEPEST = 0.01, 4.0
 """Bounds of the two numbers; at 0.01 a valley is a parabola for all that runs can tell."""
 
@@ -131,21 +136,33 @@ def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:
         free: Array = slope - basis @ (basis.transpose(0, 2, 1) @ slope)
         return free[seen]
 
-    starts = itertools.product(np.log(EXPONENTS), repeat=2)
-    start = min(starts, key=lambda logs: float((residuals(np.array(logs)) ** 2).sum()))
-    found = least_squares(
-        residuals,
-        start,
-        jacobian,
-        bounds=(math.log(FLATTEST), math.log(STEEPEST)),
-        xtol=1e-14,
-        ftol=1e-14,
-        gtol=1e-15,
-    )
+    usual, freedom = np.log([USUAL, USUAL]), int(seen.sum()) - 3 * count
+    starts = [np.array(logs) for logs in itertools.product(np.log(EXPONENTS), repeat=2)]
+    logs, noise = min(starts, key=lambda logs: float((residuals(logs) ** 2).sum())), 0.0
+    # Shrunk towards a symmetric valley by as much as noise leaves the shape open: the posterior of
+    # a normal prior and a noise that is not known. From the unshrunk shape upwards, since without
+    # noise that is the answer, and the prior's own basin may lie between.
+    for _ in range(30):
+        pull, before = noise * PRIOR, noise
+        found = least_squares(
+            lambda z, pull=pull: np.concatenate([residuals(z), pull @ (z - usual)]),
+            logs,
+            lambda z, pull=pull: np.concatenate([jacobian(z), pull]),
+            bounds=(math.log(FLATTEST), math.log(STEEPEST)),
+            xtol=1e-14,
+            ftol=1e-14,
+            gtol=None,
+        )
+        logs = found.x
+        noise = math.sqrt(float((residuals(logs) ** 2).sum()) / freedom) + 1e-15
+        if abs(noise - before) < 1e-3 * noise:
+            break
     p, q = map(float, np.exp(found.x))
     _, coefficients = _solve(u, w, p, q)
     terms, slopes = _terms(u, p, q) * w[..., None], _slopes(u, p, q, coefficients) * w[..., None]
     total = np.zeros((count, longest, 3 * count + 2))
+    shrunk = np.zeros((2, 3 * count + 2))
+    shrunk[:, -2:] = noise * PRIOR / (p, q)
     moves, bottoms = np.zeros((count, 3 * count + 2)), np.full(count, math.nan)
     total[..., -2:] = slopes
     for i, c in enumerate(coefficients):
@@ -155,8 +172,9 @@ def common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> Shape:
             moves[i, 3 * i + 1 : 3 * i + 3] = np.array([1 / c[1], -1 / c[2]]) / (p + q)
             moves[i, -2:] = -bottom / (p + q)
     # The columns differ by many orders, so they are scaled before they are inverted.
-    scale = np.linalg.norm(total[seen], axis=0) + 1e-300
-    inverse = np.linalg.pinv(total[seen] / scale, rcond=1e-13)
+    rows = np.concatenate([total[seen], shrunk])
+    scale = np.linalg.norm(rows, axis=0) + 1e-300
+    inverse = np.linalg.pinv(rows / scale, rcond=1e-13)
     moves = (moves / scale) @ inverse
     return Shape((p, q), coefficients, bottoms, moves @ moves.T)
 

@@ -7,6 +7,7 @@ warning. (Hoffmann et al. 2022, appendix D.3; Besiroglu et al. 2024.)
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,11 @@ from scaling.fit import newton
 from scaling.fit.estimate import Estimate
 from scaling.fit.search import Loss, Proof, search
 from scaling.fit.varpro import Problem
-from scaling.law import CONSTANTS, Optimum, checked
+from scaling.isoflop import IsoflopFit, fit_isoflop
+from scaling.law import CONSTANTS, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
+from scaling.uncertainty.doubts import BENDS, Opinion, bend, checked
 from scaling.uncertainty.drift import Drift, drift
 
 FEWEST_RUNS = 5
@@ -51,7 +54,33 @@ class ParametricFit(Estimate):
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """`Law.optimal`, with 95 % intervals for N, D and the loss."""
         best = self.resampled.optimal(compute, inference_tokens=inference_tokens)
-        return checked(self.drift.widened(best))
+        other = None if inference_tokens else self._by_isoflop(compute)
+        return checked(self.drift.widened(best), self.runs, other)
+
+    def _by_isoflop(self, compute: float) -> Opinion | None:
+        """What the valleys of the same runs say, where they lie at budgets."""
+        if not self.valleys:
+            return None
+        compute *= self.valleys.flops_per_parameter_token(compute) / FLOPS_PER_PARAMETER_TOKEN
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScalingWarning)
+            best = self.valleys.optimal(compute)
+        interval = (best.intervals or {})["parameters"]
+        half = math.log(interval.high / interval.low) / 2 if interval.low else math.inf
+        return Opinion("IsoFLOP", math.log(best.parameters), half)
+
+    @cached_property
+    def valleys(self) -> IsoflopFit | None:
+        """The IsoFLOP fit of the same runs; None unless they lie at three budgets or more."""
+        groups = [g for g in self.runs.budgets() if len(np.unique(g.parameters)) >= 4]
+        if len(groups) < 3 or sum(map(len, groups)) < 0.8 * len(self.runs):
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScalingWarning)
+            try:
+                return fit_isoflop(self.runs)
+            except ValueError:
+                return None
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """`Law.predict`, with the 95 % interval of one more run, its noise included."""
@@ -142,6 +171,13 @@ def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Pr
         found.append(
             "column 'compute' holds one budget: how the optimum moves with compute rests on the "
             "form of the law alone; train at a second budget"
+        )
+    chance = bend(problem, theta, errors)
+    if chance < BENDS:
+        found.append(
+            f"no law of this form fits: the residuals bend with size or tokens (F test, p ="
+            f" {chance:.1g}); `optimal` and `predict` widen by the drift of earlier cuts,"
+            " `bootstrap` and `profile` trust the form"
         )
     lowest, highest = newton.bounds(problem)
     for i, name in enumerate(CONSTANTS):

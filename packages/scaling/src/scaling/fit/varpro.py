@@ -6,6 +6,7 @@ Notable: a grid over two exponents finds the basin that 4,500 starts in five dim
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +76,7 @@ def grid_starts(problem: Problem, grid: Array = GRID) -> Array:
     moment[..., 0] = inverse.sum()
     moment[..., 1] = columns_x.sum(1)[:, None]
     moment[..., 2] = columns_y.sum(1)
-    coefficients = _nonnegative(gram, moment)
+    coefficients = nonnegative(gram, moment)
     # A term that is switched off keeps a part of the spread, or its exponent could not move.
     floor = 0.05 * problem.spread
     theta = np.empty((k, k, 5))
@@ -85,14 +86,17 @@ def grid_starts(problem: Problem, grid: Array = GRID) -> Array:
     return theta.reshape(-1, 5)
 
 
-def _nonnegative(gram: Array, moment: Array) -> Array:
-    """Batched 3-variable non-negative least squares: the best of the eight faces, exactly."""
-    best = np.zeros_like(moment)
-    best_value = np.zeros(moment.shape[:-1])
-    for face in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+def nonnegative(gram: Array, moment: Array) -> Array:
+    """Batched non-negative least squares of a few variables: the best of all faces, exactly."""
+    best, best_value = np.zeros_like(moment), np.zeros(moment.shape[:-1])
+    every = range(moment.shape[-1])
+    faces = itertools.chain(*(itertools.combinations(every, k + 1) for k in every))
+    for face in map(list, faces):
         inside = gram[..., face, :][..., :, face]
-        ridge = 1e-13 * np.einsum("...ii->...i", inside)[..., None] * np.eye(len(face))
-        solution = np.linalg.solve(inside + ridge, moment[..., face, None])[..., 0]
+        # In units of each column, which may differ by many orders.
+        unit = np.sqrt(np.maximum(np.einsum("...ii->...i", inside), 1e-300))
+        scaled = inside / (unit[..., :, None] * unit[..., None, :]) + 1e-13 * np.eye(len(face))
+        solution = np.linalg.solve(scaled, (moment[..., face] / unit)[..., None])[..., 0] / unit
         value = -(solution * moment[..., face]).sum(-1)
         better = (solution >= 0).all(-1) & (value < best_value)
         best_value = np.where(better, value, best_value)

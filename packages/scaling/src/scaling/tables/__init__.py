@@ -1,0 +1,1 @@
+"""Tables as people keep them: records from any source, their columns by name, their cells."""

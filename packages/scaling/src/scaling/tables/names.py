@@ -1,0 +1,192 @@
+"""Which column is the parameters, the tokens, the compute and the loss.
+
+Notable: the most telling name wins, so `train_tokens` before a `d` that may be a width; what a
+name says besides (a unit, that embeddings are not counted, bits instead of nats) is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Without case, blanks and punctuation. Of two that match the longer name wins.
+NAMES = {
+    "parameters": (
+        "parameters params param n nparams numparams nparameters numparameters modelsize size"
+        " modelparams modelparameters parametercount parameterscount paramcount paramscount"
+        " numberofparameters trainableparams trainableparameters nmodel"
+    ),
+    "tokens": (
+        "tokens d ntokens numtokens tokencount trainingtokens traintokens ntraintokens"
+        " numtraintokens numtrainingtokens tokensseen seentokens tokenstrained trainedtokens"
+        " tokensprocessed processedtokens datasize datasetsize datasettokens numberoftokens ndata"
+    ),
+    "compute": (
+        "compute c flops flop budget computebudget flopsbudget flopbudget isoflop isoflops"
+        " trainingflop trainingflops trainflops trainflop trainingcompute traincompute"
+        " computeflops computeflop numflops"
+    ),
+    "loss": (
+        "loss l lossnats crossentropy crossentropyloss celoss xent ce nll bpb bitsperbyte bpc"
+        " perplexity ppl lmloss"
+    ),
+}
+
+HELD_OUT = ("validation", "val", "eval", "heldout", "test", "dev")
+"""Of several losses, one that was measured on text not trained on, in this order."""
+
+UNITS = {
+    **dict.fromkeys(("k", "thousand", "thousands", "1e3", "e3"), 1e3),
+    **dict.fromkeys(("m", "mn", "mm", "million", "millions", "mega", "1e6", "e6"), 1e6),
+    **dict.fromkeys(("b", "bn", "g", "billion", "billions", "giga", "1e9", "e9"), 1e9),
+    **dict.fromkeys(("t", "tn", "trillion", "trillions", "tera", "1e12", "e12"), 1e12),
+}
+PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
+PETAFLOP_DAY = 86_400e15
+
+NO_LOSS = frozenset(
+    ("aux", "router", "balance", "z", "std", "stderr", "sem", "delta", "reg", "weight", "scale")
+)
+"""Words that make another thing of a column with "loss" in its name."""
+
+
+SAYS_NOTHING = frozenset(
+    ("final", "best", "last", "train", "training", "summary", "mean", "avg", "macro", "micro")
+)
+RATES = ("s", "sec", "second", "step", "day", "token", "device", "gpu", "parameter", "param")
+
+KINDS = (
+    ("non-embedding", "(?:no|non|without|excl?|excluding)(?:emb|embd|embed|embedding)s?", -50.0),
+    ("active", "activ(?:e|ated)", -20.0),
+    ("total", "total", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that was recognised, and what its name says of its numbers."""
+
+    name: str
+    unit: float = 1.0
+    said: str = ""
+    """In words: "non-embedding", "bits per byte", "perplexity", …; empty if nothing."""
+    rank: float = 0.0
+
+
+def match(present: Sequence[str], given: Mapping[str, str], source: str) -> dict[str, Column]:
+    """Our names to columns; ValueError where they are not enough or two are equally likely."""
+    if unknown := set(given) - set(NAMES):
+        raise ValueError(f"columns names {sorted(unknown)}; it may name {list(NAMES)}")
+    found: dict[str, Column] = {}
+    for ours in NAMES:
+        if ours in given:
+            if given[ours] not in present:
+                raise ValueError(f"{source} has no column {given[ours]!r}; it has {list(present)}")
+            found[ours] = recognise(given[ours], ours) or Column(given[ours])
+            continue
+        likely = [c for name in present if (c := recognise(name, ours))]
+        if not likely:
+            continue
+        best = max(c.rank for c in likely)
+        top = [c for c in likely if c.rank == best]
+        if len(top) > 1:
+            names = [c.name for c in top]
+            raise ValueError(
+                f"{source}: columns {names} may each be the {ours}; say which with"
+                f" columns={{{ours!r}: {names[0]!r}}}"
+            )
+        found[ours] = top[0]
+    if "loss" not in found or len(found) < 3:
+        raise ValueError(
+            f"{source} has columns {list(present)}; needed are loss and two of parameters, tokens "
+            f"and compute, found {sorted(found)}; name the others with columns={{'loss': '…'}}"
+        )
+    return found
+
+
+def is_known(name: str) -> bool:
+    """Whether a name is one of those that are looked for."""
+    return any(recognise(name, ours) for ours in NAMES)
+
+
+def recognise(name: str, ours: str) -> Column | None:
+    """The column as one of ours, or None."""
+    words = _words(name)
+    if ours == "loss":
+        return _loss(name, words)
+    if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
+        return None
+    if ours == "tokens" and {*HELD_OUT, "unique"} & set(words):
+        return None
+    unit, said = 1.0, ""
+    if ours == "compute":
+        joined = "".join(words)
+        if days := re.search(r"(?:petaflops?|pf|pflops?)s?days?$", joined):
+            return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
+        if scaled := re.fullmatch("([kmgtpezy])flops?", words[-1]):
+            unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
+            words = [*words[:-1], "flops"]
+    # Another unit stands at the end: params_B, tokens (billions), C [1e18].
+    for end in range(len(words) - 1, 0, -1):
+        tail = "".join(words[end:])
+        power = re.fullmatch(r"1?e(\d+)", tail)
+        if tail in UNITS or power:
+            unit = 10.0 ** int(power[1]) if power else UNITS[tail]
+            words, said = words[:end], f"in units of {unit:g}"
+            break
+    for start in range(len(words)):
+        # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
+        stem, kind, rank = _kind("".join(words[start:]), ours)
+        if stem in NAMES[ours].split():
+            said = ", ".join(filter(None, (kind, said)))
+            return Column(name, unit, said, rank + len(stem) - start / 10)
+    return None
+
+
+def _kind(stem: str, ours: str) -> tuple[str, str, float]:
+    """A name without what it says of how it was counted, and how much that is preferred."""
+    if ours == "parameters":
+        for kind, form, rank in KINDS:
+            if re.search(form, stem):
+                return re.sub(form, "", stem), kind, rank
+    if ours == "tokens":
+        stem = stem.replace("total", "")
+    return stem, "", 0.0
+
+
+def _loss(name: str, words: list[str]) -> Column | None:
+    joined = "".join(words)
+    kinds = {
+        "perplexity": r"ppl|perplexity",
+        "bits per byte": "bpb|bitsperbyte",
+        "bits per character": "bpc",
+    }
+    said = next((kind for kind, form in kinds.items() if re.search(form, joined)), "")
+    if NO_LOSS & set(words):
+        return None
+    plain = [w for w in words if w not in HELD_OUT and w not in SAYS_NOTHING]
+    core = "".join(plain)
+    aliases = NAMES["loss"].split()
+    if core not in aliases:
+        # One corpus of several, say eval/c4/loss; taken only if there is no other.
+        if not re.search("loss|crossentropy|bpb|perplexity|ppl", joined):
+            return None
+        rank = 0.0
+    else:
+        rank = 20.0 + len(core) / 10
+    told = [h for h in HELD_OUT if h in words or joined.startswith(h)]
+    if told:
+        rank += 10.0 - HELD_OUT.index(told[0]) / 10
+    elif "train" in words or "training" in words or joined.startswith("train"):
+        rank -= 10.0
+        said = ("training " + said).strip()
+    # Nats before bits, bits before perplexity.
+    rank -= {"": 0.0, "training": 0.0}.get(said, 3.0)
+    return Column(name, 1.0, said, rank)
+
+
+def _words(name: str) -> list[str]:
+    """Lower-case words of snake_case, camelCase, paths and brackets."""
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
+    return [w for w in re.split(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", spaced.lower()) if w]

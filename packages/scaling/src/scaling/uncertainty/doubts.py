@@ -1,0 +1,154 @@
+"""What should be doubted about an answer: each kind of doubt is one warning, wherever it arises.
+
+Notable: two methods that contradict each other on the same runs say more than either interval, and
+the residuals of a law that is not true bend, which an F test sees before any extrapolation fails.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.special import fdtrc, stdtrit
+
+from scaling.fit import newton
+from scaling.fit.search import search
+from scaling.fit.varpro import Problem
+from scaling.law import Optimum
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.uncertainty.profile import robust_scale
+from scaling.uncertainty.quantity import optimum
+
+WIDE = 10.0
+"""An interval whose ends are further apart, as a factor, is a warning."""
+
+FAR_COMPUTE, FAR_SHAPE = 1e4, 10.0
+"""How many times beyond the largest run an answer is a guess; and how many times smaller than the
+smallest model, or outside the tokens a parameter of the runs."""
+
+APART = math.log(1.1)
+"""Sizes that differ by less, as a factor, contradict each other for nobody."""
+
+BENDS = 1e-3
+"""The chance of an F statistic as large where the law holds, below which it is a warning."""
+
+
+@dataclass
+class Doubts:
+    """Doubts by kind, each with the places where it arose and the worst of its numbers."""
+
+    places: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+
+    def add(self, kind: str, where: str = "", number: float = 0.0) -> None:
+        """`kind` may hold one {} field for the number."""
+        self.places.setdefault(kind, []).append((number, where))
+
+    def __iter__(self) -> Iterator[str]:
+        """One message a kind."""
+        for kind, found in self.places.items():
+            named = [where for _, where in found if where]
+            more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+            text = kind.format(max(number for number, _ in found))
+            yield (", ".join(named[:3]) + more + ": " if named else "") + text
+
+
+@dataclass(frozen=True)
+class Opinion:
+    """What another method makes of the best size: its logarithm, and its 95 % half-width."""
+
+    method: str
+    log_size: float
+    half: float
+
+
+def parametric_opinion(runs: Runs) -> Callable[[float], Opinion | None]:
+    """The parametric law's at any compute, with the interval of its curvature; None if none is."""
+    freedom = len(runs) - 5
+    if freedom < 3 or any(len(np.unique(c)) < 3 for c in (runs.parameters, runs.tokens)):
+        return lambda compute: None
+    problem = Problem.of(runs)
+    theta = search(problem, "huber", 1e-3, prove=False)[0][0]
+    jacobian = newton.sensitivity(problem, theta)
+    errors = newton.residuals(problem, theta[None])[0]
+    unit = float(stdtrit(freedom, 0.975)) * math.sqrt(robust_scale(errors, 1e-3, freedom)[1])
+
+    def opinion(compute: float) -> Opinion:
+        asked = optimum("parameters", compute)
+
+        def implied(rows: Array) -> Array:
+            return np.log(asked.of(problem.natural(rows)))
+
+        slope = newton.slopes(implied, theta[None])[0]
+        spread = float(slope @ np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15) @ slope)
+        return Opinion("parametric", float(implied(theta[None])[0]), unit * math.sqrt(abs(spread)))
+
+    return opinion
+
+
+def checked(best: Optimum, runs: Runs, other: Opinion | None = None) -> Optimum:
+    """The same, with a ScalingWarning for each kind of doubt about it."""
+    for message in _doubts(best, runs, other):
+        warnings.warn(message, ScalingWarning, stacklevel=3)
+    return best
+
+
+def _doubts(best: Optimum, runs: Runs, other: Opinion | None) -> Iterator[str]:
+    n = best.intervals["parameters"] if best.intervals else None
+    at = f"at {best.compute:.3g} FLOPs the best size"
+    if n and n.high > WIDE * n.low:
+        yield (
+            f"{at} lies between {n.low:.3g} and {n.high:.3g}: the runs do not carry that far; train"
+            " at larger budgets"
+        )
+    each, asked = runs.tokens / runs.parameters, best.tokens / best.parameters
+    top = float((FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens).max())
+    far = []
+    if best.compute > FAR_COMPUTE * top:
+        far.append(f"{best.compute / top:.2g} times the compute of the largest")
+    if best.parameters < runs.parameters.min() / FAR_SHAPE:
+        far.append(f"{runs.parameters.min() / best.parameters:.2g} times smaller than the smallest")
+    if not each.min() / FAR_SHAPE < asked < each.max() * FAR_SHAPE:
+        span = f"{each.min():.2g} to {each.max():.2g}"
+        far.append(f"at {asked:.2g} tokens a parameter where the runs have {span}")
+    if far:
+        yield f"{at}, {best.parameters:.3g}, is far from any run: {' and '.join(far)}"
+    if other and n and 0 < n.low <= n.high < math.inf:
+        half = math.log(n.high / n.low) / 2
+        apart = abs(math.log(best.parameters) - other.log_size)
+        if apart > max(math.hypot(half, other.half), APART):
+            yield (
+                f"the methods contradict each other: {at} is {best.parameters:.3g}"
+                f" [{n.low:.3g}, {n.high:.3g}], by the {other.method} fit"
+                f" {math.exp(other.log_size):.3g} [{math.exp(other.log_size - other.half):.3g},"
+                f" {math.exp(other.log_size + other.half):.3g}]; the law is not quite true, or the"
+                " budgets are skewed: look at the backtest before trusting either"
+            )
+
+
+def bend(problem: Problem, theta: Array, errors: Array) -> float:
+    """The chance of residuals that bend as much with log N and log D where the law holds.
+
+    An F test of x^2, x y, y^2, x^3 and y^3 against what the five constants cannot take up, with
+    the errors of misread runs cut off at four spreads.
+    """
+    x, y = problem.x / problem.x.std(), problem.y / problem.y.std()
+    extra = np.stack([x**2, x * y, y**2, x**3, y**3], axis=1)
+    spread = 1.4826 * float(np.median(np.abs(errors)))
+    freedom = len(errors) - 10
+    if freedom < 5 or spread < 1e-7:
+        return 1.0
+    basis, _ = np.linalg.qr(newton.sensitivity(problem, theta).T)
+
+    def left(values: Array) -> Array:
+        rest: Array = values - basis @ (basis.T @ values)
+        return rest
+
+    r = left(np.clip(errors, -4 * spread, 4 * spread))
+    bends, sizes, _ = np.linalg.svd(left(extra), full_matrices=False)
+    bends = bends[:, sizes > 1e-8 * sizes[0]]
+    explained = float(((bends.T @ r) ** 2).sum())
+    rest = max(float(r @ r) - explained, 1e-300)
+    return float(fdtrc(bends.shape[1], freedom, explained / bends.shape[1] / (rest / freedom)))

@@ -1,0 +1,78 @@
+"""What factor of compute one recipe saves over another, with an interval.
+
+Notable: of a law at its optimum the reducible loss is one power of compute, K (C / 6)^-gamma, so
+the compute that reaches a loss is a closed form; a percent of loss is many percent of compute.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from scaling.fit.parametric import ParametricFit
+from scaling.fit.varpro import Problem
+from scaling.law import Interval
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.uncertainty.doubts import BENDS, bend
+from scaling.uncertainty.quantity import optima
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """`factor` times the compute is what the second recipe needs for the first one's loss."""
+
+    compute: float
+    loss: float
+    factor: float
+    interval: Interval
+
+
+def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Speedup:
+    """How many times more compute `b` needs for the loss that `a` has at its best with `compute`.
+
+    Both losses must be of the same text. The 95 % interval is that of 1,000 pairs of resamples,
+    widened by the drift of both laws beyond their runs, and by the residuals of a law that bends.
+    inf where b never gets there. ValueError for a compute that is not positive.
+    """
+    if not compute > 0:
+        raise ValueError(f"compute = {compute}: must be positive")
+    loss = a.law.optimal(compute).loss
+    factor = float(_needed(b.law.constants[None], np.array([loss]))[0]) / compute
+    reached = optima(a.resampled.constants, compute)[2]
+    drawn = np.sort(np.log(_needed(b.resampled.constants, reached) / compute))
+    # Of values that may be infinite: no mean of two.
+    low, high = (float(drawn[round(p * (len(drawn) - 1))]) for p in (0.025, 0.975))
+    missed = math.hypot(_lack(a, compute), _lack(b, compute * factor))
+    law = b.law
+    gamma = law.alpha * law.beta / (law.alpha + law.beta)
+    if not math.isfinite(factor):
+        return Speedup(compute, loss, factor, Interval(math.exp(min(low, 600)), math.inf))
+    # d log C = -d L / ((L - E) gamma)
+    more = 1.96 * missed * loss / ((loss - law.E) * gamma)
+    center = math.log(factor)
+    down, up = math.hypot(min(low - center, 0), more), math.hypot(max(high - center, 0), more)
+    return Speedup(
+        compute, loss, factor, Interval(math.exp(center - down), math.exp(min(center + up, 600)))
+    )
+
+
+def _needed(constants: Array, loss: Array) -> Array:
+    """(laws,) the least compute by which each law reaches each loss; inf below its E."""
+    e, a, b, alpha, beta = constants.T
+    balance = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
+    reducible = a * balance**-alpha + b * balance**beta
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        pairs = (reducible / np.maximum(loss - e, 0)) ** ((alpha + beta) / (alpha * beta))
+    needed: Array = FLOPS_PER_PARAMETER_TOKEN * pairs
+    return needed
+
+
+def _lack(fit: ParametricFit, compute: float) -> float:
+    """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
+    decades = max(math.log10(compute / fit.drift.highest), 0.0) if math.isfinite(compute) else 0.0
+    problem = Problem.of(fit.runs)
+    bends = bend(problem, problem.centred(fit.law), fit.residuals) < BENDS
+    spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
+    return math.hypot(fit.drift.loss * decades, spread)

@@ -1,0 +1,343 @@
+"""Tables as people keep them are read right, or refused by the cell that is wrong."""
+
+import csv
+import io
+import json
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scaling import ScalingWarning, load_runs
+from scaling.tables.names import is_known, recognise
+
+COLUMNS = ("parameters", "tokens", "loss")
+
+
+def rounded(value, digits):
+    return float(f"{value:.{digits}g}")
+
+
+@st.composite
+def tables(draw):
+    """(columns, digits): sizes, tokens and losses that `digits` significant figures hold."""
+    count, digits = draw(st.integers(3, 9)), draw(st.integers(4, 7))
+    size = st.floats(7, 11).map(lambda e: rounded(10**e, digits))
+    n = draw(st.lists(size, min_size=count, max_size=count, unique=True))
+    each = draw(st.lists(st.floats(0.5, 300), min_size=count, max_size=count))
+    loss = draw(st.lists(st.floats(1.5, 9.9), min_size=count, max_size=count))
+    d = [rounded(a * b, digits) for a, b in zip(n, each, strict=True)]
+    return {"parameters": n, "tokens": d, "loss": [rounded(x, 5) for x in loss]}, digits
+
+
+def suffixed(value, digits, comma):
+    for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= unit:
+            return f"{value / unit:.{digits}g}".replace(".", "," if comma else ".") + letter
+    return str(value)
+
+
+def grouped(mark):
+    return lambda value, digits, comma: f"{value:,.0f}".replace(",", mark)
+
+
+def scientific(value, digits, comma):
+    return f"{value:.{digits - 1}e}".replace(".", "," if comma else ".")
+
+
+def powers(value, digits, comma):
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa.replace('.', ',' if comma else '.')} x 10^{int(exponent)}"
+
+
+NAMES = {
+    "parameters": ["N", "params", "n_params", "Model Size", "modelParams", "model/num_parameters"],
+    "tokens": ["D", "tokens", "train_tokens", "Training Tokens", "throughput/total_tokens"],
+    "loss": ["loss", "val_loss", "eval/loss", "Final validation loss", "evalLoss", "summary.loss"],
+}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(table=tables(), data=st.data())
+def test_a_table_in_any_format_is_the_same_runs(tmp_path_factory, table, data):
+    columns, digits = table
+    draw = data.draw
+    comma = draw(st.booleans(), label="decimal comma")
+    mark = draw(st.sampled_from([";", "\t"] if comma else [",", ";", "\t", "|"]), label="delimiter")
+    styles = [suffixed, scientific, powers, grouped("." if comma else ","), grouped(" ")]
+    styles += [grouped("_"), grouped("'")]
+    names = {ours: draw(st.sampled_from(NAMES[ours]), label=ours) for ours in COLUMNS}
+    unit = {}
+    for ours in ("parameters", "tokens"):
+        if draw(st.booleans(), label=f"unit of {ours}"):
+            letter = draw(st.sampled_from(["_B", " (M)", " [1e9]", "_billions"]))
+            unit[ours] = 1e6 if "M" in letter else 1e9
+            names[ours] += letter
+    cells = {}
+    for ours in ("parameters", "tokens"):
+        style = scientific if ours in unit else draw(st.sampled_from(styles), label=ours)
+        cells[ours] = [style(v / unit.get(ours, 1), digits, comma) for v in columns[ours]]
+    cells["loss"] = [f"{x:.4f}".replace(".", "," if comma else ".") for x in columns["loss"]]
+    # Columns that are not asked for, two of which go by the short names of ours.
+    extra = {"layers": ["12"], "seed": ["0"], "note": ["a, b"]}
+    if names["parameters"] != "N" and not names["parameters"].startswith("N"):
+        extra["n"] = ["24"]
+    if names["tokens"] != "D" and not names["tokens"].startswith("D"):
+        extra["d"] = ["768"]
+    count = len(columns["loss"])
+    everything = {names[k]: cells[k] for k in COLUMNS} | {k: v * count for k, v in extra.items()}
+    order = draw(st.permutations(list(everything)), label="order")
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=mark)
+    writer.writerow(order)
+    blank = draw(st.integers(0, 2), label="rows without a loss")
+    rows = [[everything[name][i] for name in order] for i in range(count)]
+    empty = [
+        [("" if k == names["loss"] else everything[k][0]) for k in order] for _ in range(blank)
+    ]
+    writer.writerows(rows[:1] + empty + rows[1:])
+    lines = out.getvalue().splitlines()
+    for at in sorted(draw(st.lists(st.integers(0, len(lines)), max_size=3)), reverse=True):
+        lines.insert(at, draw(st.sampled_from(["# made by hand", "", "   "])))
+    encoding = draw(st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]))
+    path = tmp_path_factory.mktemp("table") / "runs.csv"
+    path.write_text("\n".join(lines), encoding=encoding)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = load_runs(path)
+    assert len(runs) == count
+    within = {
+        "parameters": 2 * 10.0 ** (1 - digits),
+        "tokens": 2 * 10.0 ** (1 - digits),
+        "loss": 1e-4,
+    }
+    for ours in COLUMNS:
+        np.testing.assert_allclose(getattr(runs, ours), columns[ours], rtol=within[ours])
+        assert repr(names[ours]) in runs.explanation
+    told = [str(w.message) for w in caught if "is blank in" in str(w.message)]
+    assert len(told) == (blank > 0)
+    assert not blank or f"is blank in {blank} rows" in told[0]
+
+
+BASE = {"N": [1e8, 2e8, 4e8], "D": [1e10, 2e10, 2e10], "loss": [3.4, 3.2, 3.1]}
+
+
+def test_a_dataframe_is_a_table():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
+    frame = pandas.DataFrame(
+        {"n_params": ["100M", "200M", "0.4B"], "D": BASE["D"], "loss": BASE["loss"]}
+    )
+    frame.index = [7, 8, 9]
+    np.testing.assert_allclose(load_runs(frame).parameters, BASE["N"])
+    frame.loc[8, "loss"] = None
+    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(2\)"):
+        assert len(load_runs(frame)) == 2
+
+
+class Frame:
+    """What a DataFrame is to us: columns by name."""
+
+    columns = tuple(BASE)
+
+    def __getitem__(self, name):
+        return np.array(BASE[name])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Frame(),
+        {"runs": [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]},
+        {"columns": list(BASE), "data": list(zip(*BASE.values(), strict=True))},
+        {k: dict(enumerate(v)) for k, v in BASE.items()},
+        {f"run-{i}": {k: v[i] for k, v in BASE.items()} for i in range(3)},
+    ],
+)
+def test_the_same_runs_in_any_container(source):
+    runs = load_runs(source)
+    for ours, name in zip(COLUMNS, BASE, strict=True):
+        np.testing.assert_allclose(getattr(runs, ours), BASE[name])
+
+
+def test_wandb_s_own_csv_holds_python_and_levanter_counts_gigaflops(tmp_path):
+    path = tmp_path / "project.csv"
+    with path.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["", "summary", "config", "name"])
+        for i in range(3):
+            n, d = BASE["N"][i], BASE["D"][i]
+            summary = {"eval/loss": BASE["loss"][i], "train/loss": 1.0, "_step": 10}
+            summary |= {"throughput/total_tokens": d, "throughput/total_gflops": 6 * n * d / 1e9}
+            summary |= {"throughput/tokens_per_second": 1e5, "grad/norm": float("nan")}
+            writer.writerow(
+                [i, summary, {"model": {"n_layer": 12}, "parameter_count": n}, f"run-{i}"]
+            )
+    runs = load_runs(path)
+    np.testing.assert_allclose(runs.loss, BASE["loss"])
+    np.testing.assert_allclose(runs.compute, 6 * np.multiply(BASE["N"], BASE["D"]))
+    assert "'summary.throughput/total_gflops'" in runs.explanation
+
+
+def test_of_a_training_s_history_the_end_is_kept():
+    rows = [
+        {"run": r, "N": BASE["N"][r], "D": BASE["D"][r] * s, "loss": BASE["loss"][r] + 1 - s}
+        for r in range(3)
+        for s in (0.25, 0.5, 1.0)
+    ]
+    with pytest.warns(ScalingWarning, match="6 earlier ones are left out"):
+        runs = load_runs(rows)
+    np.testing.assert_allclose(runs.loss, BASE["loss"])
+    # Trainings of one model to several lengths are runs of their own: no column says otherwise.
+    assert len(load_runs([{k: v for k, v in row.items() if k != "run"} for row in rows])) == 9
+
+
+def test_bits_perplexities_and_what_is_counted_are_said():
+    bits = load_runs({"N": BASE["N"], "D": BASE["D"], "bpb": BASE["loss"]})
+    assert "bits per byte" in bits.explanation
+    perplexity = {"N": BASE["N"], "D": BASE["D"], "val_ppl": np.exp(BASE["loss"])}
+    np.testing.assert_allclose(load_runs(perplexity).loss, BASE["loss"])
+    counted = {"non_embedding_params": BASE["N"], "tokens": BASE["D"], "loss": BASE["loss"]}
+    assert "non-embedding" in load_runs(counted).explanation
+    both = counted | {"total_params": np.multiply(2, BASE["N"])}
+    runs = load_runs(both)
+    np.testing.assert_allclose(runs.parameters, np.multiply(2, BASE["N"]))
+    assert "'total_params'" in runs.explanation
+    assert "not used: non_embedding_params" in runs.explanation
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"N": [100, 200, 400]}, r"column 'N' is 100 in row 1: fewer than 1000 parameters.*1e6"),
+        ({"D": [10, 20, 20]}, r"column 'D' is 10 in row 1"),
+        ({"D": [1e4, 2e4, 2e4]}, r"'N' and 'D' are 1e\+08 and 1e\+04 in row 1.*not on one scale"),
+        ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* a unit is wrong"),
+        ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 in row 2"),
+        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2"),
+    ],
+)
+def test_numbers_of_the_wrong_scale_are_refused_by_their_cell(change, message):
+    with pytest.raises(ValueError, match=message):
+        load_runs(BASE | change)
+
+
+def test_a_unit_can_be_told():
+    millions = {"N": [100, 200, 400], "D": [10, 20, 20], "loss": BASE["loss"]}
+    runs = load_runs(millions, units={"parameters": 1e6, "tokens": 1e9})
+    np.testing.assert_allclose(runs.tokens, BASE["D"])
+    np.testing.assert_allclose(runs.parameters, BASE["N"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "N;D;loss\n1,5e8;1e10;3.2157\n",
+            "the decimal mark is a comma in .*'1,5e8' and a point in",
+        ),
+        ("N,D,loss,loss\n1e8,1e10,3,3\n", r"several columns \['loss'\]"),
+        ("1e8,1e10,3\n2e8,1e10,3\n", "the first line holds numbers"),
+        ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; say which"),
+        ("N,D,loss\n1e8,1e10,\n", "no runs with a loss"),
+        ("N,D,loss\n1e8,7 parrots,3\n", "column 'D' .* row 2: '7 parrots'"),
+        ("N,D,loss\n1,234,567,1e10,3\n", "line 2 has 5 cells under 3 columns"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_cell(tmp_path, text, message):
+    path = tmp_path / "runs.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_runs(path)
+
+
+def test_sets_of_runs_in_one_table_are_told_apart():
+    rows = [
+        {"dataset": s, "N": n, "D": d, "loss": x + i}
+        for i, s in enumerate(("c4", "web"))
+        for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
+    ]
+    with pytest.warns(ScalingWarning, match="'dataset' tells 2 sets of runs apart"):
+        assert len(load_runs(rows)) == 8
+    assert load_runs(rows, where={"dataset": "web"}).loss.min() > 4
+    with pytest.raises(ValueError, match="nowhere 'pile'; it is c4, web"):
+        load_runs(rows, where={"dataset": "pile"})
+
+
+def test_a_table_in_markdown_and_one_of_numpy(tmp_path):
+    path = tmp_path / "runs.md"
+    path.write_text("| params | tokens | loss |\n|---|---:|---|\n| 100M | 10B | 3.4 |\n")
+    assert load_runs(path).parameters[0] == 1e8
+    np.savetxt(path, np.transpose(list(BASE.values())), header="N D loss")
+    np.testing.assert_allclose(load_runs(path).tokens, BASE["D"])
+
+
+FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")).parent / "messy_tables"
+
+
+@pytest.mark.skipif(not FOLDER.exists(), reason="no messy_tables beside the folder of SCALING_DATA")
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_every_messy_table_is_the_one_law_or_refused():
+    expected = load_runs(FOLDER / "wrapped.json")
+    for path in FOLDER.iterdir():
+        if path.name == "unitless.csv":
+            with pytest.raises(ValueError, match=r"column 'N' is 49\.893 in row 2"):
+                load_runs(path)
+            continue
+        runs = load_runs(path)
+        kept = np.isin(np.round(np.log(expected.tokens), 2), np.round(np.log(runs.tokens), 2))
+        np.testing.assert_allclose(runs.parameters, expected.parameters[kept], rtol=6e-4)
+        np.testing.assert_allclose(runs.tokens, expected.tokens[kept], rtol=6e-4)
+        scale = 4.2 * np.log(2) if path.name == "bits.csv" else 1
+        np.testing.assert_allclose(runs.loss * scale, expected.loss[kept], rtol=1e-4)
+
+
+def test_json_that_is_lines_and_json_that_is_broken(tmp_path):
+    path = tmp_path / "runs.json"
+    records = [dict(zip(BASE, row, strict=True)) for row in zip(*BASE.values(), strict=True)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    assert len(load_runs(path)) == 3
+    path.write_text("\n".join(map(json.dumps, records)) + "\n{'N'")
+    with pytest.raises(ValueError, match="line 4 is no JSON"):
+        load_runs(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "unit"),
+    [
+        ("non_embedding_params_M", "parameters", 1e6),
+        ("model/num_non_embedding_params", "parameters", 1),
+        ("Params (B)", "parameters", 1e9),
+        ("config.model.n_params", "parameters", 1),
+        ("total_gflops", "compute", 1e9),
+        ("throughput/total_gflops", "compute", 1e9),
+        ("Training compute (FLOP)", "compute", 1),
+        ("compute_pf_days", "compute", 86_400e15),
+        ("C [1e18]", "compute", 1e18),
+        ("train_flops_e18", "compute", 1e18),
+        ("tokens_B", "tokens", 1e9),
+        ("num_train_tokens", "tokens", 1),
+        ("D", "tokens", 1),
+        ("train/tokens", "tokens", 1),
+    ],
+)
+def test_a_name_is_recognised_with_its_unit(name, ours, unit):
+    found = recognise(name, ours)
+    assert found is not None
+    assert found.unit == pytest.approx(unit)
+    for other in NAMES:
+        assert other == ours or recognise(name, other) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokens_per_second", "throughput/tflops_per_second", "flops_per_token", "mfu", "d_model"),
+        *("tokens_per_param", "router_z_loss", "aux_loss", "loss_std", "lr", "val_tokens"),
+        *("unique_tokens", ""),
+    ],
+)
+def test_names_of_other_things_are_not_taken(name):
+    assert not is_known(name)
