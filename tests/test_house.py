@@ -4,6 +4,7 @@ What does not keep a rule yet is named with what is missing, and the test fails 
 """
 
 import ast
+import re
 
 import pytest
 from workspace import PACKAGES, ROOT, SUITE, folder, module, source
@@ -88,3 +89,32 @@ def test_a_package_is_small(package):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_readme_is_read_to_its_end(package):
     assert len((folder(package) / "README.md").read_text().split()) <= MOST_WORDS_IN_A_README
+
+
+BRITISH = re.compile(
+    r"(?<![a-z])(?:un|re|de)?(?:"
+    r"\w*(?:colour|behaviour|favour|neighbour|honour|centre|artefact|grey|learnt|judgement|whilst)"
+    r"|(?:label|model|travel|signal)l(?:ed|ing)"
+    r"|(?:initial|material|maxim|minim|modern|normal|optim|organ|parallel|quant|random|real|recogn"
+    r"|serial|special|standard|summar|synchron|token|util|vector)is(?:e[srd]?|ing|ation|ations)"
+    r")(?![a-z])",
+    re.IGNORECASE,
+)
+
+
+def test_spelling_is_american():
+    texts = [p for kind in ("py", "md", "toml", "html") for p in folder_of_texts(kind)]
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in texts
+        for match in BRITISH.finditer(path.read_text())
+        if path.name != "test_house.py"
+    ]
+    assert not found
+
+
+def folder_of_texts(kind):
+    """Every file of that kind that is ours."""
+    tops = [ROOT / "README.md", *(ROOT / top for top in ("docs", "packages", "tests"))]
+    for top in tops:
+        yield from top.rglob(f"*.{kind}") if top.is_dir() else [top] * (kind == "md")

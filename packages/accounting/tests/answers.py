@@ -21,7 +21,7 @@ from accounting import (
     parameters,
     training_memory,
 )
-from accounting.flops import utilisation
+from accounting.flops import utilization
 from accounting.kv_cache import kv_entries
 from accounting.memory.activations import activations
 from accounting.memory.peak import tensor_bytes
@@ -115,7 +115,7 @@ _CALLS = (
     soft_prompt_parameters,
     tensor_bytes,
     training_memory,
-    utilisation,
+    utilization,
 )
 NAMESPACE: dict[str, Any] = {call.__name__: call for call in _CALLS} | {
     "COURSE": COURSE,
@@ -857,7 +857,7 @@ ANSWERS = [
         Answer(
             f"r.l405.{rate}",
             f"MFU of Llama-3 405B at {rate} TFLOP/s an H100",
-            f"utilisation({rate}e12, hardware='H100')",
+            f"utilization({rate}e12, hardware='H100')",
             value,
             "",
             "/989.4e12",

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 from accounting import Transformer, flops, hfu, mfu
-from accounting.flops import pairs, utilisation
+from accounting.flops import pairs, utilization
 from accounting.model.records import MLA, Experts, Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +114,7 @@ def test_latent_attention_decodes_on_the_latent() -> None:
     assert b - a == 2 * shape.layers * shape.heads * (10 + 4 + 10)
 
 
-def test_utilisation_of_published_runs() -> None:
+def test_utilization_of_published_runs() -> None:
     palm = Transformer(
         layers=118,
         d_model=18432,
@@ -129,11 +129,11 @@ def test_utilisation_of_published_runs() -> None:
     run = {"tokens_per_second": 238.3e3, "seq": 2048, "devices": 6144, "hardware": "TPU v4"}
     assert mfu(palm, attention="full", **run) == pytest.approx(0.462, abs=1.5e-3)
     assert mfu(palm, include_attention=False, **run) == pytest.approx(0.457, abs=1.5e-3)
-    # Chowdhery et al. 2022, table 3: rematerialisation puts the hardware figure at 57.8 %.
+    # Chowdhery et al. 2022, table 3: rematerialization puts the hardware figure at 57.8 %.
     again = hfu(palm, attention="full", recompute="full", flash=False, **run)
     assert again == pytest.approx(0.578, abs=0.04)
     for achieved, published in ((430e12, 0.43), (400e12, 0.41), (380e12, 0.38)):
-        assert utilisation(achieved, hardware="H100") == pytest.approx(published, abs=0.01)
+        assert utilization(achieved, hardware="H100") == pytest.approx(published, abs=0.01)
 
 
 def test_hfu_is_above_mfu_and_below_one_and_a_half_times() -> None:

@@ -34,7 +34,7 @@ def test_the_formula_is_the_mean_of_an_event_simulation(interval: float, restart
 
 
 @given(c=st.floats(1e-4, 0.5), m=st.floats(1.0, 1e4))
-def test_the_best_interval_beats_its_neighbours_and_approaches_youngs(c: float, m: float) -> None:
+def test_the_best_interval_beats_its_neighbors_and_approaches_youngs(c: float, m: float) -> None:
     run = Run(
         work_hours=1e9,
         devices=1,

@@ -93,11 +93,11 @@ def test_at_the_least_batch_arithmetic_and_links_take_the_same_time(
 def test_an_uncertain_input_gives_an_uncertain_answer() -> None:
     price = fermi.training_usd(
         fermi.training_flops(175e9, 300e9),
-        utilisation=Range(0.2, 0.5),
+        utilization=Range(0.2, 0.5),
         usd_per_hour=Range(1.5, 3.0),
     )
-    least = fermi.training_usd(3.15e23, utilisation=0.5, usd_per_hour=1.5)
-    most = fermi.training_usd(3.15e23, utilisation=0.2, usd_per_hour=3.0)
+    least = fermi.training_usd(3.15e23, utilization=0.5, usd_per_hour=1.5)
+    most = fermi.training_usd(3.15e23, utilization=0.2, usd_per_hour=3.0)
     assert price.low == pytest.approx(least)
     assert price.high == pytest.approx(most)
     assert price.middle == pytest.approx(math.sqrt(least * most))
@@ -109,7 +109,7 @@ def test_an_uncertain_input_gives_an_uncertain_answer() -> None:
 
 
 @pytest.mark.parametrize("flops", [1e20, 5.76e23])
-def test_the_closed_form_optimum_beats_its_neighbours(flops: float) -> None:
+def test_the_closed_form_optimum_beats_its_neighbors(flops: float) -> None:
     n, d = fermi.chinchilla(flops)
     assert 6 * n * d == pytest.approx(flops)
 

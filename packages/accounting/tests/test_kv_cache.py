@@ -41,7 +41,7 @@ def test_windowed_layers_saturate_and_the_others_do_not(seq: int, window: int) -
     assert grows == token * (6 if seq < window else 2)
 
 
-def test_quantised_caches_keep_their_scales() -> None:
+def test_quantized_caches_keep_their_scales() -> None:
     shape = Transformer(layers=1, d_model=64, heads=1, vocab_size=0)
     assert kv_cache(shape, dtype="int4", scale_block=32).total == 128 * (
         Fraction(1, 2) + Fraction(1, 8)

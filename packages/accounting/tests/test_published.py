@@ -11,14 +11,14 @@ from accounting.time.published import (
     _korthikanti,
     _llama3,
     _narayanan,
-    learnt,
+    learned,
     left_out,
-    modelled,
+    modeled,
     predicted,
     ratios,
 )
 
-# Rows of the same tables that nothing was learnt from.
+# Rows of the same tables that nothing was learned from.
 HELD_OUT = [
     _narayanan("GPT 18.4B", 40, 6144, 48, 8, 1, 32, 1024, 135),
     _narayanan("GPT 145.6B", 80, 12288, 96, 8, 8, 24, 2304, 148, 2),
@@ -38,16 +38,16 @@ def test_each_run_left_out_is_predicted_by_the_others() -> None:
 
 
 @pytest.mark.parametrize("run", HELD_OUT, ids=lambda run: run.model.name)
-def test_runs_that_nothing_was_learnt_from_are_predicted(run: Published) -> None:
-    interval = predicted(float(modelled(run).total))
+def test_runs_that_nothing_was_learned_from_are_predicted(run: Published) -> None:
+    interval = predicted(float(modeled(run).total))
     assert interval.middle == pytest.approx(run.seconds, rel=0.20)
 
 
 def test_the_factor_is_the_mean_ratio_and_the_interval_holds_most() -> None:
-    interval = learnt((0.9, 1.0, 1.1, 1.2, 1.0))
+    interval = learned((0.9, 1.0, 1.1, 1.2, 1.0))
     assert interval.middle == pytest.approx(math.prod((0.9, 1.0, 1.1, 1.2, 1.0)) ** 0.2)
     assert interval.low < 0.95 < 1.15 < interval.high
-    assert predicted(2.0).middle == pytest.approx(2 * learnt(ratios()).middle)
+    assert predicted(2.0).middle == pytest.approx(2 * learned(ratios()).middle)
 
 
 def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:

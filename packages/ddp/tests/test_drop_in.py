@@ -354,7 +354,7 @@ def test_a_loop_that_knows_only_torchs_ddp_trains_like_one_process(program: str)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("reentrant", "shared"), [(False, True), (True, False), (True, True)])
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
-    # One synchronisation a step, although a reentrant checkpoint runs a pass within the pass.
+    # One synchronization a step, although a reentrant checkpoint runs a pass within the pass.
     assert run_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
 
 

@@ -40,7 +40,7 @@ options = st.fixed_dictionaries(
 steps = st.tuples(
     st.just("step"),
     st.integers(0, 2),  # passes in no_sync
-    st.integers(1, 2),  # passes that are synchronised
+    st.integers(1, 2),  # passes that are synchronized
     st.sampled_from(["none", "zero", "before"]),  # how gradients are zeroed
     st.booleans(),  # clip
 )
@@ -125,19 +125,19 @@ class Run:
             for _ in range(self.world)
         ]
 
-    def passes(self, unsynchronised: int, synchronised: int) -> None:
+    def passes(self, unsynchronized: int, synchronized: int) -> None:
         group: list[tuple[float, torch.Tensor]] = []
-        for number in range(unsynchronised + synchronised):
+        for number in range(unsynchronized + synchronized):
             batches = self.batches()
             tokens, route = batches[self.rank]
             self.weight = float(len(tokens))
-            if number < unsynchronised:
+            if number < unsynchronized:
                 with self.model.no_sync():
                     self.model(tokens, route).mean().backward()
             else:
                 self.model(tokens, route).mean().backward()
             group += [(float(len(t)), self.twin(t, r).mean()) for t, r in batches]
-            if number >= unsynchronised:
+            if number >= unsynchronized:
                 self.backward_of_the_twin(group)
                 group = []
 
@@ -151,12 +151,12 @@ class Run:
     def do(self, action: str, *details) -> None:
         getattr(self, action)(*details)
 
-    def step(self, unsynchronised: int, synchronised: int, zeroing: str, clip: bool) -> None:
+    def step(self, unsynchronized: int, synchronized: int, zeroing: str, clip: bool) -> None:
         both = (self.module, self.twin)
-        if zeroing != "before" or (self.average == "weight" and unsynchronised):
+        if zeroing != "before" or (self.average == "weight" and unsynchronized):
             for module in both:
                 module.zero_grad(set_to_none=zeroing == "none")
-        self.passes(unsynchronised, synchronised)
+        self.passes(unsynchronized, synchronized)
         self.compare(gradients=True)
         if clip and not self.sparse:
             for module in both:

@@ -71,9 +71,9 @@ def test_norms_are_found_out_by_probing(make: Callable[[int], nn.Module | None],
     norm = make(d)
     norm = norm if norm is None else norm.double()
     x = 5 * torch.randn(3, 4, d, dtype=torch.float64) + 1
-    gain, shift, centred = probe_norm(norm, x)
-    assert centred == isinstance(norm, nn.LayerNorm)
-    projected = x - x.mean(-1, keepdim=True) if centred else x
+    gain, shift, centered = probe_norm(norm, x)
+    assert centered == isinstance(norm, nn.LayerNorm)
+    projected = x - x.mean(-1, keepdim=True) if centered else x
     torch.testing.assert_close(gain * projected + shift, x if norm is None else norm(x))
 
 

@@ -180,7 +180,7 @@ def test_a_map_is_drawn_with_matplotlib(tmp_path: Path) -> None:
         drawing.savefig(tmp_path / f"{title}.png")
 
 
-def test_layers_are_labelled_by_what_tells_them_apart(tmp_path: Path) -> None:
+def test_layers_are_labeled_by_what_tells_them_apart(tmp_path: Path) -> None:
     one = torch.ones(1, 1, 1, 1)
     named = {f"blocks.{i}.attention.pattern": one for i in (0, 1, 10)}
     text = view(tmp_path / "page.html", tokens=["a"], patterns=named).read_text()

@@ -73,7 +73,7 @@ def test_the_profile_is_the_least_objective_among_laws_that_imply_the_value(fit)
     """Against a brute search: alpha held, the other four free."""
     curve = profile(fit, "alpha")
     problem = Problem.of(fit.runs)
-    best = newton.objective(problem, problem.centred(fit.law)[None], math.inf)[0]
+    best = newton.objective(problem, problem.centered(fit.law)[None], math.inf)[0]
     kappa = 2 * best / (len(fit.runs) - 5)
     for value in (curve.interval.low, curve.interval.high):
         held = profile_by_grid(problem, value)

@@ -51,7 +51,7 @@ def test_no_random_plan_of_the_same_cost_is_foretold_to_be_better(fit):
     from scaling.fit.varpro import Problem
 
     problem = Problem.of(fit.runs)
-    theta = problem.centred(fit.law)
+    theta = problem.centered(fit.law)
     asked = optimum("parameters", 1e24)
     slope = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]
     known = newton.sensitivity(problem, theta)

@@ -220,7 +220,7 @@ def test_at_four_runs_a_budget_the_skew_is_shrunk_and_the_interval_holds(law, bu
     assert inside >= 33
 
 
-def test_wide_and_off_centre_grids_do_not_bias_the_shared_shape():
+def test_wide_and_off_center_grids_do_not_bias_the_shared_shape():
     """arXiv 2603.22339: a parabola is biased there, and its interval is narrow about the bias."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
     inside, error = held(SKEWED, 40, **grid, span=100.0)

@@ -17,7 +17,7 @@ laws = st.builds(
 def rounding_of_exponents(law, runs):
     """How far half an ulp in every loss may move alpha and beta, to first order."""
     problem = Problem.of(runs)
-    slope = newton.sensitivity(problem, problem.centred(law))
+    slope = newton.sensitivity(problem, problem.centered(law))
     norm = np.linalg.norm(slope, axis=1)
     covariance = np.linalg.inv((slope / norm[:, None]) @ (slope / norm[:, None]).T)
     return 1.1e-16 * np.sqrt(np.diag(covariance))[3:] / norm[3:]
@@ -113,7 +113,7 @@ def test_the_objective_is_not_above_that_of_lbfgs_from_many_starts():
 def test_derivatives_agree_with_differences(seed, delta):
     rng = np.random.default_rng(seed)
     problem = Problem.of(isoflop_runs(noise=5e-3, seed=seed))
-    theta = problem.centred(Law(1.8, 300, 500, 0.33, 0.3)) + 0.01 * rng.standard_normal(5)
+    theta = problem.centered(Law(1.8, 300, 500, 0.33, 0.3)) + 0.01 * rng.standard_normal(5)
     weights = rng.integers(0, 3, (1, len(problem.z))).astype(float)
 
     def value(t):

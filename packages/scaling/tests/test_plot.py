@@ -69,7 +69,7 @@ def test_fit_prints_laws_and_intervals_and_writes_a_figure(file, tmp_path, capsy
     assert sorted(p.name for p in tmp_path.iterdir()) == ["fit.png", "runs.csv"]
 
 
-def test_json_is_json_where_a_loss_is_not_modelled(file, capsys):
+def test_json_is_json_where_a_loss_is_not_modeled(file, capsys):
     assert main(["fit", str(file), "--at", "1e23", "--method", "parabola", "--json"]) == 0
     result = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert result["at"][0]["loss"] is None

@@ -73,7 +73,7 @@ def test_the_huber_optimum_of_the_chinchilla_points(chinchilla):
     # The published constants are not this objective's optimum.
     problem = Problem.of(chinchilla)
     published = type(fit.law)(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-    there = newton.objective(problem, problem.centred(published)[None], 1e-3)[0]
+    there = newton.objective(problem, problem.centered(published)[None], 1e-3)[0]
     assert there == pytest.approx(1.02284e-3, rel=1e-5)
 
 
@@ -96,7 +96,7 @@ def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla)
 
     def deviations(constants):
         law = type(fit.law)(*map(float, constants))
-        return np.abs(newton.residuals(problem, problem.centred(law)[None])).sum()
+        return np.abs(newton.residuals(problem, problem.centered(law)[None])).sum()
 
     assert fit.objective == pytest.approx(1.129494654659, abs=2e-12)
     assert deviations(PUBLISHED) == pytest.approx(1.129497630319, abs=1e-11)
@@ -108,7 +108,7 @@ def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla)
 
 
 def test_the_published_digits_are_those_of_a_delta_of_4_7e_9(chinchilla):
-    """Their optimiser minimised a Huber loss whose scale had shrunk so far: all digits return."""
+    """Their optimizer minimized a Huber loss whose scale had shrunk so far: all digits return."""
     fit = quiet(fit_parametric, chinchilla, "huber", delta=4.7e-9)
     assert rounded(fit.law) == PUBLISHED
     least = quiet(fit_parametric, chinchilla, "lad").objective

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling import ScalingWarning, load_runs
-from scaling.tables.names import is_known, recognise
+from scaling.tables.names import is_known, recognize
 
 COLUMNS = ("parameters", "tokens", "loss")
 
@@ -323,12 +323,12 @@ def test_json_that_is_lines_and_json_that_is_broken(tmp_path):
         ("train/tokens", "tokens", 1),
     ],
 )
-def test_a_name_is_recognised_with_its_unit(name, ours, unit):
-    found = recognise(name, ours)
+def test_a_name_is_recognized_with_its_unit(name, ours, unit):
+    found = recognize(name, ours)
     assert found is not None
     assert found.unit == pytest.approx(unit)
     for other in NAMES:
-        assert other == ours or recognise(name, other) is None
+        assert other == ours or recognize(name, other) is None
 
 
 @pytest.mark.parametrize(

@@ -376,7 +376,7 @@ def test_a_state_dict_holds_every_grid():
         assert torch.equal(other.half()(inputs), saved(inputs))  # a step is not a weight
 
 
-def test_batch_normalisation_that_is_not_finite_is_refused():
+def test_batch_normalization_that_is_not_finite_is_refused():
     model = convnet()
     model[1].bias.data[0] = float("nan")
     with pytest.raises(ValueError, match="nan or inf"):

@@ -251,12 +251,12 @@ def on_the_meta_device():
         free = Tiny()
     ones = FSDP(
         free,
-        initialise=lambda m: [nn.init.ones_(p) for p in m._parameters.values() if p is not None],
+        initialize=lambda m: [nn.init.ones_(p) for p in m._parameters.values() if p is not None],
     )
     return all((value == 1).all() for value in ones.gather_full_params().values())
 
 
-def test_modules_on_the_meta_device_are_initialised_as_if_unsharded():
+def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
     assert all(run_ranks(on_the_meta_device, 2, timeout=DEADLINE))
 
 

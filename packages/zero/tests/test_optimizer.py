@@ -289,7 +289,7 @@ def test_backwards_without_no_sync_accumulate_too(stage):
 
 
 def edit_gradients():
-    """Scaling `.grad` between backward and step is honoured in stage 1."""
+    """Scaling `.grad` between backward and step is honored in stage 1."""
     model, twin = make_model(), make_model()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for module in (model, twin):

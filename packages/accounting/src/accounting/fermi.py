@@ -106,7 +106,7 @@ def chinchilla(
     b: float = 410.7,
     flops_per_parameter_token: float = 6.0,
 ) -> tuple[float, float]:
-    """Parameters and tokens that minimise A/N^alpha + B/D^beta at C = 6ND, in closed form.
+    """Parameters and tokens that minimize A/N^alpha + B/D^beta at C = 6ND, in closed form.
 
     N = G (C/6)^(beta/(alpha+beta)), D = (C/6)/N with G = (alpha A / beta B)^(1/(alpha+beta)). The
     constants are those of Hoffmann et al. 2022, approach 3.
@@ -215,10 +215,10 @@ def petaflop_days(flops: Quantity) -> Quantity:
 
 @positive_arguments
 def gpu_hours(
-    flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilisation: Quantity = 1.0
+    flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilization: Quantity = 1.0
 ) -> Quantity:
     """Device-hours for that computation at a share of the peak."""
-    return flops / (flops_per_second * utilisation) / 3600.0
+    return flops / (flops_per_second * utilization) / 3600.0
 
 
 @positive_arguments
@@ -226,11 +226,11 @@ def training_usd(
     flops: Quantity,
     *,
     flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilisation: Quantity = 1.0,
+    utilization: Quantity = 1.0,
     usd_per_hour: Quantity = GPU_HOUR_USD,
 ) -> Quantity:
     """Rent for that computation."""
-    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilisation=utilisation)
+    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilization=utilization)
     return hours * usd_per_hour
 
 
@@ -240,10 +240,10 @@ def wall_clock_hours(
     devices: int,
     *,
     flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilisation: Quantity = 1.0,
+    utilization: Quantity = 1.0,
 ) -> Quantity:
     """Hours on that many devices at once."""
-    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilisation=utilisation)
+    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilization=utilization)
     return hours / devices
 
 
@@ -259,14 +259,14 @@ def inference_usd(
     tokens: Quantity,
     *,
     flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilisation: Quantity = 1.0,
+    utilization: Quantity = 1.0,
     usd_per_hour: Quantity = GPU_HOUR_USD,
 ) -> Quantity:
     """Rent to produce that many tokens if computation were all."""
     return training_usd(
         inference_flops(parameters, tokens),
         flops_per_second=flops_per_second,
-        utilisation=utilisation,
+        utilization=utilization,
         usd_per_hour=usd_per_hour,
     )
 

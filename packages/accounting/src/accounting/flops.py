@@ -129,7 +129,7 @@ def mfu(
     attention: Attention = "causal",
     include_attention: bool = True,
 ) -> float:
-    """Model FLOPs utilisation: the share of the peak that useful operations account for.
+    """Model FLOPs utilization: the share of the peak that useful operations account for.
 
     The convention matters more than the digits: PaLM counts full attention, and prints one figure
     with and one without attention (Chowdhery et al. 2022, appendix B).
@@ -140,7 +140,7 @@ def mfu(
     useful = work.total
     if not include_attention and "attention" in work:
         useful -= work["attention"].total
-    return utilisation(
+    return utilization(
         useful / seq * tokens_per_second / devices,
         hardware=hardware,
         dtype=dtype,
@@ -161,11 +161,11 @@ def hfu(
     recompute: Recompute = "none",
     flash: bool = True,
 ) -> float:
-    """Hardware FLOPs utilisation: like `mfu`, with the operations that are run a second time."""
+    """Hardware FLOPs utilization: like `mfu`, with the operations that are run a second time."""
     checks.number("tokens_per_second", tokens_per_second)
     checks.whole("devices", devices)
     work = flops(model, seq=seq, attention=attention, recompute=recompute, flash=flash)
-    return utilisation(
+    return utilization(
         work.total / seq * tokens_per_second / devices,
         hardware=hardware,
         dtype=dtype,
@@ -173,7 +173,7 @@ def hfu(
     )
 
 
-def utilisation(
+def utilization(
     achieved_flops: float,
     *,
     hardware: str | Hardware | None = None,

@@ -23,7 +23,7 @@ def kv_cache(
     """Bytes of keys and values of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window keeps no more than the window. MLA keeps the latent and the one key that
-    carries the position. `scale_block` adds an fp32 scale for every so many values, as quantised
+    carries the position. `scale_block` adds an fp32 scale for every so many values, as quantized
     caches do. Split over `tensor` devices, key heads are dealt out until each device has one; a
     latent is kept by all.
     """

@@ -89,7 +89,7 @@ def days(
     tokens: float,
     devices: int,
     peak: float,
-    utilisation: float,
+    utilization: float,
 ) -> float:
     """How long a run takes at a share of the peak."""
-    return step_flops * tokens / tokens_a_step / (devices * peak * utilisation) / 86_400
+    return step_flops * tokens / tokens_a_step / (devices * peak * utilization) / 86_400

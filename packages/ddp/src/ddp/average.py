@@ -5,7 +5,7 @@ of them. With a weight, the gradient g of each backward pass counts w times:
 
     .grad = sum of w g over ranks and passes / sum of w over ranks and passes
 
-What a synchronised pass left in `.grad` is the same on every rank. It is kept as it is: before
+What a synchronized pass left in `.grad` is the same on every rank. It is kept as it is: before
 something is added to it, it becomes the share that, summed over the ranks, is itself again.
 """
 
@@ -35,8 +35,8 @@ class Weighing:
         self._since_last_step = 0.0
         self._share = 1.0
         self._in_step = False
-        # Parameters whose `.grad` came from a synchronised pass.
-        self._synchronised: set[nn.Parameter] = set()
+        # Parameters whose `.grad` came from a synchronized pass.
+        self._synchronized: set[nn.Parameter] = set()
 
     def hook(self, parameter: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
         """A hook on `parameter` that runs before its gradient is added to `.grad`."""
@@ -51,9 +51,9 @@ class Weighing:
 
     def make_room(self, parameter: nn.Parameter) -> None:
         """Turn an average that lies in `.grad` into this rank's share of it."""
-        if parameter not in self._synchronised:
+        if parameter not in self._synchronized:
             return
-        self._synchronised.discard(parameter)
+        self._synchronized.discard(parameter)
         if parameter.grad is None:
             return
         if self._weight and not self._in_step:
@@ -91,7 +91,7 @@ class Weighing:
     def end(self, parameters: Any) -> None:
         """Close a step after which the gradients of `parameters` are averages."""
         self._in_step = False
-        self._synchronised = {p for p in parameters if p.grad is not None}
+        self._synchronized = {p for p in parameters if p.grad is not None}
 
     def pass_ended(self) -> None:
         """The next backward pass has a weight of its own."""

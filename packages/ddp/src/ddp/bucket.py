@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 # Flags of the rank, before those of the parameters: does it take part, has its optimizer stepped
-# since the last synchronisation, does one of its gradients hold NaN.
+# since the last synchronization, does one of its gradients hold NaN.
 RANK_FLAGS = 3
 
 # Called as allocate(numel, dtype=..., group=...), like collectives.shared_empty.

@@ -7,7 +7,7 @@ Notable:
   knows only `loss.backward()` and `optimizer.step()` is right as it is;
 - buckets follow the order of the backward pass: in the first step a guess (parameters reversed),
   from the second on the order in which gradients became ready on rank 0;
-- the mean of a mean is itself, so that a second loss, or a pass after one that was synchronised,
+- the mean of a mean is itself, so that a second loss, or a pass after one that was synchronized,
   adds to `.grad` and is averaged together with what lies there;
 - a gradient is scaled into its bucket in one pass, and `.grad` is that place from then on;
 - buckets carry flags, so that ranks which disagree find out at no cost (see `bucket`).
@@ -177,17 +177,17 @@ class DDP(nn.Module, Joinable):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the mean over the ranks; `backward()` has done so already.
 
-        Only where no backward pass was synchronised since the last call is there something left:
+        Only where no backward pass was synchronized since the last call is there something left:
         gradients that `no_sync` passes made are sent here, and a rank without any gradient takes
         part in the others' step. Raises what `backward()` would.
         """
         replica = self._replica
         replica.meet_late()
         replica.blame.check()
-        if not replica.synchronised and replica.left_to is None:
+        if not replica.synchronized and replica.left_to is None:
             replica.begin()
             replica.finish()
-        replica.synchronised = False
+        replica.synchronized = False
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` sum the buckets; call it once, before a backward pass."""

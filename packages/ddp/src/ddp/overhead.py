@@ -28,7 +28,7 @@ def overhead_seconds(
 
 
 def optimal_bucket_bytes(model_bytes: float, bandwidth: float, latency: float) -> float:
-    """The bucket size that minimises `overhead_seconds`: sqrt(s o w) bytes."""
+    """The bucket size that minimizes `overhead_seconds`: sqrt(s o w) bytes."""
     _positive(model_bytes=model_bytes, bandwidth=bandwidth, latency=latency)
     return math.sqrt(model_bytes * latency * bandwidth)
 

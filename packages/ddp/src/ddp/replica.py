@@ -1,7 +1,7 @@
 """One rank's copy of the module: whose gradients are averaged, and when a step begins and ends.
 
 Notable:
-- a step begins with the first gradient of a backward pass that is synchronised, and ends with the
+- a step begins with the first gradient of a backward pass that is synchronized, and ends with the
   pass: autograd calls back;
 - before a forward pass it is looked whether the parameters are still the same;
 - a copy of a wrapper meets the other ranks when its first gradient comes, not when it is made.
@@ -79,8 +79,8 @@ class Replica:
         self.compression: Compression = options.way_to_send
         self.weighing: Weighing | None = None
         self.connected = False
-        # Whether a backward pass was synchronised since finish_gradient_synchronization().
-        self.synchronised = False
+        # Whether a backward pass was synchronized since finish_gradient_synchronization().
+        self.synchronized = False
         # Whether a forward pass looked at the parameters since the last step.
         self._looked = False
         self._finish_queued = False
@@ -231,7 +231,7 @@ class Replica:
             self.weighing.pass_ended()
         if self.connected and self.reducer.open:
             self.finish()
-            self.synchronised = True
+            self.synchronized = True
 
     def _opens(self) -> bool:
         """Whether a gradient that arrives now is to be sent: then a step begins with it."""

@@ -86,7 +86,7 @@ def random_decoder(
         scale=d_head**-0.5,
         frequencies=(() if gpt2 else rotary_angles(d_head, 1e4),) * layers,
         windows=(None,) * layers,
-        centred=gpt2,
+        centered=gpt2,
         activation="gelu_new" if gpt2 else "silu",
     )
     return Decoder(weights, settings)

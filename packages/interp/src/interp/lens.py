@@ -147,9 +147,9 @@ def attribution(
         )
     direction = weight[targets] - (0 if against is None else weight[against])
 
-    gain, shift, centred = probe_norm(norm, stream)
+    gain, shift, centered = probe_norm(norm, stream)
     read = gain * direction
-    read = read - read.mean(-1, keepdim=True) if centred else read
+    read = read - read.mean(-1, keepdim=True) if centered else read
     names, terms = list(components), [(part * read).sum(-1) for part in parts]
     if bool(shift.any()):
         names.append("norm bias")
@@ -165,7 +165,7 @@ def attribution(
 
 
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """`(gain, shift, centred)` with norm(x) = gain * P x + shift; 1 / s(x) is in `gain`.
+    """`(gain, shift, centered)` with norm(x) = gain * P x + shift; 1 / s(x) is in `gain`.
 
     Works for any callable of that form, whatever its parameters are called; others raise
     ValueError.
@@ -177,9 +177,9 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     probe[..., 1::2] = -1
     response, mirrored = norm(probe), norm(-probe)
     shift = (response + mirrored) / 2
-    centred = _close(norm(probe + 3), response)
-    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if centred else probe)
-    projected = gain * (x - x.mean(-1, keepdim=True) if centred else x)
+    centered = _close(norm(probe + 3), response)
+    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if centered else probe)
+    projected = gain * (x - x.mean(-1, keepdim=True) if centered else x)
     moved = norm(x) - shift
     scale = (moved * projected).sum(-1, keepdim=True) / projected.square().sum(
         -1, keepdim=True
@@ -189,7 +189,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
             "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits do not "
             "split into terms; patch the components instead"
         )
-    return gain * scale, shift.expand_as(x), centred
+    return gain * scale, shift.expand_as(x), centered
 
 
 def head_outputs(

@@ -56,7 +56,7 @@ def design(
         )
     asked = target if isinstance(target, Quantity) else optimum("parameters", target)
     problem = Problem.of(fit.runs)
-    theta = problem.centred(fit.law)
+    theta = problem.centered(fit.law)
     jacobian = newton.sensitivity(problem, theta)
     known = jacobian @ jacobian.T
     slope = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]

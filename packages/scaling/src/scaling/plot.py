@@ -56,12 +56,12 @@ def _growth(axes: Axes, fit: ParametricFit | IsoflopFit, up_to: float) -> None:
     """N and D of the optimum against compute, each in its band."""
     compute = np.geomspace(fit.runs.compute.min(), up_to, 60)
     best: list[Optimum] = [fit.optimal(float(c)) for c in compute]
-    for name, colour in (("parameters", "C0"), ("tokens", "C1")):
-        axes.plot(compute, [getattr(b, name) for b in best], colour, label=f"best {name}")
+    for name, color in (("parameters", "C0"), ("tokens", "C1")):
+        axes.plot(compute, [getattr(b, name) for b in best], color, label=f"best {name}")
         bands = [b.intervals[name] for b in best if b.intervals]
         low = [max(i.low, 1.0) for i in bands]
         high = [min(i.high, 1e30) for i in bands]
-        axes.fill_between(compute, low, high, color=colour, alpha=0.25, lw=0, label="95 % interval")
+        axes.fill_between(compute, low, high, color=color, alpha=0.25, lw=0, label="95 % interval")
     if isinstance(fit, IsoflopFit):
         c = np.array([v.compute for v in fit.valleys])
         n = np.array([v.parameters for v in fit.valleys])
@@ -74,12 +74,12 @@ def _growth(axes: Axes, fit: ParametricFit | IsoflopFit, up_to: float) -> None:
 def _valleys(axes: Axes, fit: IsoflopFit) -> None:
     for i, valley in enumerate(fit.valleys):
         n = valley.runs.parameters
-        colour = f"C{i % 10}"
+        color = f"C{i % 10}"
         label = f"{valley.compute:.0e}"
-        axes.plot(n, valley.runs.loss, "o", color=colour, ms=3, label=label)
+        axes.plot(n, valley.runs.loss, "o", color=color, ms=3, label=label)
         if valley.coefficients is not None:
             fine = np.geomspace(n.min(), n.max(), 100)
-            axes.plot(fine, valley.predict(fine), color=colour)
+            axes.plot(fine, valley.predict(fine), color=color)
         axes.plot(valley.parameters, valley.loss, "k*", ms=7)
     axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats)", title="IsoFLOP valleys")
     axes.legend(title="FLOPs", fontsize=7)
@@ -134,13 +134,13 @@ def _interval(axes: Axes, fit: ParametricFit, compute: float) -> None:
 def _curves(axes: Axes, sweep: Sweep) -> None:
     from matplotlib import colormaps
 
-    colours = colormaps["viridis"](np.linspace(0, 0.9, len(sweep.batch_sizes)))
-    for size, curve, best, colour in zip(
-        sweep.batch_sizes, sweep.loss, sweep.best_rates, colours, strict=True
+    colors = colormaps["viridis"](np.linspace(0, 0.9, len(sweep.batch_sizes)))
+    for size, curve, best, color in zip(
+        sweep.batch_sizes, sweep.loss, sweep.best_rates, colors, strict=True
     ):
         kept = (curve > 0) & (curve < 1e3 * curve.min() + 1e-30)
-        axes.plot(sweep.rates[kept], curve[kept], color=colour, label=f"{size:.0f}")
-        axes.axvline(best, color=colour, lw=0.5, ls=":")
+        axes.plot(sweep.rates[kept], curve[kept], color=color, label=f"{size:.0f}")
+        axes.axvline(best, color=color, lw=0.5, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="learning rate", ylabel="final loss")
     axes.set_title(f"{sweep.task}, {sweep.optimizer}")
     axes.legend(title="batch size", fontsize=7)

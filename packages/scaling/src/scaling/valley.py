@@ -47,7 +47,7 @@ class Valley:
     @property
     def tokens(self) -> float:
         """What a model of the best size is trained on, by the runs' own tokens about that size."""
-        # In logs between neighbours, so that D = C / (k N) comes back exactly for any k.
+        # In logs between neighbors, so that D = C / (k N) comes back exactly for any k.
         sizes = np.log(self.runs.parameters)
         order = np.argsort(sizes, kind="stable")
         tokens = np.log(self.runs.tokens)[order]

@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one rank when initialised, after forward, before and after the optimizer's step."""
+    """Bytes of one rank when initialized, after forward, before and after the optimizer's step."""
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]
@@ -133,7 +133,7 @@ def zero_stage_bytes(
 def _run(build: Build, loss: Loss, group: Group, count: type[_Count]) -> tuple[Moment, ...]:
     model, optimizer = build(group)
     held = _held(model, optimizer)
-    moments = [Moment("initialised", **held, activations=0, peak=sum(held.values()))]
+    moments = [Moment("initialized", **held, activations=0, peak=sum(held.values()))]
     # The first step makes the state and learns the order of the layers.
     loss(model).backward()
     _step(optimizer)

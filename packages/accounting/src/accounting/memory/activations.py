@@ -36,7 +36,7 @@ def activations(
 
     `batch` is the whole batch: a device sees `batch / (data x microbatches)` sequences at a time,
     each of `seq / context` tokens. A norm that is not one kernel (torch's RMSNorm on the CPU, or
-    one written out) keeps its normalised values too: `fused_norm=False`. Under autocast each linear
+    one written out) keeps its normalized values too: `fused_norm=False`. Under autocast each linear
     layer casts its input for itself, unless query, key and value are one matrix and gate and up
     another: `fused_projections=True`. A kernel that makes the gated product in one go keeps gate
     and up and not the gate's activation: `fused_gate=True`. `plan.recompute` says what is kept:
@@ -113,7 +113,7 @@ def head_activations(
         product("token ids and targets", "B", tokens=tokens, tensors=2, bytes=8),
         product("norm input", "B", tokens=tokens * normed, d_model=width, bytes=in_norm),
         product(
-            "normalised",
+            "normalized",
             "B",
             tokens=tokens * normed * (not fused_norm),
             d_model=width,
@@ -188,7 +188,7 @@ class _Tensors:
         tokens = Fraction(self.tokens, self.residual_split)
         return [
             self.stream("norm input", layers=kept, bytes=self.normed),
-            self.stream("normalised", layers=kept * (not self.fused_norm), bytes=self.normed),
+            self.stream("normalized", layers=kept * (not self.fused_norm), bytes=self.normed),
             product("norm statistics", "B", norms=kept, tokens=tokens, numbers=numbers, bytes=4),
         ]
 

@@ -61,7 +61,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
     attention = {n: p for n, p in matrices.items() if _is_attention(n)}
     mlp = [p for n, p in matrices.items() if n not in attention]
     if not mlp or not attention:
-        raise ValueError(f"no attention or no MLP was recognised among {', '.join(matrices)}")
+        raise ValueError(f"no attention or no MLP was recognized among {', '.join(matrices)}")
     d_ff = max(size for p in mlp for size in p.shape if size != d_model or p.shape[0] == p.shape[1])
     gated = sum(p.numel() for p in mlp) == 3 * d_model * d_ff
     out = next(

@@ -38,7 +38,7 @@ class Answer:
     memory: Breakdown
     """Of the fullest device."""
     step: Breakdown
-    """As modelled, part by part."""
+    """As modeled, part by part."""
     seconds: Interval
     """Of a step, as predicted."""
     mfu: Interval
@@ -100,7 +100,7 @@ class Answer:
             f"energy     {self.megawatt_hours} MWh, devices alone",
         ]
         if self.others:
-            rows.append("others that fit, with the step as modelled")
+            rows.append("others that fit, with the step as modeled")
             rows += [
                 f"  {other.step_seconds:8.4g} s {binary_size(other.memory_bytes):>10}  "
                 f"{layout(other.plan)}"

@@ -34,7 +34,7 @@ class Candidate:
     memory_bytes: float
     """Of the fullest device."""
     step_seconds: float
-    """As modelled; `accounting.time.published.predicted` makes an interval of it."""
+    """As modeled; `accounting.time.published.predicted` makes an interval of it."""
 
 
 def plans_that_fit(

@@ -229,7 +229,7 @@ def _boundaries(model: Shape, plan: Plan, tokens: int, size: Fraction) -> Breakd
 
 
 def _hop(model: Shape, plan: Plan, tokens: int, size: Fraction) -> int | Fraction:
-    """What one device hands to its neighbour: the stream, or its share of the sequence."""
+    """What one device hands to its neighbor: the stream, or its share of the sequence."""
     return _whole(tokens * model.d_model * size / (plan.tensor if plan.sequence_parallel else 1))
 
 

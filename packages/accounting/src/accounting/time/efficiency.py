@@ -19,7 +19,7 @@ MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55,
 scaling of tiles is counted in."""
 POWER_SHARE = {"H100": 0.88, "H200": 0.95, "H800": 0.88, "B200": 0.85, "GB200": 0.9}
 """What power leaves of that on devices whose clock falls under a long load: 0.7 of the peak on an
-H100 of 700 W. What else a step loses is learnt from published runs as one factor
+H100 of 700 W. What else a step loses is learned from published runs as one factor
 (`accounting.time.published`)."""
 ATTENTION_SHARE = 0.5
 """The same of fused attention, forward and backward together (Shah et al. 2024, FlashAttention-3,

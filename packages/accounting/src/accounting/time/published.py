@@ -1,6 +1,6 @@
 """Published training runs, what the model of a step says of each, and how far predictions are off.
 
-A prediction is the step's seconds times one factor, the geometric mean of measured over modelled
+A prediction is the step's seconds times one factor, the geometric mean of measured over modeled
 seconds, and its interval comes from the same ratios: each run is predicted from all others, and the
 errors of those predictions are what an interval is made of.
 """
@@ -243,11 +243,11 @@ class Interval:
 
 @lru_cache
 def ratios() -> tuple[float, ...]:
-    """Measured over modelled seconds, run by run."""
-    return tuple(run.seconds / float(modelled(run).total) for run in RUNS)
+    """Measured over modeled seconds, run by run."""
+    return tuple(run.seconds / float(modeled(run).total) for run in RUNS)
 
 
-def modelled(run: Published) -> Breakdown:
+def modeled(run: Published) -> Breakdown:
     """What the model of a step says of a run, before any learning."""
     return step_time(
         run.model,
@@ -261,7 +261,7 @@ def modelled(run: Published) -> Breakdown:
     )
 
 
-def learnt(seen: tuple[float, ...]) -> Interval:
+def learned(seen: tuple[float, ...]) -> Interval:
     """The factor that the ratios of some runs give, and its interval.
 
     Each of them is predicted from the others; the interval is as wide as the error that 80 % of
@@ -277,14 +277,14 @@ def learnt(seen: tuple[float, ...]) -> Interval:
 
 
 def predicted(seconds: float) -> Interval:
-    """Modelled seconds as a prediction: times the factor learnt from all published runs."""
-    return learnt(ratios()).scaled(checks.number("seconds", seconds))
+    """Modeled seconds as a prediction: times the factor learned from all published runs."""
+    return learned(ratios()).scaled(checks.number("seconds", seconds))
 
 
 def left_out() -> list[tuple[Published, Interval]]:
     """Each run with what all others predict of it."""
     found = ratios()
     return [
-        (run, learnt(found[:i] + found[i + 1 :]).scaled(run.seconds / found[i]))
+        (run, learned(found[:i] + found[i + 1 :]).scaled(run.seconds / found[i]))
         for i, run in enumerate(RUNS)
     ]

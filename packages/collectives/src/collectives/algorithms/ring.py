@@ -1,4 +1,4 @@
-"""Ring: every rank talks to its two neighbours; each byte crosses each link once.
+"""Ring: every rank talks to its two neighbors; each byte crosses each link once.
 
 For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
     reduce-scatter   (n-1)/n S   in n-1 steps
@@ -72,7 +72,7 @@ def _gather(wire: PointToPoint, slices: Sequence[Tensor]) -> None:
 
 
 def direct(wire: PointToPoint, slices: Sequence[Tensor], out: Tensor, name: str) -> None:
-    """Reduce-scatter without neighbours: each slice goes to its owner, which sums them all."""
+    """Reduce-scatter without neighbors: each slice goes to its owner, which sums them all."""
     rank, world = wire.rank, wire.world
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world // wide.itemsize)

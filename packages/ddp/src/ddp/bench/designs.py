@@ -69,7 +69,7 @@ class Design:
 
     name: str
     model: nn.Module
-    synchronise: Callable[[], None]
+    synchronize: Callable[[], None]
     meter: Meter | None = None
 
     def step(self, loss: Loss, device: torch.device) -> Timing:
@@ -86,11 +86,11 @@ class Design:
         torch.autograd.backward(value)
         _finished(device)
         exposed_begin = time.perf_counter()
-        self.synchronise()
+        self.synchronize()
         _finished(device)
-        synchronised = time.perf_counter()
+        synchronized = time.perf_counter()
         # `DDP` waits at the end of `backward()`: its meter knows for how long.
-        exposed = self.meter.last.exposed_seconds if self.meter else synchronised - exposed_begin
+        exposed = self.meter.last.exposed_seconds if self.meter else synchronized - exposed_begin
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -98,7 +98,7 @@ class Design:
         _finished(device)
         return Timing(
             step=time.perf_counter() - begin,
-            backward=synchronised - backward_begin - exposed,
+            backward=synchronized - backward_begin - exposed,
             after_backward=exposed,
             cpu=time.process_time() - cpu_begin,
         )

@@ -89,7 +89,7 @@ class PowerSGD:
     """Send each matrix as a product of two thin ones (Vogels et al. 2019, Algorithm 1).
 
     A gradient M of shape (n, m), with what earlier steps left out added, becomes P = M Q averaged
-    and orthonormalised, then Q = M^T P averaged; P Q^T is used, and M - P Q^T kept for the next
+    and orthonormalized, then Q = M^T P averaged; P Q^T is used, and M - P Q^T kept for the next
     step. (n + m) `rank` numbers travel for n m. Parameters for which that saves less than half, and
     vectors, travel whole. Costs one more set of gradients in memory, for what was left out.
     """

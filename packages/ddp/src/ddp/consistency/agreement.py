@@ -100,7 +100,7 @@ def broadcast_tensors(
 @dataclass(frozen=True)
 class Missing:
     """Parameters without a gradient on this rank, those whose gradient holds NaN, and whether the
-    weights were changed since the last synchronisation."""
+    weights were changed since the last synchronization."""
 
     missing: tuple[str, ...] = ()
     not_a_number: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What was sent in each step, how long it travelled, and for how much of that somebody waited.
+"""What was sent in each step, how long it traveled, and for how much of that somebody waited.
 
 Seconds are `time.perf_counter()`. On a GPU they are the host's: a wait that only orders streams
 takes none, so look at torch.profiler's timeline there.
@@ -27,9 +27,9 @@ class Meter:
 
     @property
     def last(self) -> StepRecord:
-        """The last synchronised step; RuntimeError before the first."""
+        """The last synchronized step; RuntimeError before the first."""
         if not self.steps:
-            raise RuntimeError("no step was recorded yet; run one and synchronise its gradients")
+            raise RuntimeError("no step was recorded yet; run one and synchronize its gradients")
         return self.steps[-1]
 
     @contextmanager

@@ -32,7 +32,7 @@ class BucketRecord:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One synchronised step: its forward passes, from the last one's end to the wait, the wait."""
+    """One synchronized step: its forward passes, from the last one's end to the wait, the wait."""
 
     forwards: tuple[Span, ...]
     backward: Span

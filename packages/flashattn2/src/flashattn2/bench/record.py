@@ -92,8 +92,8 @@ def _plot_tflops(rows: list[Row], path: Path) -> Path:
             )
             if points:
                 # Ours is black, wherever it stands among the others.
-                colour = "black" if name == "ours" else f"C{n - 1}"
-                axes.plot(*zip(*points, strict=True), "o-", ms=3, color=colour, label=name)
+                color = "black" if name == "ours" else f"C{n - 1}"
+                axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=name)
         axes.set_title(f"{panel[1]}, {panel[0]}, head dim {dim}", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
@@ -129,8 +129,8 @@ def _plot_memory(rows: list[Row], path: Path) -> Path:
         axes.plot(
             [r["seq"] for r in failed], [r["predicted_mib"] for r in failed], "x", color=f"C{n}"
         )
-    axes.plot([], [], "o", color="grey", label="measured")
-    axes.plot([], [], "x", color="grey", label="out of memory")
+    axes.plot([], [], "o", color="gray", label="measured")
+    axes.plot([], [], "x", color="gray", label="out of memory")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlabel("sequence")

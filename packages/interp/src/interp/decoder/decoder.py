@@ -52,7 +52,7 @@ class Settings:
     frequencies: tuple[tuple[float, ...], ...]
     windows: tuple[int | None, ...]
     eps: float = 1e-5
-    centred: bool = False  # layer norm, which subtracts the mean, rather than RMS norm
+    centered: bool = False  # layer norm, which subtracts the mean, rather than RMS norm
     activation: str = "silu"
     positions_in_attention: bool = False  # learned positions are seen by queries and keys alone
     parallel: bool = False  # the MLP reads the block's input, not the attention's output
@@ -99,7 +99,7 @@ class Weights:
         if name not in self:
             return nn.Identity()
         weight = self.parameter(f"{name}.weight")
-        if not settings.centred:
+        if not settings.centered:
             rms = nn.RMSNorm(len(weight), eps=settings.eps, device="meta")
             rms.weight = weight
             return rms

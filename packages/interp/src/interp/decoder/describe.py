@@ -172,7 +172,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         heads=heads,
         d_head=d_head,
         eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
-        centred=family in ("gpt2", "gpt_neox"),
+        centered=family in ("gpt2", "gpt_neox"),
         activation=first("hidden_activation", "hidden_act", "activation_function"),
         scale=(first("query_pre_attn_scalar") if gemma else d_head) ** -0.5,
         frequencies=tuple(_angles(config, d_head, k) if rotated else () for k in kinds),
@@ -264,7 +264,7 @@ def _settings_from_module(
             "attribute num_heads"
         )
     eps = _attribute(model, "eps", "variance_epsilon", "epsilon")
-    centred = any("LayerNorm" in type(module).__name__ for module in model.modules())
+    centered = any("LayerNorm" in type(module).__name__ for module in model.modules())
     d_head, layers = features_of_heads(tensors) // heads, layers_of(tensors)
     some = canonical_weights(tensors, d_head=d_head, heads=heads)
     gated = any(".mlp.gate" in name for name in some)
@@ -279,7 +279,7 @@ def _settings_from_module(
             heads=heads,
             d_head=d_head,
             eps=small,
-            centred=centred,
+            centered=centered,
             activation=act,
             scale=d_head**-0.5,
             frequencies=(() if base is None else rotary_angles(d_head, base),) * layers,

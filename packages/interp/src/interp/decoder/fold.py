@@ -106,7 +106,7 @@ def fold_decoder(model: Decoder) -> Decoder:
     """A copy of any family with all that folds folded, which gives the same log-probabilities.
 
     Norms before a reader are folded, norms after a writer and those of queries and keys stay. The
-    stream is centred where every reader subtracts its mean (layer norm), the unembedding where no
+    stream is centered where every reader subtracts its mean (layer norm), the unembedding where no
     cap follows it; otherwise the logits themselves stay. The original stays as it is.
     """
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})

@@ -73,7 +73,7 @@ def polish(
     spring: Spring | None = None,
     max_steps: int = 200,
 ) -> Polished:
-    """Minimise the sum of Huber losses from each of (S, 5) starts, S problems at a time.
+    """Minimize the sum of Huber losses from each of (S, 5) starts, S problems at a time.
 
     `weights` (S, n) counts each run, as a bootstrap does; a `spring` holds each problem near its
     target. A step p solves (H + lambda W) p = -g with the exact Hessian H and the reweighted

@@ -92,7 +92,7 @@ class ParametricFit(Estimate):
 def fit_parametric(
     runs: Runs, loss: Loss = "huber", *, delta: float = 1e-3, prove: bool = False
 ) -> ParametricFit:
-    """The law that minimises the sum of loss(log predicted - log observed) over all runs.
+    """The law that minimizes the sum of loss(log predicted - log observed) over all runs.
 
     `loss` is "huber" (with `delta`, as Hoffmann et al.), "lad" (least absolute deviations) or
     "squares" (half the sum of squares). `prove` polishes all 289 points of a grid of exponents;

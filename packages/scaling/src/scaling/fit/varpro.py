@@ -19,7 +19,7 @@ GRID = np.geomspace(0.04, 2.0, 17)
 
 @dataclass(frozen=True)
 class Problem:
-    """The data of a fit, centred: x = log N - mean, y = log D - mean, z = log loss.
+    """The data of a fit, centered: x = log N - mean, y = log D - mean, z = log loss.
 
     Its parameters theta are (E, a, b, alpha, beta): loss = E + exp(a - alpha x) + exp(b - beta y).
     Centring keeps a and alpha, b and beta from standing in for each other.
@@ -33,7 +33,7 @@ class Problem:
 
     @staticmethod
     def of(runs: Runs) -> Problem:
-        """Centre the runs."""
+        """Center the runs."""
         x, y, z = np.log(runs.parameters), np.log(runs.tokens), np.log(runs.loss)
         return Problem(x - x.mean(), y - y.mean(), z, float(x.mean()), float(y.mean()))
 
@@ -43,7 +43,7 @@ class Problem:
         return float(np.exp(self.z).std())
 
     def natural(self, theta: Array) -> Array:
-        """(…, 5) centred parameters as (E, A, B, alpha, beta)."""
+        """(…, 5) centered parameters as (E, A, B, alpha, beta)."""
         e, a, b, alpha, beta = np.moveaxis(theta, -1, 0)
         scaled = np.exp(a + alpha * self.x_mean), np.exp(b + beta * self.y_mean)
         return np.stack([e, *scaled, alpha, beta], axis=-1)
@@ -52,7 +52,7 @@ class Problem:
         """One row of parameters as a law."""
         return Law(*map(float, self.natural(theta)))
 
-    def centred(self, law: Law) -> Array:
+    def centered(self, law: Law) -> Array:
         """The inverse of `law`."""
         a = np.log(law.A) - law.alpha * self.x_mean
         b = np.log(law.B) - law.beta * self.y_mean

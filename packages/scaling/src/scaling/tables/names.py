@@ -65,7 +65,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Column:
-    """A column that was recognised, and what its name says of its numbers."""
+    """A column that was recognized, and what its name says of its numbers."""
 
     name: str
     unit: float = 1.0
@@ -83,9 +83,9 @@ def match(present: Sequence[str], given: Mapping[str, str], source: str) -> dict
         if ours in given:
             if given[ours] not in present:
                 raise ValueError(f"{source} has no column {given[ours]!r}; it has {list(present)}")
-            found[ours] = recognise(given[ours], ours) or Column(given[ours])
+            found[ours] = recognize(given[ours], ours) or Column(given[ours])
             continue
-        likely = [c for name in present if (c := recognise(name, ours))]
+        likely = [c for name in present if (c := recognize(name, ours))]
         if not likely:
             continue
         best = max(c.rank for c in likely)
@@ -107,10 +107,10 @@ def match(present: Sequence[str], given: Mapping[str, str], source: str) -> dict
 
 def is_known(name: str) -> bool:
     """Whether a name is one of those that are looked for."""
-    return any(recognise(name, ours) for ours in NAMES)
+    return any(recognize(name, ours) for ours in NAMES)
 
 
-def recognise(name: str, ours: str) -> Column | None:
+def recognize(name: str, ours: str) -> Column | None:
     """The column as one of ours, or None."""
     words = _words(name)
     if ours == "loss":

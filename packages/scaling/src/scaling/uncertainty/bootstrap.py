@@ -99,7 +99,7 @@ def bootstrap(
     n = len(fit.runs)
     problem = Problem.of(fit.runs)
     counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), resamples)
-    starts = np.tile(problem.centred(fit.law), (resamples, 1))
+    starts = np.tile(problem.centered(fit.law), (resamples, 1))
     weights = counts.astype(np.float64)
     ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
     settled = ends.converged & ~vanished(problem, ends.theta).any(1)

@@ -49,7 +49,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
     problem = Problem.of(fit.runs)
     # A LAD profile has a corner at every run; this delta rounds them off by less than they matter.
     delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
-    best = newton.polish(problem, problem.centred(fit.law)[None], delta=delta).theta
+    best = newton.polish(problem, problem.centered(fit.law)[None], delta=delta).theta
     least = newton.objective(problem, best, delta)[0]
     kappa, variance = robust_scale(fit.residuals, delta, freedom)
     threshold = float(stdtrit(freedom, 0.5 + level / 2)) ** 2

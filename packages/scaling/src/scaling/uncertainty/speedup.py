@@ -73,6 +73,6 @@ def _lack(fit: ParametricFit, compute: float) -> float:
     """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
     decades = max(math.log10(compute / fit.drift.highest), 0.0) if math.isfinite(compute) else 0.0
     problem = Problem.of(fit.runs)
-    bends = bend(problem, problem.centred(fit.law), fit.residuals) < BENDS
+    bends = bend(problem, problem.centered(fit.law), fit.residuals) < BENDS
     spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
     return math.hypot(fit.drift.loss * decades, spread)

@@ -1,6 +1,6 @@
 """Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
 
-Notable (Hu et al., "LoRA", 2021; names and initialisation are those of the peft library):
+Notable (Hu et al., "LoRA", 2021; names and initialization are those of the peft library):
 - A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
   is a point where both gradients vanish; neither zero would change the function from the start;
 - `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back

@@ -148,7 +148,7 @@ def meta_loss(
     lr: float,
     first_order: bool = False,
 ) -> Tensor:
-    """How well `start` does after adapting to each task: minimise this over `start`.
+    """How well `start` does after adapting to each task: minimize this over `start`.
 
     A task is a pair (support loss, query loss), functions of the prompt: the mean over tasks of
     query(adapt(start, support)). At deployment, `adapt` with the same steps.

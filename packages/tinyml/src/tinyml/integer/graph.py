@@ -3,7 +3,7 @@
 Notable:
 - `torch.export` runs the model's own code once, so wrappers, functions and operators count as much
   as layers do; what does not depend on the input (a palette's lookup, say) is computed here;
-- batch normalisation after a product is folded into it, an activation that only cuts a range off
+- batch normalization after a product is folded into it, an activation that only cuts a range off
   (ReLU, ReLU6) into the step before, because integers are clamped there anyway.
 """
 
@@ -198,7 +198,7 @@ class _Walk:
         eps = rest[2] if isinstance(rest[0], bool) else rest[1]
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
-        # A normalisation is a product too, with one weight for each channel.
+        # A normalization is a product too, with one weight for each channel.
         like = mean.dtype
         if len(x.shape) == 4:
             scale, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(mean))
@@ -210,7 +210,7 @@ class _Walk:
         step.geometry, step.signs = (
             geometry,
             (1.0,),
-        )  # signs mark a normalisation until it is folded
+        )  # signs mark a normalization until it is folded
         step.function = lambda w, f=factor: w.double() * f.view(-1, *(1,) * (w.dim() - 1))
         return step
 
@@ -320,7 +320,7 @@ def _pure(operator_: Any) -> Callable[..., Tensor]:
 
 
 def _folded(steps: list[Step], output: Step) -> list[Step]:
-    """Normalisation and cutting activations into the step before, where nobody else reads it."""
+    """Normalization and cutting activations into the step before, where nobody else reads it."""
     needed: set[Step] = set()
     waiting = [output, steps[0]]
     while waiting:
@@ -338,7 +338,7 @@ def _folded(steps: list[Step], output: Step) -> list[Step]:
         alone = before is not None and len(readers.get(before, [])) <= 1
         if step.kind == "product" and step.signs and before is not None:
             if alone and before.kind == "product" and not before.cuts and not before.signs:
-                _normalise(before, step)
+                _normalize(before, step)
                 replaced[step], readers[before] = before, readers[step]
                 continue
         elif before is not None and alone and before.kind in _CUT_HERE and _cuts(step):
@@ -363,7 +363,7 @@ def _cuts(step: Step) -> bool:
     return float(ends[0]) <= 0 <= float(ends[1])
 
 
-def _normalise(product: Step, norm: Step) -> None:
+def _normalize(product: Step, norm: Step) -> None:
     """w' = w f, b' = b f + shift."""
     assert product.weight is not None
     assert norm.function is not None

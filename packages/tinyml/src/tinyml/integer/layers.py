@@ -79,7 +79,7 @@ class IntegerProduct(nn.Module):
             )
         exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
         if not torch.isfinite(exact).all():
-            raise ValueError("a bias or batch normalisation holds nan or inf")
+            raise ValueError("a bias or batch normalization holds nan or inf")
         grid = grid_of(rows, 8)
         codes = grid.quantize(rows)
         step = before.scale * grid.scale.view(-1)

@@ -3,7 +3,7 @@
 Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018):
 - there is no ReLU layer: after one the range starts at zero, whose code is the lowest, and clamping
-  to int8 is the ReLU. There is no batch normalisation either: it is folded into the weights;
+  to int8 is the ReLU. There is no batch normalization either: it is folded into the weights;
 - the same integers on every machine: which exact product is fast there is measured, and `to_c`
   writes the network for a machine without torch.
 """

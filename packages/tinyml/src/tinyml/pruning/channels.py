@@ -1,7 +1,7 @@
 """Remove whole channels: a smaller dense model, faster with any kernel.
 
 Notable:
-- a channel that one layer makes is read by others, through normalisation, pooling, flattening and
+- a channel that one layer makes is read by others, through normalization, pooling, flattening and
   residual sums. The traced graph (torch.fx) says which layers share their channels; those lose the
   same ones, together;
 - what comes out is the model with those channels' weights at their readers set to zero, but small;
@@ -58,7 +58,7 @@ class Group:
     writers: list[str] = field(default_factory=list)
     """Layers whose output channels they are (first dimension of the weight)."""
     passers: list[str] = field(default_factory=list)
-    """Layers with a parameter for each: normalisation, depthwise convolution."""
+    """Layers with a parameter for each: normalization, depthwise convolution."""
     readers: list[tuple[str, int]] = field(default_factory=list)
     """Layers whose inputs they are, and how many inputs each channel is."""
 

@@ -89,7 +89,7 @@ def prune(
 
     `sparsity` is the share to remove, of every layer or by layer name (others stay). With
     scope="global" it is the share of all weights together, wherever they are. `pattern` "2:4"
-    keeps 2 of every 4 neighbours along the input instead, whatever `sparsity` says. `input_norms`
+    keeps 2 of every 4 neighbors along the input instead, whatever `sparsity` says. `input_norms`
     (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
     pruned; biases never are.
     """
@@ -146,7 +146,7 @@ def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
 
 
 def pattern_mask(score: Tensor, pattern: str) -> Tensor:
-    """True for the n largest of every m neighbours in a row, pattern "n:m"."""
+    """True for the n largest of every m neighbors in a row, pattern "n:m"."""
     if not (match := re.fullmatch(r"(\d+):(\d+)", pattern)):
         raise ValueError(f"pattern is {pattern!r}; write n:m, as 2:4")
     kept, group = map(int, match.groups())

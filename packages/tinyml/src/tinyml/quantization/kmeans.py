@@ -132,7 +132,7 @@ def kmeans(
             break
         edges, counts = new, new.diff()
         means = sums[edges].diff() / counts.clamp(min=1)
-        # An empty cluster keeps its place; its neighbours may still move a value to it.
+        # An empty cluster keeps its place; its neighbors may still move a value to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = _codes(flat, _boundaries(centroids, flat))
     return centroids, codes.view(values.shape)
@@ -145,7 +145,7 @@ def _sorted(flat: Tensor) -> Tensor:
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
-    """The middles of neighbours, each as the largest number of `like`'s type that is not above it.
+    """The middles of neighbors, each as the largest number of `like`'s type that is not above it.
 
     A value is at most the middle exactly if it is at most that number, so nothing is rounded.
     """
@@ -209,10 +209,10 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
     """error[j, i] of the points j..i around their mean; infinite where j > i."""
     zero = points.new_zeros(1)
-    centred = points - points.mean()  # keeps the differences of prefix sums precise
+    centered = points - points.mean()  # keeps the differences of prefix sums precise
     weight = torch.cat([zero, counts.double().cumsum(0)])
-    total = torch.cat([zero, (counts * centred).cumsum(0)])
-    square = torch.cat([zero, (counts * centred.square()).cumsum(0)])
+    total = torch.cat([zero, (counts * centered).cumsum(0)])
+    square = torch.cat([zero, (counts * centered.square()).cumsum(0)])
     w = weight[None, 1:] - weight[:-1, None]
     t = total[None, 1:] - total[:-1, None]
     s = square[None, 1:] - square[:-1, None]

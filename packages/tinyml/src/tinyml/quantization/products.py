@@ -242,7 +242,7 @@ def _hardest(shape: ShapeClass, weights: Int8Weights) -> tuple[Int8Weights, list
         return torch.where(signs, 127, least).to(shape.device)
 
     codes = ends(shape.outputs, -128).to(torch.int8)
-    codes[: shape.outputs // 2] = 127  # neighbours that add up, not cancel
+    codes[: shape.outputs // 2] = 127  # neighbors that add up, not cancel
     least = -weights.largest
     trials = [ends(shape.tokens, least), ends(shape.tokens, 127), ends(shape.tokens, least)]
     trials[2][:] = least

@@ -25,7 +25,7 @@ from zero.faults import difference
 from zero.fsdp.marks import after_gradient, before_gradient, cast
 from zero.fsdp.replicated import Replicated
 from zero.fsdp.unit import ShardedParameter, Unit
-from zero.fsdp.wrap import Materialise, clean, make_units, watch
+from zero.fsdp.wrap import Materialize, clean, make_units, watch
 from zero.gradients import plain
 from zero.norm import scale_to, square_sum
 from zero.wire import Collective, DryRun, Wire
@@ -39,7 +39,7 @@ class FSDP(nn.Module):
 
     compute_dtype: parameters and inputs of sharded modules are cast to it; shards stay as they are.
     gradient_dtype: what gradients travel in; by default what they are computed in.
-    device, initialise: where modules on the meta device get their memory, one sharded module at a
+    device, initialize: where modules on the meta device get their memory, one sharded module at a
         time, and what then fills a module's own tensors; by default its `reset_parameters()`.
     in_flight: how many reduce-scatters may be under way.
     """
@@ -53,7 +53,7 @@ class FSDP(nn.Module):
         shard: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        initialise: Callable[[nn.Module], None] | None = None,
+        initialize: Callable[[nn.Module], None] | None = None,
         in_flight: int = 2,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
@@ -77,9 +77,9 @@ class FSDP(nn.Module):
         if problem:
             raise ValueError(problem)
         place = torch.device(device) if device else self.wire.device
-        materialise = None if isinstance(group, DryRun) else Materialise(place, initialise)
+        materialize = None if isinstance(group, DryRun) else Materialize(place, initialize)
         self.units, self._units_of = make_units(
-            module, shard, materialise, partial(Unit, self.wire, compute_dtype, gradient_dtype)
+            module, shard, materialize, partial(Unit, self.wire, compute_dtype, gradient_dtype)
         )
         sharded = {p.local for unit in self.units for p in unit.parameters}
         rest = [p for p in module.parameters() if p not in sharded]

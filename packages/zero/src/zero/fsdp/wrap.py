@@ -24,7 +24,7 @@ Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 def make_units(
     root: nn.Module,
     classes: tuple[type[nn.Module], ...],
-    materialise: Materialise | None,
+    materialize: Materialize | None,
     make: Callable[[list[Any]], Unit],
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
     """Shard what lies under modules of `classes`, each parameter in the innermost such module.
@@ -48,8 +48,8 @@ def make_units(
     units: list[Unit] = []
     units_of: dict[nn.Module, list[Unit]] = {}
     for parameters in groups.values():
-        if materialise is not None:
-            materialise([*dict.fromkeys(places[p][0][0] for p in parameters)], places)
+        if materialize is not None:
+            materialize([*dict.fromkeys(places[p][0][0] for p in parameters)], places)
         kinds: dict[tuple[torch.dtype, bool], list[Any]] = {}
         for old in parameters:
             module, attribute = places[old][0]
@@ -71,17 +71,17 @@ def make_units(
             f"no parameters to shard under modules of class {wanted}; the model has {found}: "
             "pass its layers' classes as shard=(...)"
         )
-    if materialise is not None:
-        materialise([*root.modules()], places)
+    if materialize is not None:
+        materialize([*root.modules()], places)
     return units, units_of
 
 
 @dataclass(frozen=True)
-class Materialise:
+class Materialize:
     """Gives memory and initial values to what is still on the meta device."""
 
     device: torch.device
-    initialise: Callable[[nn.Module], None] | None
+    initialize: Callable[[nn.Module], None] | None
 
     def __call__(self, owners: list[nn.Module], places: Places) -> None:
         """Do so for the own tensors of `owners`."""
@@ -99,7 +99,7 @@ class Materialise:
                 else:
                     owner._buffers[name] = new
             if meta:
-                (self.initialise or _reset_parameters)(owner)
+                (self.initialize or _reset_parameters)(owner)
 
 
 Read = Callable[[nn.Parameter], nn.Parameter]
@@ -137,7 +137,7 @@ def _reset_parameters(module: nn.Module) -> None:
     if reset is None:
         raise ValueError(
             f"{type(module).__name__} is on the meta device and has no reset_parameters(): pass "
-            "FSDP(..., initialise=...), a function that fills a module's own tensors"
+            "FSDP(..., initialize=...), a function that fills a module's own tensors"
         )
     reset()
 
