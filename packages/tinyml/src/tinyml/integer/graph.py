@@ -315,8 +315,8 @@ def _pure(operator_: Any) -> Callable[..., Tensor]:
     """The operator that returns what this one, perhaps in place, computes."""
     name = str(operator_).split(".")[1]
     if not name.endswith("_"):
-        return operator_  # type: ignore[no-any-return]
-    return getattr(getattr(torch.ops.aten, name[:-1]), str(operator_).split(".")[2])  # type: ignore[no-any-return]
+        return operator_
+    return getattr(getattr(torch.ops.aten, name[:-1]), str(operator_).split(".")[2])
 
 
 def _folded(steps: list[Step], output: Step) -> list[Step]:

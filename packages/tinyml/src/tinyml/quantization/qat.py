@@ -145,7 +145,7 @@ def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
 
 def _same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
     """`value`, to the bit, with the gradient of `gradient_of`."""
-    return _ValueOf.apply(value.detach(), gradient_of)  # type: ignore[no-any-return]
+    return _ValueOf.apply(value.detach(), gradient_of)
 
 
 class _ValueOf(torch.autograd.Function):
