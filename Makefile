@@ -25,9 +25,9 @@ sync: $(filter .uv/bin/uv,$(UV))  ## Make the environment: all packages, all too
 run: sync  ## Take a small model through its whole life; ARGS="--steps 50" passes options on
 	$(UV) run llmsys run $(ARGS)
 
-# Four for two cores: some compute while others wait for a rank that hangs.
+# Five for two cores: some compute while others wait for a rank that hangs.
 test: sync  ## Run every test but those of the next two targets
-	$(UV) run pytest -n 4 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
+	$(UV) run pytest -n 5 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
 test-timing: sync  ## Run those that assert a ratio of times: they need an idle machine
 	$(UV) run pytest -m timing $(ARGS)

@@ -79,8 +79,9 @@ def stage(folder: Path) -> None:
     for name in PACKAGES:
         _write(folder / "api" / f"{name}.md", _api(name))
     _write(folder / "results" / "index.md", _results())
-    for picture in [*DOCS.glob("answers/pictures/*.svg"), *DOCS.glob("results/*.png")]:
-        target = folder / picture.relative_to(DOCS)
+    pictures = [*DOCS.glob("answers/pictures/*.svg"), *DOCS.glob("results/*.png")]
+    for picture in [*pictures, *ROOT.glob("packages/*/*.svg")]:
+        target = folder / _picture(picture)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, target)
 
@@ -104,12 +105,17 @@ def _link(match: re.Match[str], page: Path, place: str, pages: Any, shown: set[P
     elif target / "README.md" in pages:
         reached = pages[target / "README.md"]
     elif target.suffix in (".svg", ".png"):
-        reached = str(target.relative_to(DOCS))
+        reached = str(_picture(target))
     else:
         shown.add(target)
         reached = f"files/{target.relative_to(ROOT)}.md"
     up = "../" * place.count("/")
     return f"]({up}{reached}{match[2] or ''})"
+
+
+def _picture(path: Path) -> Path:
+    """Where the site has a picture of docs, or one beside a package's README."""
+    return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT)
 
 
 def _file(path: Path) -> str:

@@ -24,6 +24,7 @@ PLAN = {
     "measured_peak_bytes": 1040,
     "peak": 1e6,
     "yardstick_flops_per_second": 8e5,
+    "layer_yardsticks": 50.0,
     "step_yardsticks": 95.0,
 }
 BATCHES = [
@@ -58,7 +59,7 @@ def honest_samples():
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
                         "queued_s": 0.0,
-                        "yardstick_s": 0.001,
+                        "one_layer_s": 0.05,
                         "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
                 )
@@ -304,7 +305,7 @@ def test_steps_that_take_longer_than_their_stage_fail():
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()
     wrong = plan | {"step_yardsticks": factor * plan["step_yardsticks"]}
-    assert red(wrong, *rest) == ["time of one process's step, in yardsticks"]
+    assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
 
 
 def test_a_doubled_utilization_fails():

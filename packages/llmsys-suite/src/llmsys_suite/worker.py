@@ -100,6 +100,7 @@ def make_group(run: Run) -> None:
         timeout=TIMEOUT,
         device_id=run.device if run.device.type == "cuda" else None,
     )
+    run.meet()  # who leaves it before the others have come breaks it for them
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:

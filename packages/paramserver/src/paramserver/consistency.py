@@ -89,6 +89,9 @@ class Asynchronous:
 
     scale_by_staleness: bool = False
 
+    def __repr__(self) -> str:
+        return f"Asynchronous({'scale_by_staleness=True' if self.scale_by_staleness else ''})"
+
     @property
     def bound(self) -> float:
         """Infinity: no wait."""

@@ -1,7 +1,7 @@
 """What the run will cost, said before it runs: parameters, FLOPs, memory, bytes on the wire.
 
 `predict` needs no torch and allocates nothing; it is also how a run that cannot fit is refused.
-`run` adds how long a step will take, from models of one and two layers, and what the audit holds
+`run` adds how long a step will take, from models of one and three layers, and what the audit holds
 the predictions against.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import accounting
@@ -26,7 +25,7 @@ PROCESS_BYTES = 700 * 2**20
 # For the rate of a matrix product: so long, in turns with yardsticks.
 PRODUCTS_SECONDS = 0.5
 TURNS = 25
-# Of one and of two layers, each so often.
+# Of one and of three layers, each so often.
 STEPS_TIMED = 5
 
 
@@ -90,48 +89,46 @@ def run(run: Run) -> dict[str, Any]:
     predicted = predict(run.config)
     fit = predicted["all_variants_bytes"] < 0.8 * available_memory_bytes(run.device.type)
     rates = _agreed_rates(run)
-    yardsticks = step_yardsticks(run) if run.rank == 0 else 0.0
+    one, further = layer_yardsticks(run) if run.rank == 0 else (0.0, 0.0)
+    yardsticks = step_yardsticks(one, further, run.model.num_layers)
     one_s = yardstick.flops(run.device) / rates["yardstick_flops_per_second"]
     return predicted | {
         "variants_fit_together": _agreed(run, fit),
         **rates,
+        "layer_yardsticks": one,
         "step_yardsticks": yardsticks,
         "step_ms": 1e3 * yardsticks * one_s,
         "measured_peak_bytes": measured_peak_bytes(run) if run.rank == 0 else 0,
     }
 
 
-def step_yardsticks(run: Run) -> float:
-    """One process's step in yardsticks: those of one and two layers, drawn on to all of them.
+def layer_yardsticks(run: Run) -> list[float]:
+    """A step in yardsticks of the model with one layer, and what each further layer adds.
 
-    T(L) = T(1) + (L - 1) (T(2) - T(1)), each the median of a few.
+    Medians of a few; what two more layers add, of both steps of the same turn.
     """
-    import torch
-    from flashattn2 import flash_attention
-
     from llmsys_suite.measure import yardstick
-    from llmsys_suite.model import Decoder
+    from llmsys_suite.measure.shallow import Shallow
 
-    config, device = run.config, run.device
+    config = run.config
     whole = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
-    tokens, targets = (part.to(device).chunk(config.parts) for part in whole)
-    steps = {}
-    for layers in (1, 2):
-        model = Decoder(replace(run.model, num_layers=layers), flash_attention).to(device)
-        steps[layers] = model, torch.optim.AdamW(model.parameters())
-    found: dict[int, list[float]] = {1: [], 2: []}
+    tokens, targets = (part.to(run.device) for part in whole)
+    models = Shallow(run, 1), Shallow(run, 3)
+    cores, ones, further = [], [], []
     for turn in range(1 + STEPS_TIMED):
-        for layers, (model, optimizer) in steps.items():
-            core, begin = yardstick.core_seconds(device), yardstick.clock(device)
-            for some, theirs in zip(tokens, targets, strict=True):
-                model.loss(some, theirs).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            # The first makes the optimizer's state.
-            if turn:
-                found[layers].append((yardstick.clock(device) - begin) / core)
-    one, two = (statistics.median(found[layers]) for layers in (1, 2))
-    return one + (run.model.num_layers - 1) * (two - one)
+        core = yardstick.core_seconds(run.device)
+        one, three = (model.seconds(tokens, targets) for model in models)
+        # The first makes the optimizers' state.
+        if turn:
+            cores.append(core)
+            ones.append(one)
+            further.append((three - one) / 2)
+    return [statistics.median(times) / statistics.median(cores) for times in (ones, further)]
+
+
+def step_yardsticks(one: float, further: float, layers: int) -> float:
+    """One process's step: that of one layer, and so much more for each further one."""
+    return one + (layers - 1) * further
 
 
 def measured_peak_bytes(run: Run) -> int:

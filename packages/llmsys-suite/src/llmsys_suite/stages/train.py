@@ -16,6 +16,7 @@ from llmsys_suite.audit.probe import final_weights, initial_weights
 from llmsys_suite.audit.reference import digest
 from llmsys_suite.measure import yardstick
 from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilization
+from llmsys_suite.measure.shallow import Shallow
 from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
@@ -54,9 +55,8 @@ def run(run: Run) -> dict[str, Any]:
 
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     total = run.config.warmup + run.config.steps
+    shallow = Shallow(run, 1)
     for step in range(total):
-        # How fast this core is in this very round, whatever else it does.
-        core = yardstick.core_seconds(run.device)
         for name, variant in trained.items():
             run.barrier()
             if variant.alone and run.rank != 0:
@@ -80,8 +80,10 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
                 sample["loss"] = variant.step(tokens, targets)
             # Read by other clocks than the recorder's, outside of it: the audit's second source.
             sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-            sample |= {"core_s": yardstick.clock(run.device) - core_began, "yardstick_s": core}
+            sample["core_s"] = yardstick.clock(run.device) - core_began
             sample["queued_s"] = yardstick.queued_seconds() - queued
+            if name == SINGLE:  # the plan says how many of these it takes
+                sample["one_layer_s"] = shallow.seconds(tokens, targets)
         run.flush_samples()
         run.progress.update(step + 1, total, "steps of every variant")
     counted = {name: variant.gradient_bytes(total) for name, variant in trained.items()}
