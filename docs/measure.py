@@ -33,6 +33,17 @@ BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->"
 TWO_HOSTS = "tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/measured.toml"))
 
+# Of a processor's: what its matrix products and int8 depend on.
+DECIDING_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "amx_bf16",
+)
+
 Row = dict[str, Any]
 
 
@@ -74,7 +85,7 @@ def measure(name: str, label: str) -> None:
         subprocess.run(command_line, cwd=ROOT, check=True, env=variables)
         kept = {
             "environment": facts,
-            "command": f"python {shown}",
+            "command": f"{'PYTHONPATH=tests ' * ('suite_workloads' in shown)}python {shown}",
             "rows": json.loads(rows.read_text()),
         }
     (folder / f"{name}-{label}.json").write_text(json.dumps(kept, indent=1) + "\n")
@@ -142,7 +153,7 @@ def _matches(row: Row, pattern: Row) -> bool:
 
 def _command(kept: dict[str, Any]) -> str:
     facts = kept["environment"]
-    flags = " ".join(facts.get("cpu_flags", ()))
+    flags = " ".join(flag for flag in facts.get("cpu_flags", ()) if flag in DECIDING_FLAGS)
     where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores {flags}"
     return (
         f"`{kept['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "

@@ -172,20 +172,28 @@ def kernels() -> list[Row]:
         model = Decoder(config, attention)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         tokens = torch.randint(256, (1, context))
-        model.loss(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss: Tensor
-        for phase in ("forward", "backward", "optimizer"):
+        loss = torch.zeros(())
+
+        def run(phase: str, model: nn.Module = model, optimizer: Any = optimizer) -> float:
+            nonlocal loss
+            begin = time.perf_counter()
+            if phase == "forward":
+                loss = model.loss(tokens, tokens)  # noqa: B023
+            elif phase == "backward":
+                loss.backward()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            return time.perf_counter() - begin
+
+        phases = ("forward", "backward", "optimizer")
+        # The timer without the profiler: the median of steps, the first of which warms up.
+        timers = [[run(phase) for phase in phases] for _ in range(6)][1:]
+        for phase, timer in zip(
+            phases, map(statistics.median, zip(*timers, strict=True)), strict=True
+        ):
             with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-                begin = time.perf_counter()
-                if phase == "forward":
-                    loss = model.loss(tokens, tokens)
-                elif phase == "backward":
-                    loss.backward()
-                else:
-                    optimizer.step()
-                timer = time.perf_counter() - begin
+                run(phase)
             events = {event.key: event for event in profiler.key_averages()}
             own = {k: e.self_cpu_time_total for k, e in events.items() if k.startswith("aten::")}
             total = sum(own.values())

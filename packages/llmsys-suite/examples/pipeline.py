@@ -52,13 +52,7 @@ def main() -> float:
     model, corpus = Stage(Decoder(config), rank, world).to(device), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stage = PipelineStage(model, rank, world, torch.device(device))
-    schedule = ScheduleGPipe(
-        stage,
-        MICROBATCHES,
-        loss_fn=lambda out, targets: nn.functional.cross_entropy(
-            out.flatten(0, 1), targets.flatten()
-        ),
-    )
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=cross_entropy)
     begin = time.perf_counter()
     for step in range(STEPS):
         tokens, targets = corpus.batch(rows=ROWS, context=64, seed=0, step=step)

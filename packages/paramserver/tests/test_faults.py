@@ -272,6 +272,9 @@ def test_bad_arguments_say_what_to_give():
         Server(trainable(model()), SGD, workers=0)
     with pytest.raises(ValueError, match="'stop' or 'continue'"):
         Server(trainable(model()), SGD, workers=1, on_worker_loss="ignore")
+    for transport in ("shared_memory", "distributed", "ray"):
+        with pytest.raises(ValueError, match=f"with {transport} nobody is started again"):
+            run(train, model(), SGD, transport=transport, restarts=1)
     with pytest.raises(ValueError, match="'shared_memory', 'distributed', 'zeromq' or 'ray'"):
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="nothing to serve"):

@@ -65,6 +65,8 @@ def run(
         train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
         on_worker_loss, whole, drop_after,
     )  # fmt: skip
+    if transport != "zeromq" and (restarts or journal is not None):
+        raise ValueError(f"with {transport} nobody is started again; use transport='zeromq'")
     shards = job.shards()
     if transport == "ray":
         from paramserver.transport.ray import run_on_ray
@@ -74,8 +76,6 @@ def run(
         from paramserver.running.supervise import run_on_zeromq
 
         return run_on_zeromq(job, restarts, journal, start_method)
-    if restarts or journal is not None:
-        raise ValueError(f"with {transport} nobody is started again; use transport='zeromq'")
     sizes = [shard.buffer_bytes for shard in shards]
     with tempfile.TemporaryDirectory() as folder:
         ends: tuple[Sequence[Endpoint], Sequence[Endpoint]]
