@@ -128,8 +128,7 @@ def test_the_reading_order_names_files_that_exist_and_begins_with_the_plain_ones
     for package in PACKAGES:
         mine = [file for file in listed if f"/packages/{package}/" in file]
         assert len(mine) >= 3, package
-        first = {"flashattn2": "reference.py"}.get(package, "plain.py")
-        assert (DOCS / mine[0]).resolve() == source(package) / first
+        assert (DOCS / mine[0]).resolve() == source(package) / "plain.py"
 
 
 def commands(page):
