@@ -55,7 +55,7 @@ def run(run: Run) -> dict[str, Any]:
 
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     total = run.config.warmup + run.config.steps
-    shallow = Shallow(run, 1)
+    shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     for step in range(total):
         for name, variant in trained.items():
             run.barrier()
@@ -82,7 +82,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             sample |= {"began": began, "ended": time.time(), "row_digests": rows}
             sample["core_s"] = yardstick.clock(run.device) - core_began
             sample["queued_s"] = yardstick.queued_seconds() - queued
-            if name == SINGLE:  # the plan says how many of these it takes
+            if shallow and name == SINGLE:  # the plan says how many of these it takes
                 sample["one_layer_s"] = shallow.seconds(tokens, targets)
         run.flush_samples()
         run.progress.update(step + 1, total, "steps of every variant")
