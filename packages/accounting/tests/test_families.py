@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Transformer, flops, kv_cache, parameters
-from accounting.model.encoders import ENCODERS
-from accounting.model.registry import FAMILIES
+from accounting.model.registry import ENCODERS, FAMILIES
 
 # Four layers are enough to tell the kinds of layers apart.
 DEPTHS = (
