@@ -50,6 +50,12 @@ class Precision:
         return self.matmuls or self.activations
 
     @property
+    def travels(self) -> dict[str, str]:
+        """Dtypes on the wire: what is computed with, a copy in fewer bytes where there is one."""
+        weights = self.cast_weights or self.weights
+        return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
+
+    @property
     def bytes_per_parameter(self) -> Fraction:
         """Weights, gradients, master copy and moments, without the transient copy."""
         return (

@@ -19,6 +19,7 @@ from accounting.model.records import MLA, Experts
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.time.step import OVERLAP, step_time
+from accounting.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +108,8 @@ def ratios() -> tuple[float, ...]:
 
 def modeled(run: Published) -> Breakdown:
     """What the model of a step says of a run, before any learning."""
-    return step_time(
-        run.model,
-        run.plan,
-        batch=run.batch,
-        seq=run.seq,
-        hardware=run.hardware,
-        precision=run.precision,
-        overlap=run.overlap,
-        flash=run.flash,
-    )
+    work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
+    return step_time(run.model, run.plan, work, hardware=run.hardware, overlap=run.overlap)
 
 
 def learned(seen: tuple[float, ...]) -> Interval:
