@@ -117,7 +117,7 @@ def _peaks(name: str) -> dict[str, Peak]:
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
     about = ("cores", "published", "sparse", "peaks_of", "node_link", "network")
-    links = {
+    links: dict[str, Any] = {
         field: Link(name=label, bandwidth=bandwidth, latency=latency)
         for field in ("node_link", "network")
         for label, bandwidth, latency in [entry[field]]

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, Number, product, total
+from accounting.breakdown import Breakdown, Number, Sizes, product, total
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, bytes_of, recipe
@@ -114,19 +114,19 @@ class _Saved:
     def stream(self, name: str, layers: int, size: Number | None = None) -> Breakdown:
         """A tensor of the residual stream's width."""
         size = self.size if size is None else size
-        sizes = {"tokens": self.residual, "d_model": self.model.d_model}
+        sizes: Sizes = {"tokens": self.residual, "d_model": self.model.d_model}
         return product(name, "B", layers=layers, **sizes, bytes=size)
 
     def split(self, name: str, layers: int, width: Number, size: Number | None = None) -> Breakdown:
         """A tensor whose width the tensor-parallel devices share."""
         size = self.size if size is None else size
-        sizes = {"tokens": self.tokens, "width": Fraction(width) / self.plan.tensor}
+        sizes: Sizes = {"tokens": self.tokens, "width": Fraction(width) / self.plan.tensor}
         return product(name, "B", layers=layers, **sizes, bytes=size)
 
     def norm(self, count: int) -> list[Breakdown]:
         """`count` norms of every layer."""
         kept = self.model.layers * count if self.model.norm != "none" else 0
-        sizes = {"tokens": self.residual, "numbers": _statistics(self.model)}
+        sizes: Sizes = {"tokens": self.residual, "numbers": _statistics(self.model)}
         return [
             self.stream("norm input", kept, self.normed),
             self.stream("normalized", kept * (not self.work.fused_norm), self.normed),

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
@@ -137,7 +137,7 @@ class _Whole:
             there = not key or also.get(key, False)
             return product(name, "B", parameters=count * there, bytes=size)
 
-        several = {"blocks": blocks, "parameters": self.block, "bytes": self.size}
+        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": self.size}
         reduced = bytes_of(self.kind.gradients)
         return total(
             "gathered",
@@ -166,7 +166,7 @@ def _inside(
         ("MLP", block.parts, 2 * hidden),
         ("attention", core, model.heads * scores),
     ):
-        sizes = {"width": model.d_model + width, "bytes": bytes_of(kind.activations)}
+        sizes: Sizes = {"width": model.d_model + width, "bytes": bytes_of(kind.activations)}
         gradients = product("gradients in flight", "B", tokens=tokens, **sizes)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 

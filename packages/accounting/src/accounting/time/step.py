@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.memory.training import device_parameters
@@ -141,7 +141,7 @@ def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> B
     if plan.zero:
         dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
     each = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
-    moved = {"parameters": dense + routed, "bytes": 2 * kind.bytes_per_parameter}
+    moved: Sizes = {"parameters": dense + routed, "bytes": 2 * kind.bytes_per_parameter}
     return product("optimizer", "s", **moved, seconds_per_byte=each)
 
 
