@@ -398,6 +398,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
                 parameter.name: 2
                 for parameter in inspect.signature(function).parameters.values()
                 if parameter.default is parameter.empty
+                and parameter.kind is not parameter.VAR_KEYWORD
             },
         )
         for name, function in inspect.getmembers(accounting.fermi, inspect.isfunction)

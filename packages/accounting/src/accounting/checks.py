@@ -1,7 +1,5 @@
 """The checks that every number and every name passes where it enters, with one wording for all."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -44,6 +42,12 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return value
+
+
+def instance(name: str, value: object, kind: type, how: str) -> None:
+    """Of that class; `how` says what to give."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r:.60}; it must be {how}")
 
 
 def choice(name: str, value: object, allowed: Iterable[object]) -> None:

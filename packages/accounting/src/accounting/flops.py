@@ -49,6 +49,7 @@ def flops(
       in the backward.
     - An encoder sees `encoder_seq` tokens: its table of positions, else `seq`, if not given.
     """
+    checks.instance("model", model, Shape, "a Transformer")
     seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
     checks.choice("phase", phase, ("forward", "training", "prefill", "decode"))
     checks.choice("attention", attention, ("causal", "full"))

@@ -25,6 +25,7 @@ def kv_cache(
     caches do. Split over `tensor` devices, key heads are dealt out until each device has one; a
     latent is kept by all.
     """
+    checks.instance("model", model, Shape, "a Transformer")
     seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
     scale_block = checks.whole("scale_block", scale_block, least=0)
     tensor = checks.whole("tensor", tensor)

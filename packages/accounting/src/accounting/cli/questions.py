@@ -1,7 +1,7 @@
 """The other questions of the command line: what a device serves, what differs; reading a model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,8 @@ def read_model(text: str) -> Transformer:
             # experts.count=8 and so on: a field of a record.
             checks.choice(f"a field of {name}", inner, _RECORDS[name].__dataclass_fields__)
             nested.setdefault(name, {})[inner] = _read(value.strip())
+        elif name in sizes:
+            raise ValueError(f"{name} is given twice")
         elif name in known:
             sizes[name] = _read(value.strip())
         else:
@@ -108,7 +110,18 @@ def read_model(text: str) -> Transformer:
                 f"{name!r} is no field of a model; the fields are {', '.join(known)}"
                 f"{checks.nearest(name, known)}"
             )
-    return Transformer(**sizes | {name: _RECORDS[name](**given) for name, given in nested.items()})
+    records = {name: _made(_RECORDS[name], given, f"{name}.") for name, given in nested.items()}
+    made: Transformer = _made(Transformer, sizes | records)
+    return made
+
+
+def _made(kind: Any, given: dict[str, Any], prefix: str = "") -> Any:
+    """A record of these fields, or the names of those that it lacks."""
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in given]
+    if needed:
+        example = ",".join(f"{prefix}{name}=..." for name in needed)
+        raise ValueError(f"{', '.join(prefix + name for name in needed)} missing; add {example}")
+    return kind(**given)
 
 
 _RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}

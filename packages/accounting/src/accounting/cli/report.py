@@ -3,6 +3,7 @@
 import html
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
@@ -94,7 +95,7 @@ def report(
     efficiency: float | None = None,
 ) -> Report:
     """Work out everything for one plan."""
-    run = {"batch": work.batch, "seq": work.seq}
+    run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
     return Report(
         model=model,
         plan=plan,
@@ -106,7 +107,7 @@ def report(
         memory=training_memory(model, plan, work),
         timeline=memory_timeline(model, plan, work),
         cache=kv_cache(model, seq=work.seq),
-        traffic=communication(model, plan, **run, **work.kind.travels),
+        traffic=communication(model, plan, **run | work.kind.travels),
         step=step_time(model, plan, work, hardware=hardware, efficiency=efficiency),
     )
 

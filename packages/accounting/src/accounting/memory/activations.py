@@ -14,7 +14,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, Sizes, product, total
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, fitted
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.workload import Workload, workload
 
@@ -34,9 +34,9 @@ def activations(
     `plan.recompute` says what is kept: everything, everything but the attention's core, or only the
     input of each block.
     """
-    plan, work = plan or Plan(), workload(work, run)
+    work = workload(work, run)
     checks.whole("batch", work.batch)
-    plan.check(model, batch=work.batch, seq=work.seq)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     here = plan.stage_model(model, stage)
     saved = _Saved(here, plan, work)
     if plan.recompute == "full":

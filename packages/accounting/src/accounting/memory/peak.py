@@ -12,7 +12,7 @@ from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
-from accounting.plan import Plan, split
+from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
 from accounting.workload import Workload, workload
 
@@ -41,8 +41,9 @@ def peak_memory(
     one for the ends: these stay gathered all through the backward with the gradient of the head
     whole, while one block is at work, the next is gathered and the one before is reduced.
     """
-    plan, work = plan or Plan(), workload(work, run)
+    work = workload(work, run)
     checks.whole("batch", work.batch)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.microbatches > 1:
         raise ValueError("peak_memory follows data parallelism alone; training_memory knows more")
     full = checks.flag("checkpointed", checkpointed) or plan.recompute == "full"

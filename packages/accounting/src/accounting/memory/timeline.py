@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from accounting import checks
 from accounting.breakdown import binary_size
 from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, fitted
 from accounting.workload import Workload, workload
 
 _BACKWARD = ("one block recomputed", "head and loss")
@@ -65,9 +66,9 @@ def memory_timeline(
     backward alone. With more micro-batches than are in flight at once the peak is
     `training_memory`, which has everything alive at once; with fewer it lies below.
     """
-    plan, work = plan or Plan(), workload(work, run)
-    if work.batch < 1:
-        raise ValueError(f"batch is {work.batch}; a step needs at least 1 sequence")
+    work = workload(work, run)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    checks.whole("batch", work.batch)
     if stage is None:
         stages = range(plan.pipeline)
         sizes = {s: training_memory(model, plan, work, stage=s).total for s in stages}

@@ -11,7 +11,7 @@ from accounting.memory.activations import activations, head_activations
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.parameters import lora_parameters
-from accounting.plan import Plan, split
+from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.workload import Workload, workload
 
@@ -34,9 +34,9 @@ def training_memory(
     gathers and reduces. `lora_rank` freezes the weights and trains low-rank updates of
     `lora_targets`, by the names that `parameters` prints.
     """
-    plan, work = plan or Plan(), workload(work, run)
+    work = workload(work, run)
     checks.whole("lora_rank", lora_rank, least=0)
-    plan.check(model, batch=work.batch, seq=work.seq)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     stages = range(plan.pipeline) if stage is None else (stage,)
     lora = lora_rank, lora_targets
     every = (_stage_memory(model, plan, work, each, lora) for each in stages)

@@ -1,7 +1,5 @@
 """The small records that a model is described with: what is in a matrix, a latent, an expert."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from accounting import checks

@@ -137,7 +137,7 @@ def plan_for(
         # A multiple of the devices, so that any number of them may share it.
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
-    question = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
+    question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     found = plans_that_fit(model, **question, precision=kind, memory_bytes=memory_bytes, **given)
     if not found:
         raise ValueError(no_room(device, gpus, batch, seq, given))
@@ -176,8 +176,8 @@ def no_room(device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[st
     """What to say where no plan fits."""
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
     return (
-        f"no plan over {gpus} {device.name} with {kept} has room for batch={batch} and seq={seq}; "
-        "give more devices, a smaller batch, or fewer fields of the plan"
+        f"no plan over {gpus} {device.name} with {kept} divides batch={batch} and has room for it "
+        f"at seq={seq}; give more devices, another batch, or fewer fields of the plan"
     )
 
 

@@ -1,7 +1,5 @@
 """The command lines that run a plan: torchtitan's and Megatron-LM's own options."""
 
-from __future__ import annotations
-
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 

@@ -6,6 +6,7 @@ few numbers, and only those in front are worked out in full.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,13 +17,16 @@ from accounting.hardware import Hardware, find
 from accounting.memory.activations import activations
 from accounting.memory.training import device_parameters, one_layer, training_memory
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, check_fields
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 """What a search may be given; `devices` is an argument of its own."""
+
+
+_DEGREES = ("data", "tensor", "pipeline", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,16 @@ def plans_that_fit(
     checks.whole("batch", batch)
     checks.whole("most", most)
     checks.number("share_of_memory", share_of_memory, most=1)
+    checks.instance("model", model, Shape, "a Transformer")
     for name in given:
         checks.choice("a field of the plan", name, AXES)
+    check_fields(given)
+    fixed = math.prod(given.get(name) or 1 for name in _DEGREES)
+    if devices % fixed:
+        degrees = " x ".join(name for name in _DEGREES if name in given)
+        raise ValueError(f"devices is {devices}, which {degrees} = {fixed} does not divide")
+    if given.get("expert", 1) > 1 and not model.experts:
+        raise ValueError(f"expert is {given['expert']}; the model has 0 experts")
     bytes_there = device.memory_bytes if memory_bytes is None else memory_bytes
     room = checks.number("memory_bytes", bytes_there) * share_of_memory
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
@@ -95,12 +107,12 @@ def plans_that_fit(
 
 
 def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[Candidate]:
-    """The plans that fit on the fewest devices, a power of two; `ValueError` if there are none.
+    """The plans that fit on the fewest devices, doubled from what is given; `ValueError` if none.
 
     `question` are the other arguments of `plans_that_fit`.
     """
     checks.whole("most", most)
-    devices = 1
+    devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
         found = plans_that_fit(model, devices=devices, **question)
         if found:

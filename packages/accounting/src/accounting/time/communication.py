@@ -8,7 +8,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.training import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective, Communication
 
@@ -29,7 +29,7 @@ def communication(
 
     `batch=0` leaves out what depends on it, so that only weights and gradients move.
     """
-    plan.check(model, batch=batch, seq=seq)
+    plan = fitted(plan, model, batch=batch, seq=seq)
     checks.choice("algorithm", algorithm, ("ring", "tree"))
     checks.whole("seq", seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)

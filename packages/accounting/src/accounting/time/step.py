@@ -20,7 +20,7 @@ from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.memory.training import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan, split
+from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
@@ -56,7 +56,7 @@ def step_time(
     if efficiency is not None:
         checks.number("efficiency", efficiency, most=1)
     device = find(hardware)
-    plan.check(model, batch=work.batch, seq=work.seq)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     parts = max(
         (
             _stage_seconds(model, plan, work, stage, device, efficiency)
