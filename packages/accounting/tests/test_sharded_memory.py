@@ -183,6 +183,15 @@ def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
     assert "fits" in fits(small, torch.zeros(2, 3), None).explain()
 
 
+def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    with world_of(2) as mesh:
+        ledger = Ledger()
+        ledger.add("weights", DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)]))
+        assert ledger.now == 4 * 4 * 4
+
+
 def test_what_depends_on_values_is_refused() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:

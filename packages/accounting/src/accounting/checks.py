@@ -10,8 +10,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def whole(name: str, value: object, *, least: int = 1) -> int:
-    """A whole number of at least `least`; integers of numpy and torch are taken, booleans not."""
+def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> int:
+    """A whole number from `least` to `most`; those of numpy and torch are taken, booleans not."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -20,6 +20,8 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
         raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if number > most:
+        raise ValueError(f"{name} is {number}; it must be at most {most:,}")
     return number
 
 

@@ -63,8 +63,9 @@ def memory_timeline(
     backward frees them: all forwards first (`gpipe`), or one for one as soon as the warm-up is done
     (`1f1b`, `interleaved`). Gradients are set to None between steps, so they come with the first
     backward; what is recomputed, and the loss with the gradient of the logits, are there in a
-    backward alone. With more micro-batches than are in flight at once the peak is
-    `training_memory`, which has everything alive at once; with fewer it lies below.
+    backward alone. Of more than a thousand micro-batches the first are shown. With more of them
+    than are in flight at once the peak is `training_memory`, which has everything alive at once;
+    with fewer it lies below.
     """
     work = workload(work, run)
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
@@ -87,7 +88,8 @@ def memory_timeline(
         parts |= {name: size * back for name, size in backward.items()}
         moments.append(Moment(when=when, parts=parts))
 
-    chunks = plan.microbatches * plan.virtual_stages
+    # The middle of a long step is the same over and over.
+    chunks = min(plan.microbatches * plan.virtual_stages, flight + 1000)
     what = "micro-batch" if plan.virtual_stages == 1 else "chunk"
     ahead = done = 0
     moment("the start of the step", 0, False, False)

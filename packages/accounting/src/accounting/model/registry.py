@@ -15,7 +15,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-from accounting.model.shape import Shape
+from accounting.model.shape import MOST_LAYERS, Shape
 
 Table = dict[str, Any]
 # What stands in a table beside the fields of a Transformer.
@@ -148,7 +148,7 @@ class Config:
 
     def arguments(self, table: Table) -> Table:
         """The sizes that a table of formulas gives."""
-        self.layers = checks.whole("the number of layers", self.value(table["layers"]))
+        self.layers = checks.whole("layers", self.value(table["layers"]), most=MOST_LAYERS)
         found: Table = {}
         for key, entry in table.items():
             if key in _ABOUT:
