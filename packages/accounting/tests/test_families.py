@@ -179,6 +179,21 @@ def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
     assert ours.total == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("family", ["vit", "deit", "dinov2", "clip_vision_model"])
+def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"image_size": 64, "hidden_size": 48, "num_attention_heads": 4}
+    module = build(family, small(family) | sizes | {"intermediate_size": 96})
+    model = Transformer.from_module(module)
+    pixels = torch.zeros(2, 3, 64, 64, device="meta")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(pixel_values=pixels)
+    ours = flops(model, seq=model.positions, batch=2, phase="forward", attention="full")
+    assert ours.total == counter.get_total_flops()
+
+
 def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) -> None:
     text = defaults("llama4_text")
     whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}

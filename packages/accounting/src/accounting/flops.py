@@ -190,7 +190,7 @@ def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Break
 
 def _times(matrix: Matrix, meet: Mapping[str, int]) -> dict[str, int]:
     """How many rows a matrix multiplies: tokens, layers, experts."""
-    seen = {"tokens": meet[matrix.meets]}
+    seen = {"tokens": meet[matrix.meets] - matrix.skips * meet["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
     if matrix.chosen > 1 or matrix.routed:

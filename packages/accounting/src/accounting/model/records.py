@@ -39,6 +39,9 @@ class Matrix:
     """What a matrix multiplies: all `tokens`; the `last` one alone where only that is asked for; a
     `sequence` once; or the tokens of the `source` that cross-attention looks at."""
 
+    skips: int = 0
+    """Tokens of a sequence that do not meet it: a class token is no patch."""
+
     @property
     def times(self) -> int:
         """Layers that have one, or 1."""

@@ -62,7 +62,10 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
     """What the class that `architectures` names builds beside the blocks."""
-    name = str((content.get("architectures") or [""])[0])
+    named = content.get("architectures") or [""]
+    if not isinstance(named, list | tuple):
+        raise ValueError(f"architectures is {named!r}; it must be a list of names")
+    name = str(named[0])
     for endings, more in table["heads_known"].items():
         known = endings.split("|")
         if name in known or name.endswith(tuple(filter(None, known))):
@@ -137,6 +140,11 @@ class Config:
                 f"this {self.family} config.json cannot be read: {entry} fails with {error}"
             ) from None
 
+    def size(self, name: str, entry: Any) -> int:
+        """A whole number, or a switch that counts as one or none."""
+        value = self.value(entry)
+        return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
+
     def where(self, entry: Any) -> tuple[int, ...]:
         """The layers for which a formula holds."""
         found = []
@@ -189,8 +197,8 @@ class Config:
             Matrix(
                 "mixer",
                 label,
-                checks.whole(label, inner.value(rows or 1), least=0),
-                checks.whole(label, inner.value(columns), least=0),
+                inner.size(label, rows or 1),
+                inner.size(label, columns),
                 split,
                 kind="matrix" if rows else "vector",
             )
@@ -208,8 +216,9 @@ class Config:
         about: Table = {"part": "pooler" if once else row.get("part", "ends")}
         about |= {"meets": "sequence"} if once else {}
         about |= {"layers": self.where(row["where"])} if "where" in row else {}
-        rows, columns = (int(self.value(row.get(key, 1))) for key in ("rows", "columns"))
-        more = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
+        rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
+        more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
+        more["skips"] = self.size("skips", row.get("skips", 0))
         yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
         if row.get("bias"):
             yield Matrix(
