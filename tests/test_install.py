@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project
+from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
 
 # Where an import would find each package. Imported they are once, beside the suite.
 REPORT = """
@@ -88,7 +88,13 @@ def assert_ours(python, packages):
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_pip_install_of_a_folder_gives_ours(leaf, install):
-    assert_ours(install(leaf, folder(leaf)), [leaf])
+    python = install(leaf, folder(leaf))
+    assert_ours(python, [leaf])
+    # Tables and other data files are part of the wheel.
+    place = next((python.parent.parent / "lib").glob(f"python*/site-packages/{leaf}"))
+    for file in source(leaf).rglob("*"):
+        if file.is_file() and "__pycache__" not in file.parts:
+            assert (place / file.relative_to(source(leaf))).exists(), file
 
 
 def test_pip_install_of_the_suite_brings_our_nine(install):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Transformer, flops, kv_cache, parameters
-from accounting.model.encoders import ENCODERS
-from accounting.model.registry import FAMILIES
+from accounting.model.registry import ENCODERS, FAMILIES
 
 # Four layers are enough to tell the kinds of layers apart.
 DEPTHS = (
@@ -177,6 +176,21 @@ def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module(input_ids=source, decoder_input_ids=tokens, use_cache=False)
     ours = flops(model, seq=7, batch=2, encoder_seq=11, phase="forward", attention="full")
+    assert ours.total == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ["vit", "deit", "dinov2", "clip_vision_model"])
+def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"image_size": 64, "hidden_size": 48, "num_attention_heads": 4}
+    module = build(family, small(family) | sizes | {"intermediate_size": 96})
+    model = Transformer.from_module(module)
+    pixels = torch.zeros(2, 3, 64, 64, device="meta")
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(pixel_values=pixels)
+    ours = flops(model, seq=model.positions, batch=2, phase="forward", attention="full")
     assert ours.total == counter.get_total_flops()
 
 

@@ -151,6 +151,39 @@ def test_a_config_without_a_size_is_refused_by_its_name(missing: str) -> None:
         Transformer.from_hf(config)
 
 
+@pytest.mark.parametrize("wrong", [10**30, "64", -1, 2.5, [], {}])
+def test_a_size_in_a_config_that_cannot_be_is_refused(wrong: object) -> None:
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if wrong == 10**30 and field == "hidden_size":
+            continue
+        with pytest.raises((ValueError, TypeError), match=r" is |cannot be read"):
+            Transformer.from_hf(LLAMA | {field: wrong})
+
+
+def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
+    question = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 16}
+    for given, message in (
+        ({"zero": 7}, "zero is 7; it must be one of"),
+        ({"expert": "2"}, "expert is '2'; it must be a whole number"),
+        ({"expert": 2}, "expert is 2; the model has 0 experts"),
+        ({"pipeline": 3, "tensor": 2}, "devices is 8, which tensor x pipeline = 6 does not divide"),
+        ({"offload": "disk"}, "offload is 'disk'"),
+        ({"tensr": 2}, "did you mean 'tensor'"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            plans_that_fit(MODEL, **question, **given)
+
+
+def test_the_command_names_the_sizes_that_are_missing() -> None:
+    for text, message in (
+        ("layers=4", r"d_model, heads, vocab_size missing; add d_model=\.\.\."),
+        (f"{SHAPE},experts.count=4", r"experts\.per_token missing"),
+        (f"{SHAPE},layers=3", "layers is given twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_model(text)
+
+
 def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="model_type is missing: this is not a model's"):
         Transformer.from_hf({"hidden_size": 64})
@@ -398,6 +431,7 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
                 parameter.name: 2
                 for parameter in inspect.signature(function).parameters.values()
                 if parameter.default is parameter.empty
+                and parameter.kind is not parameter.VAR_KEYWORD
             },
         )
         for name, function in inspect.getmembers(accounting.fermi, inspect.isfunction)

@@ -1,4 +1,5 @@
 import math
+import random
 import statistics
 
 import pytest
@@ -8,11 +9,34 @@ from accounting.time.goodput import (
     Run,
     best_interval_hours,
     goodput,
-    simulate,
     young_daly_hours,
 )
 from hypothesis import given
 from hypothesis import strategies as st
+
+
+def simulate(run: Run, *, interval_hours: float, seed: int) -> float:
+    """Wall-clock hours of one run, event by event."""
+    dice = random.Random(seed)
+    rate = run.devices * run.failures_per_device_hour
+
+    def next_failure() -> float:
+        return dice.expovariate(rate) if rate else math.inf
+
+    clock, done, failure = 0.0, 0.0, next_failure()
+    while done < run.work_hours:
+        segment = min(interval_hours, run.work_hours - done) + run.checkpoint_hours
+        if clock + segment <= failure:
+            clock += segment
+            done += segment - run.checkpoint_hours
+            continue
+        clock = failure
+        failure = clock + next_failure()
+        while failure < clock + run.restart_hours:
+            clock = failure
+            failure = clock + next_failure()
+        clock += run.restart_hours
+    return clock
 
 
 @pytest.mark.parametrize("interval", [0.5, 2.0, 8.0])

@@ -105,6 +105,10 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no plan over 8 H100" in capsys.readouterr().err
     assert main(["diff", TEXT, TEXT]) == 0
     assert "1.000" in capsys.readouterr().out
+    assert main(["diff", TEXT, TEXT + ",tied=true", "--json"]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)
+    assert first["cost"] == "parameters"
+    assert first["first"] - first["second"] == 1024 * 32000
     assert main(["serve", TEXT, "--seq", "1024"]) == 0
     assert "sequences at once" in capsys.readouterr().out
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accounting import Plan, Transformer, fits, peak_memory
+from accounting.memory.activations import activations, head_activations
 from accounting.memory.ledger import Ledger
 from reference import Model
 from torch import nn
@@ -111,6 +112,41 @@ def test_fifty_plans_of_zero_3_peak_where_torchs_tracker_does(seed: int) -> None
     agrees(seed)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
+    """Columns of the first matrices and rows of the last, by `parallelize_module`; ends whole."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = Transformer(layers=3, d_model=32, heads=4, d_ff=64, vocab_size=50)
+    batch, seq = 3, 16
+    how: dict[str, Any] = {"o_proj": RowwiseParallel(), "down": RowwiseParallel()}
+    how |= {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate", "up")}
+    with world_of(ranks) as mesh:
+        model = Model(shape)
+        for block in model.blocks:
+            parallelize_module(block, mesh, how)
+            block.heads, block.kv_heads = block.heads // ranks, block.kv_heads // ranks
+        tokens = torch.zeros(batch, seq, dtype=torch.long)
+        ledger = Ledger()
+        ledger.add("weights", *model.parameters())
+        ledger.add("inputs", tokens)
+        held = ledger.now
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            kept = ledger.now - held - loss.nbytes
+    predicted = activations(shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False)
+    head = head_activations(shape, tokens=batch * seq, precision="fp32", fused_norm=False)
+    # Of the head only what a forward leaves: the gradients come with the backward.
+    later = ("token ids and targets", "its gradient", "gradient of the logits")
+    assert kept == predicted.total + sum(part.total for part in head if part.name not in later)
+
+
 def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
     """The peak of a second step by `MemTracker`, on real tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -181,6 +217,17 @@ def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
     assert torch.equal(small.weight, before)
     assert small.weight.grad is None
     assert "fits" in fits(small, torch.zeros(2, 3), None).explain()
+
+
+def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    with world_of(2) as mesh:
+        ledger = Ledger()
+        whole = DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)])
+        ledger.add("weights", whole)
+        assert whole.numel() == 8 * 4
+        assert ledger.now == 4 * 4 * 4
 
 
 def test_what_depends_on_values_is_refused() -> None:

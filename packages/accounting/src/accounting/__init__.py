@@ -8,6 +8,7 @@ from accounting.flops import flops, hfu, mfu
 from accounting.hardware import HARDWARE, Hardware
 from accounting.kv_cache import kv_cache
 from accounting.memory.peak import peak_memory
+from accounting.memory.timeline import memory_timeline
 from accounting.memory.training import training_memory
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
@@ -17,6 +18,7 @@ from accounting.precision import PRECISIONS, Precision
 from accounting.time.communication import communication
 from accounting.time.roofline import roofline
 from accounting.time.step import step_time
+from accounting.workload import Workload
 
 if TYPE_CHECKING:
     from accounting.memory.ledger import Ledger, fits
@@ -53,12 +55,14 @@ __all__ = [
     "Precision",
     "Transformer",
     "Window",
+    "Workload",
     "communication",
     "fermi",
     "fits",
     "flops",
     "hfu",
     "kv_cache",
+    "memory_timeline",
     "mfu",
     "parameters",
     "peak_memory",

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 
 Number = int | float | Fraction
+Sizes = dict[str, Number]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The checks that every number and every name passes where it enters, with one wording for all."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -12,8 +10,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def whole(name: str, value: object, *, least: int = 1) -> int:
-    """A whole number of at least `least`; integers of numpy and torch are taken, booleans not."""
+def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> int:
+    """A whole number from `least` to `most`; those of numpy and torch are taken, booleans not."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -22,6 +20,8 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
         raise TypeError(f"{name} is {value!r}; it must be a whole number") from None
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if number > most:
+        raise ValueError(f"{name} is {number}; it must be at most {most:,}")
     return number
 
 
@@ -44,6 +44,12 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return value
+
+
+def instance(name: str, value: object, kind: type, how: str) -> None:
+    """Of that class; `how` says what to give."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r:.60}; it must be {how}")
 
 
 def choice(name: str, value: object, allowed: Iterable[object]) -> None:

@@ -15,35 +15,27 @@ from typing import Union
 
 from accounting.checks import positive_arguments
 
-BOLTZMANN_JOULE_PER_KELVIN = 1.380649e-23
-"""Exact since the SI of 2019."""
+BOLTZMANN_JOULE_PER_KELVIN = 1.380649e-23  # exact since the SI of 2019
+PETAFLOP_DAY = 1e15 * 86_400  # operations in a petaflop/s-day
+# English text under a BPE vocabulary of 30-100k entries: 1.3 to 1.5 tokens a word.
 TOKENS_PER_WORD = 1.4
-"""English text under a BPE vocabulary of 30-100k entries: 1.3 to 1.5."""
 WORDS_PER_PAGE = 400
 PAGES_PER_BOOK = 300
-TOKENS_PER_ESSAY = 1_400
-"""A thousand words."""
+TOKENS_PER_ESSAY = 1_400  # a thousand words
+# NVIDIA H200 data sheet: dense FP8, rounded, and the memory's bandwidth.
 H200_FP8_FLOPS = 1.98e15
-"""NVIDIA H200 data sheet, dense FP8, rounded."""
 H200_BANDWIDTH_BYTES_PER_SECOND = 4.8e12
-"""NVIDIA H200 data sheet."""
 H200_WATTS = 700.0
-"""NVIDIA H200 data sheet."""
-GPU_HOUR_USD = 1.5
-"""A rental price, to be replaced by one's own."""
+GPU_HOUR_USD = 1.5  # a rental price, to be replaced by one's own
+# Orders of magnitude, from half a cent a gigabyte-year upwards; replace as prices move.
 SSD_USD_PER_MB_YEAR = 5e-5
 DRAM_USD_PER_MB_YEAR = 4e-3
-"""Orders of magnitude for one year, from half a cent a gigabyte-year upwards; replace as prices
-move."""
+# Patterson et al. 2021, Carbon Emissions and Large Neural Network Training, table 4 (on V100s).
 GPT3_TONNES_CO2 = 552.0
-"""Patterson et al. 2021, Carbon Emissions and Large Neural Network Training, table 4 (on V100s)."""
-CO2_USD_PER_TONNE = 112.0
-"""Between 50 and 250 USD; 112 is their geometric mean, rounded."""
+CO2_USD_PER_TONNE = 112.0  # between 50 and 250 USD; 112 is their geometric mean, rounded
 BEEF_KG_CO2_PER_KG = 50.0
-BURGER_KG = 0.113
-"""A quarter pound."""
-GPT3_COST_USD = 6e6
-"""A published guess at what the training of GPT-3 cost."""
+BURGER_KG = 0.113  # a quarter pound
+GPT3_COST_USD = 6e6  # a published guess at what the training of GPT-3 cost
 
 
 @dataclass(frozen=True)
@@ -176,16 +168,9 @@ def seconds_per_token(
 
 
 @positive_arguments
-def tokens_per_minute(
-    weights_bytes: Quantity,
-    *,
-    bandwidth_bytes_per_second: Quantity = H200_BANDWIDTH_BYTES_PER_SECOND,
-) -> Quantity:
-    """Most tokens a minute that one sequence can be decoded at."""
-    seconds = seconds_per_token(
-        weights_bytes, bandwidth_bytes_per_second=bandwidth_bytes_per_second
-    )
-    return 60.0 / seconds
+def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
+    """Most tokens a minute for one sequence; `memory` is the option of `seconds_per_token`."""
+    return 60.0 / seconds_per_token(weights_bytes, **memory)
 
 
 @positive_arguments
@@ -201,10 +186,6 @@ def activation_bytes_per_token(
 def tokens_to_match_weights(weights_bytes: float, bytes_per_token: float) -> float:
     """Tokens whose activations take as much memory as the weights."""
     return weights_bytes / bytes_per_token
-
-
-PETAFLOP_DAY = 1e15 * 86_400
-"""Operations in a petaflop/s-day."""
 
 
 @positive_arguments
@@ -223,28 +204,16 @@ def gpu_hours(
 
 @positive_arguments
 def training_usd(
-    flops: Quantity,
-    *,
-    flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilization: Quantity = 1.0,
-    usd_per_hour: Quantity = GPU_HOUR_USD,
+    flops: Quantity, *, usd_per_hour: Quantity = GPU_HOUR_USD, **speed: Quantity
 ) -> Quantity:
-    """Rent for that computation."""
-    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilization=utilization)
-    return hours * usd_per_hour
+    """Rent for that computation; `speed` are the options of `gpu_hours`."""
+    return gpu_hours(flops, **speed) * usd_per_hour
 
 
 @positive_arguments
-def wall_clock_hours(
-    flops: Quantity,
-    devices: int,
-    *,
-    flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilization: Quantity = 1.0,
-) -> Quantity:
-    """Hours on that many devices at once."""
-    hours = gpu_hours(flops, flops_per_second=flops_per_second, utilization=utilization)
-    return hours / devices
+def wall_clock_hours(flops: Quantity, devices: int, **speed: Quantity) -> Quantity:
+    """Hours on that many devices at once; `speed` are the options of `gpu_hours`."""
+    return gpu_hours(flops, **speed) / devices
 
 
 @positive_arguments
@@ -254,21 +223,9 @@ def inference_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
 
 
 @positive_arguments
-def inference_usd(
-    parameters: Quantity,
-    tokens: Quantity,
-    *,
-    flops_per_second: Quantity = H200_FP8_FLOPS,
-    utilization: Quantity = 1.0,
-    usd_per_hour: Quantity = GPU_HOUR_USD,
-) -> Quantity:
-    """Rent to produce that many tokens if computation were all."""
-    return training_usd(
-        inference_flops(parameters, tokens),
-        flops_per_second=flops_per_second,
-        utilization=utilization,
-        usd_per_hour=usd_per_hour,
-    )
+def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> Quantity:
+    """Rent to produce that many tokens if computation were all, with `training_usd`'s options."""
+    return training_usd(inference_flops(parameters, tokens), **price)
 
 
 @positive_arguments

@@ -7,12 +7,9 @@ What is not a matrix multiplication (norms, activations, softmax) is not counted
 `torch.utils.flop_counter`.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator, Mapping
-from fractions import Fraction
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
@@ -52,6 +49,7 @@ def flops(
       in the backward.
     - An encoder sees `encoder_seq` tokens: its table of positions, else `seq`, if not given.
     """
+    checks.instance("model", model, Shape, "a Transformer")
     seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
     checks.choice("phase", phase, ("forward", "training", "prefill", "decode"))
     checks.choice("attention", attention, ("causal", "full"))
@@ -69,28 +67,21 @@ def flops(
         # Keys and values of the encoder are made once.
         "source": 0 if phase == "decode" else batch * source,
     }
-    parts = [
-        *_parts(model, meet, passes),
-        *_attention(model, batch, seq, passes, attention, decode=phase == "decode"),
-    ]
-    again = []
+    core = _attention(model, batch, seq, passes, attention, decode=phase == "decode")
+    parts = [*_parts(model, meet, passes), core]
+    again: Iterable[Breakdown] = ()
     if phase == "training":
-        again = _recomputed(model, batch, seq, attention, recompute, flash, meet)
+        once = _attention(model, batch, seq, 1, attention)
+        again = _recomputed(model, once, recompute, flash, meet)
     if model.encoder:
         sizes = {"layers": model.layers, "ops": 2, "heads": model.heads}
         sizes["width"] = model.qk_dim + model.v_head_dim
         looks = product("pairs", UNIT, passes=passes, **sizes, pairs=tokens * source)
         parts.append(total("attention to the encoder", UNIT, looks))
     if model.encoder and phase != "decode":
-        inside = flops(
-            model.encoder,
-            seq=source,
-            batch=batch,
-            phase="training" if passes == 3 else "forward",
-            attention=attention,
-            recompute=recompute,
-            flash=flash,
-        )
+        like: dict[str, Any] = {"attention": attention, "recompute": recompute, "flash": flash}
+        once_more: Phase = "training" if passes == 3 else "forward"
+        inside = flops(model.encoder, seq=source, batch=batch, phase=once_more, **like)
         parts.append(total("encoder", UNIT, *inside.parts))
     return total(
         f"{phase} of {model.name}",
@@ -123,29 +114,22 @@ def mfu(
     tokens_per_second: float,
     seq: int,
     devices: int = 1,
-    hardware: str | Hardware | None = None,
-    dtype: str = "bf16",
-    peak_flops: float | None = None,
     attention: Attention = "causal",
     include_attention: bool = True,
+    encoder_seq: int | None = None,
+    **of: Any,
 ) -> float:
     """Model FLOPs utilization: the share of the peak that useful operations account for.
 
-    The convention matters more than the digits: PaLM counts full attention, and prints one figure
-    with and one without attention (Chowdhery et al. 2022, appendix B).
+    `of` says whose peak: `hardware` with a `dtype` (bf16), or `peak_flops`. The convention matters
+    more than the digits: PaLM counts full attention, and prints one figure with and one without
+    attention (Chowdhery et al. 2022, appendix B).
     """
-    checks.number("tokens_per_second", tokens_per_second)
-    checks.whole("devices", devices)
-    work = flops(model, seq=seq, attention=attention)
+    work = flops(model, seq=seq, attention=attention, encoder_seq=encoder_seq)
     useful = work.total
     if not include_attention and "attention" in work:
         useful -= work["attention"].total
-    return utilization(
-        useful / seq * tokens_per_second / devices,
-        hardware=hardware,
-        dtype=dtype,
-        peak_flops=peak_flops,
-    )
+    return _at_rate(useful / seq, tokens_per_second, devices, of)
 
 
 def hfu(
@@ -154,23 +138,19 @@ def hfu(
     tokens_per_second: float,
     seq: int,
     devices: int = 1,
-    hardware: str | Hardware | None = None,
-    dtype: str = "bf16",
-    peak_flops: float | None = None,
     attention: Attention = "causal",
     recompute: Recompute = "none",
     flash: bool = True,
+    **of: Any,
 ) -> float:
     """Hardware FLOPs utilization: like `mfu`, with the operations that are run a second time."""
-    checks.number("tokens_per_second", tokens_per_second)
-    checks.whole("devices", devices)
     work = flops(model, seq=seq, attention=attention, recompute=recompute, flash=flash)
-    return utilization(
-        work.total / seq * tokens_per_second / devices,
-        hardware=hardware,
-        dtype=dtype,
-        peak_flops=peak_flops,
-    )
+    return _at_rate(work.total / seq, tokens_per_second, devices, of)
+
+
+def _at_rate(each: float, tokens_per_second: float, devices: int, of: Mapping[str, Any]) -> float:
+    rate = checks.number("tokens_per_second", tokens_per_second)
+    return utilization(each * rate / checks.whole("devices", devices), **of)
 
 
 def utilization(
@@ -190,19 +170,12 @@ def utilization(
 def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
     """Every matrix times what it meets, under the headings of the parameters."""
     for part, listed in by_part(model):
-        leaves = [
-            product(
-                matrix.name,
-                UNIT,
-                passes=passes,
-                **_times(matrix, meet),
-                ops=2,
-                rows=matrix.rows,
-                columns=matrix.columns,
-            )
-            for matrix in listed
-            if matrix.kind == "matrix"
-        ]
+        leaves = []
+        for matrix in listed:
+            sizes = _times(matrix, meet) | {"ops": 2, "rows": matrix.rows}
+            if matrix.kind == "matrix":
+                leaf = product(matrix.name, UNIT, passes=passes, **sizes, columns=matrix.columns)
+                leaves.append(leaf)
         for mixer in model.mixers:
             if mixer.name == part:
                 seen = {"tokens": meet["tokens"], "layers": len(mixer.layers)}
@@ -210,14 +183,14 @@ def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Break
         # `attention` is what becomes of queries and keys; the matrices before it are projections.
         yield total("projections" if part == "attention" else part, UNIT, *leaves)
     if model.lm_head and model.tied:
-        sizes = {"rows": model.embedding_dim, "columns": model.vocab_size}
-        leaf = product("matrix", UNIT, passes=passes, tokens=meet["last"], ops=2, **sizes)
+        sizes = {"ops": 2, "rows": model.embedding_dim, "columns": model.vocab_size}
+        leaf = product("matrix", UNIT, passes=passes, tokens=meet["last"], **sizes)
         yield total("head", UNIT, leaf)
 
 
 def _times(matrix: Matrix, meet: Mapping[str, int]) -> dict[str, int]:
     """How many rows a matrix multiplies: tokens, layers, experts."""
-    seen = {"tokens": meet[matrix.meets]}
+    seen = {"tokens": meet[matrix.meets] - matrix.skips * meet["sequence"]}
     if matrix.layers is not None:
         seen["layers"] = len(matrix.layers)
     if matrix.chosen > 1 or matrix.routed:
@@ -226,56 +199,33 @@ def _times(matrix: Matrix, meet: Mapping[str, int]) -> dict[str, int]:
 
 
 def _attention(
-    model: Shape,
-    batch: int,
-    seq: int,
-    passes: int | Fraction,
-    attention: Attention,
-    *,
-    decode: bool,
-) -> tuple[Breakdown, ...]:
+    model: Shape, batch: int, seq: int, passes: int, attention: Attention, decode: bool = False
+) -> Breakdown:
     everywhere, windowed = pairs(model, seq, attention)
+    qk, v = model.qk_dim, model.v_head_dim
     if decode:
         everywhere = seq
         windowed = seq if attention == "full" or not model.window else min(model.window.size, seq)
-    qk, v = model.qk_dim, model.v_head_dim
     if decode and model.mla:
         # Queries go into the latent and outputs come out of it: the up-projection, read per token.
         qk, v = model.mla.kv_rank + model.mla.rope_head_dim, model.mla.kv_rank
-    parts = []
     few = len(model.windowed_layers)
-    for kind, layers, count in (
+    kinds = (
         ("", len(model.attention_layers or ()) - few, everywhere),
         (" in windows", few, windowed),
-    ):
+    )
+    parts = []
+    for kind, layers, count in kinds:
+        sizes = {"sequences": batch, "layers": layers, "ops": 2, "heads": model.heads}
         for name, width in (("scores", qk), ("values", v)):
-            parts.append(
-                product(
-                    name + kind,
-                    UNIT,
-                    passes=passes,
-                    sequences=batch,
-                    layers=layers,
-                    ops=2,
-                    heads=model.heads,
-                    width=width,
-                    pairs=count,
-                )
-            )
-    return (total("attention", UNIT, *parts),)
+            leaf = product(name + kind, UNIT, passes=passes, **sizes, width=width, pairs=count)
+            parts.append(leaf)
+    return total("attention", UNIT, *parts)
 
 
 def _recomputed(
-    model: Shape,
-    batch: int,
-    seq: int,
-    attention: Attention,
-    recompute: Recompute,
-    flash: bool,
-    meet: Mapping[str, int],
-) -> list[Breakdown]:
-    (core,) = _attention(model, batch, seq, 1, attention, decode=False)
-    again: list[Breakdown] = []
+    model: Shape, core: Breakdown, recompute: Recompute, flash: bool, meet: Mapping[str, int]
+) -> Iterator[Breakdown]:
     if recompute == "full":
         forward = int(core.total) + sum(
             2 * matrix.one * math.prod(_times(matrix, meet).values())
@@ -283,9 +233,8 @@ def _recomputed(
             if matrix.kind == "matrix" and matrix.layers is not None
         )
         forward += sum(meet["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
-        again.append(product("blocks", UNIT, "a second forward", forward=forward))
+        yield product("blocks", UNIT, "a second forward", forward=forward)
     elif recompute == "selective":
-        again.append(total("attention", UNIT, *core.parts))
+        yield core
     if flash:
-        again.append(total("scores in the flash backward", UNIT, *core.parts[::2]))
-    return again
+        yield total("scores in the flash backward", UNIT, *core.parts[::2])

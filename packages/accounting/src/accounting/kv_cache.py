@@ -1,7 +1,5 @@
 """Bytes that decoding keeps for every token it has seen, and where they stop growing."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 from accounting import checks
@@ -27,6 +25,7 @@ def kv_cache(
     caches do. Split over `tensor` devices, key heads are dealt out until each device has one; a
     latent is kept by all.
     """
+    checks.instance("model", model, Shape, "a Transformer")
     seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
     scale_block = checks.whole("scale_block", scale_block, least=0)
     tensor = checks.whole("tensor", tensor)
@@ -38,47 +37,28 @@ def kv_cache(
     scale = Fraction(4, scale_block) if scale_block else Fraction(0)
     entry = bytes_of(dtype) + scale
     parts = []
+    # Where there are more devices than heads of keys, each keeps a copy of one.
+    held = max(1, model.kv_heads // tensor) if model.kv_heads else 0
     for name, layers, tokens in _layer_groups(model, seq):
-        sizes = {"layers": layers, "sequences": batch, "tokens": tokens}
+        sizes: dict[str, int] = {"layers": layers, "sequences": batch, "tokens": tokens}
+        kinds = {"keys": model.qk_dim, "values": model.v_head_dim}
         if model.mla:
-            latent = model.mla.kv_rank
-            parts.append(product(f"latents{name}", "B", **sizes, width=latent, bytes=entry))
-            rope = model.mla.rope_head_dim
-            parts.append(product(f"position keys{name}", "B", **sizes, width=rope, bytes=entry))
+            kinds = {"latents": model.mla.kv_rank, "position keys": model.mla.rope_head_dim}
         else:
-            held = max(1, model.kv_heads // tensor) if model.kv_heads else 0
-            for kind, width in (("keys", model.qk_dim), ("values", model.v_head_dim)):
-                parts.append(
-                    product(kind + name, "B", **sizes, heads=held, width=width, bytes=entry)
-                )
+            sizes["heads"] = held
+        for kind, width in kinds.items():
+            parts.append(product(kind + name, "B", **sizes, width=width, bytes=entry))
     for mixer in model.mixers:
         # A recurrence keeps a state of one size, however long the sequence.
-        parts.append(
-            product(
-                f"state of {mixer.name}",
-                "B",
-                layers=len(mixer.layers),
-                sequences=batch,
-                numbers=Fraction(mixer.state, tensor),
-                bytes=entry,
-            )
-        )
+        sizes = {"layers": len(mixer.layers), "sequences": batch}
+        numbers = Fraction(mixer.state, tensor)
+        state = product(f"state of {mixer.name}", "B", **sizes, numbers=numbers, bytes=entry)
+        parts.append(state)
     if model.encoder:
-        looked_at = encoder_seq or model.encoder.positions or seq
-        checks.whole("encoder_seq", looked_at)
-        held = max(1, model.kv_heads // tensor)
-        parts.append(
-            product(
-                "keys and values of the encoder",
-                "B",
-                layers=model.layers,
-                sequences=batch,
-                tokens=looked_at,
-                heads=held,
-                width=model.qk_dim + model.v_head_dim,
-                bytes=entry,
-            )
-        )
+        seen = checks.whole("encoder_seq", encoder_seq or model.encoder.positions or seq)
+        sizes = {"layers": model.layers, "sequences": batch, "tokens": seen, "heads": held}
+        sizes["width"] = model.qk_dim + model.v_head_dim
+        parts.append(product("keys and values of the encoder", "B", **sizes, bytes=entry))
     return total(f"KV cache of {model.name}", "B", *parts)
 
 

@@ -1,9 +1,7 @@
 """How a model is laid over devices: the degrees of each parallelism, and which layers a stage
 holds."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from accounting import checks
@@ -45,13 +43,7 @@ class Plan:
     blocks, with full recomputation)."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "context", "expert", "microbatches", "virtual_stages"):
-            checks.whole(name, getattr(self, name))
-        checks.whole("devices", self.devices, least=0)
-        checks.whole("data", self.data, least=0)
-        checks.flag("sequence_parallel", self.sequence_parallel)
-        checks.flag("reshard_after_forward", self.reshard_after_forward)
-        checks.whole("zero", self.zero, least=0)
+        check_fields(vars(self))
         model_parallel = self.tensor * self.pipeline * self.context
         if not self.data:
             if self.devices % model_parallel:
@@ -72,10 +64,6 @@ class Plan:
                 f"expert is {self.expert}, which does not divide the data x context = "
                 f"{self.replicas} ranks that experts are spread over"
             )
-        checks.choice("zero", self.zero, (0, 1, 2, 3))
-        checks.choice("schedule", self.schedule, ("gpipe", "1f1b", "interleaved"))
-        checks.choice("recompute", self.recompute, ("none", "selective", "full"))
-        checks.choice("offload", self.offload, ("none", "optimizer", "activations"))
         if self.offload == "activations" and self.recompute != "full":
             raise ValueError(
                 f"offload is 'activations' with recompute {self.recompute!r}; what is "
@@ -106,6 +94,7 @@ class Plan:
 
     def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:
         """Raise `ValueError` where this plan does not fit the model, the batch or the sequence."""
+        checks.instance("model", model, Shape, "a Transformer")
         if self.pipeline * self.virtual_stages > model.layers:
             raise ValueError(
                 f"pipeline x virtual_stages is {self.pipeline * self.virtual_stages}, deeper than "
@@ -210,6 +199,35 @@ class Plan:
         # Megatron's interleaving warms up with 2(p - s - 1) + (v - 1)p chunks, and runs one more.
         warm_up = 2 * (self.pipeline - stage - 1) + (self.virtual_stages - 1) * self.pipeline
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
+
+
+_CHOICES = {
+    "zero": (0, 1, 2, 3),
+    "schedule": ("gpipe", "1f1b", "interleaved"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "activations"),
+}
+
+
+def check_fields(given: Mapping[str, object]) -> None:
+    """Each field by itself: whole numbers, switches and names."""
+    for name, value in given.items():
+        if name in ("sequence_parallel", "reshard_after_forward"):
+            checks.flag(name, value)
+        elif name in _CHOICES:
+            if name == "zero":
+                checks.whole(name, value, least=0)
+            checks.choice(name, value, _CHOICES[name])
+        else:
+            checks.whole(name, value, least=0 if name in ("devices", "data") else 1)
+
+
+def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:
+    """The plan, or that of a single device, if it fits what it is for."""
+    plan = Plan() if plan is None else plan
+    checks.instance("plan", plan, Plan, "a Plan or None")
+    plan.check(model, batch=batch, seq=seq)
+    return plan
 
 
 def split(count: int, ranks: int) -> int:

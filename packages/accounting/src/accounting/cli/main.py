@@ -9,8 +9,6 @@ MODEL is a config.json, the folder it is in, or sizes such as
 `layers=32,d_model=4096,heads=32,vocab_size=32000`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -19,21 +17,54 @@ from pathlib import Path
 from typing import Any
 
 from accounting import checks
-from accounting.cli.questions import AXES, QUESTIONS, read_model
+from accounting.cli.questions import amount, differences, read_model, serving
 from accounting.cli.report import as_html, as_text, report
-from accounting.hardware import HARDWARE, Hardware, find
-from accounting.model.transformer import Transformer
+from accounting.hardware import HARDWARE, find
 from accounting.plan import Plan
 from accounting.precision import PRECISIONS
+from accounting.search.answer import no_room, plan_for
 from accounting.search.plans import plans_that_fit, smallest_machine
+from accounting.workload import Workload
+
+AXES = {
+    "tp": ("tensor", int, "tensor parallel"),
+    "pp": ("pipeline", int, "pipeline stages"),
+    "cp": ("context", int, "context parallel"),
+    "ep": ("expert", int, "expert parallel"),
+    "zero": ("zero", int, "ZeRO stage; 3 is FSDP"),
+    "microbatches": ("microbatches", int, "pieces of a data rank's batch"),
+    "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
+    "virtual-stages": ("virtual_stages", int, "chunks of an interleaved stage"),
+    "recompute": ("recompute", str, "none, selective or full"),
+    "offload": ("offload", str, "none, optimizer or activations"),
+}
+"""The options that give a plan's fields."""
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "gpus": {"type": int, "help": "devices in all"},
+    "hardware": {"default": "H100", "help": ", ".join(HARDWARE)},
+    "tokens": {"type": amount, "default": 1e12, "help": "1T, 300B or 1e12"},
+    "seq": {"type": int, "default": 4096},
+    "batch": {"type": int, "help": "sequences a step, in all"},
+    "memory": {"type": float, "help": "GB a device, in place of its own"},
+    "price": {"type": float, "help": "USD a device and hour"},
+    "precision": {"help": ", ".join(PRECISIONS)},
+    "efficiency": {"type": float, "help": "one share of the peak for all arithmetic"},
+    "search": {"action": "store_true", "help": "choose what is not given; the fewest GPUs"},
+    "explain": {"action": "store_true", "help": "print every derivation"},
+    "html": {"type": Path, "help": "write one page with pictures"},
+    "weights": {"default": "bf16", "help": "dtype of the weights"},
+    "cache": {"default": "bf16", "help": "dtype of the cache"},
+    "json": {"action": "store_true"},
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print an answer; 1 if the model does not fit, 2 if the question makes no sense."""
     words = list(sys.argv[1:] if argv is None else argv)
-    verb = words.pop(0) if words and words[0] in QUESTIONS else ""
+    questions = {"plan": _plan, "serve": _serve, "diff": _diff}
+    verb = words.pop(0) if words and words[0] in questions else ""
     try:
-        return QUESTIONS[verb](words) if verb else _report(words)
+        return questions[verb](words) if verb else _report(words)
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError) as error:
@@ -41,115 +72,115 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _report(words: Sequence[str]) -> int:
+def _parser(verb: str, about: str | None, options: str, *, axes: bool = False) -> Any:
     parser = argparse.ArgumentParser(
-        prog="python -m accounting",
-        description=__doc__,
+        prog=f"python -m accounting {verb}".rstrip(),
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--gpus", type=int, help="devices in all")
-    parser.add_argument("--tp", type=int, help="tensor parallel")
-    parser.add_argument("--pp", type=int, help="pipeline stages")
-    parser.add_argument("--cp", type=int, help="context parallel")
-    parser.add_argument("--ep", type=int, help="expert parallel")
-    parser.add_argument("--zero", type=int, help="ZeRO stage; 3 is FSDP")
-    parser.add_argument("--microbatches", type=int)
-    parser.add_argument("--schedule", help="gpipe, 1f1b or interleaved")
-    parser.add_argument("--virtual-stages", type=int, help="chunks of an interleaved stage")
-    parser.add_argument("--recompute", help="none, selective or full")
-    parser.add_argument("--offload", help="none, optimizer or activations")
-    parser.add_argument(
-        "--batch", type=int, help="sequences in all; one a micro-batch if not given"
-    )
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--precision", help=", ".join(PRECISIONS))
-    parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--efficiency", type=float, help="one share of the peak for all arithmetic")
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="choose what is not given; the fewest GPUs without --gpus",
-    )
-    parser.add_argument("--explain", action="store_true", help="print every derivation")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--html", type=Path, help="write one page with stacked bars")
-    return _run(parser.parse_args(words))
+    parser.add_argument("model", metavar="MODEL", nargs=2 if verb == "diff" else None)
+    for option in options.split():
+        parser.add_argument(f"--{option}", **_OPTIONS[option])
+    for option, (field, kind, text) in AXES.items() if axes else ():
+        parser.add_argument(f"--{option}", dest=field, type=kind, help=text)
+    return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    model, device = read_model(options.model), find(options.hardware)
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a plan that were asked for."""
+    fields = {field: getattr(options, field) for field, *_ in AXES.values()}
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _plan(words: Sequence[str]) -> int:
+    """The fastest plan over all axes, what it holds, how long and for how much."""
+    names = "gpus hardware tokens seq batch memory price precision json"
+    options = _parser("plan", _plan.__doc__, names, axes=True).parse_args(words)
+    if options.gpus is None:
+        raise ValueError("gpus is None; say how many devices there are with --gpus")
+    answer = plan_for(
+        read_model(options.model),
+        gpus=options.gpus,
+        hardware=options.hardware,
+        tokens=options.tokens,
+        seq=options.seq,
+        batch=options.batch,
+        memory_bytes=None if options.memory is None else options.memory * 1e9,
+        usd_per_hour=options.price,
+        precision=options.precision,
+        **_given(options),
+    )
+    print(json.dumps(answer.to_dict(), indent=1) if options.json else answer)
+    return 0
+
+
+def _serve(words: Sequence[str]) -> int:
+    """What devices hold and do to serve a model: cache, sequences at once, time a token."""
+    names = "gpus hardware seq weights cache json"
+    parser = _parser("serve", _serve.__doc__, names)
+    parser.set_defaults(gpus=1, seq=8192)
+    options = vars(parser.parse_args(words))
+    as_json = options.pop("json")
+    found = serving(read_model(options.pop("model")), **options)
+    rows = (f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in found.items())
+    print(json.dumps(found, indent=1) if as_json else "\n".join(rows))
+    return 0 if found["sequences_at_once"] else 1
+
+
+def _diff(words: Sequence[str]) -> int:
+    """Two models, side by side."""
+    options = _parser("diff", _diff.__doc__, "seq json").parse_args(words)
+    first, second = (read_model(text) for text in options.model)
+    rows = differences(first, second, seq=options.seq)
+    if options.json:
+        found = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{'':<34}{first.name:>24}{second.name:>24}{'ratio':>9}")
+    for row in rows:
+        ratio = f"{row.second / row.first:9.3f}" if row.first else f"{'-':>9}"
+        print(f"{row.name:<34}{row.show(row.first):>24}{row.show(row.second):>24}{ratio}")
+    return 0
+
+
+def _report(words: Sequence[str]) -> int:
+    names = "gpus batch seq precision hardware efficiency search explain json html"
+    options = _parser("", __doc__, names, axes=True).parse_args(words)
+    model, device, given = read_model(options.model), find(options.hardware), _given(options)
     precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
-    given = {field: getattr(options, name.replace("-", "_")) for name, field in AXES.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    if given.get("schedule") == "interleaved" and not options.search:
-        given.setdefault("virtual_stages", 2)
     if options.batch is not None:
         checks.whole("batch", options.batch)
+    if options.gpus is not None:
+        checks.whole("gpus", options.gpus)
+    about = {"hardware": device, "efficiency": options.efficiency}
     if options.search:
         batch = options.batch or options.gpus or 1
-        plan = _searched(model, device, batch, options, precision, given)
+        question = about | {"batch": batch, "seq": options.seq, "precision": precision} | given
+        if options.gpus is None:
+            found = smallest_machine(model, **question)
+        else:
+            found = plans_that_fit(model, devices=options.gpus, **question)
+        if not found:
+            raise ValueError(no_room(device, options.gpus, batch, options.seq, given))
+        plan = found[0].plan
     else:
+        if given.get("schedule") == "interleaved":
+            given.setdefault("virtual_stages", 2)
         # Where neither they nor a batch are given, a micro-batch for each stage.
-        stages = given.get("pipeline", 1)
         if options.batch is None:
-            given.setdefault("microbatches", stages)
-        if options.gpus is not None:
-            checks.whole("gpus", options.gpus)
-        plan = Plan(
-            devices=options.gpus or 0, sequence_parallel=given.get("tensor", 1) > 1, **given
-        )
+            given.setdefault("microbatches", given.get("pipeline", 1))
+        split = given.get("tensor", 1) > 1
+        plan = Plan(devices=options.gpus or 0, sequence_parallel=split, **given)
         batch = options.batch or plan.data * plan.microbatches
-    result = report(
-        model,
-        plan,
-        hardware=device,
-        batch=batch,
-        seq=options.seq,
-        precision=precision,
-        efficiency=options.efficiency,
-    )
+    work = Workload(batch=batch, seq=options.seq, precision=precision)
+    result = report(model, plan, work, **about)
     if options.html:
         # Written beside and renamed, so that no half page is left behind.
         beside = options.html.with_name(options.html.name + ".part")
         beside.write_text(as_html(result), encoding="utf-8")
         beside.replace(options.html)
-    if options.json:
-        print(json.dumps(result.to_dict(), indent=1))
-    else:
-        print(as_text(result))
-        if options.explain:
-            costs = (result.parameters, result.flops, result.memory, result.cache)
-            print(
-                "\n" + "\n\n".join(c.explain() for c in (*costs, result.traffic.wire, result.step))
-            )
+    print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
+    if options.explain and not options.json:
+        print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))
+        print("\n" + result.timeline.explain())
     return 0 if result.fits else 1
-
-
-def _searched(
-    model: Transformer,
-    device: Hardware,
-    batch: int,
-    options: argparse.Namespace,
-    precision: str,
-    given: dict[str, Any],
-) -> Plan:
-    """The fastest plan that keeps what was given."""
-    question: dict[str, Any] = {
-        "hardware": device,
-        "batch": batch,
-        "seq": options.seq,
-        "precision": precision,
-        "efficiency": options.efficiency,
-    }
-    if options.gpus is None:
-        return smallest_machine(model, **question, **given)[0].plan
-    found = plans_that_fit(model, devices=options.gpus, **question, **given)
-    if not found:
-        kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "no other choice"
-        raise ValueError(
-            f"no plan over {options.gpus} {device.name} with {kept} has room for "
-            f"batch={batch} and seq={options.seq}; give more devices, a smaller batch, or fewer "
-            "of the plan's fields"
-        )
-    return found[0].plan

@@ -1,23 +1,23 @@
-"""What a plan costs, on one screen: as text, as JSON, or as one page with stacked bars."""
-
-from __future__ import annotations
+"""What a plan costs, on one screen: as text, as JSON, or as one page with pictures."""
 
 import html
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.hardware import Hardware
 from accounting.kv_cache import kv_cache
+from accounting.memory.timeline import Timeline, memory_timeline
 from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.parameters import parameters
 from accounting.plan import Plan
-from accounting.precision import Precision, recipe
 from accounting.time.collective import Communication
 from accounting.time.communication import communication
 from accounting.time.step import step_time
+from accounting.workload import Workload
 
 Show = Callable[[float], str]
 
@@ -29,16 +29,15 @@ class Report:
     model: Shape
     plan: Plan
     hardware: Hardware
-    batch: int
-    seq: int
+    work: Workload
     parameters: Breakdown
     active: Breakdown
     flops: Breakdown
     memory: Breakdown
+    timeline: Timeline
     cache: Breakdown
     traffic: Communication
     step: Breakdown
-    precision: Precision
 
     @property
     def fits(self) -> bool:
@@ -46,131 +45,105 @@ class Report:
         return self.memory.total <= self.hardware.memory_bytes
 
     @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.work.batch * self.work.seq / float(self.step.total)
+
+    @property
     def mfu(self) -> float:
         """Useful operations a second, as a share of the peak of all devices."""
-        peak = self.plan.devices * self.hardware.peak(self.precision.compute)
+        peak = self.plan.devices * self.hardware.peak(self.work.kind.compute)
         return float(self.flops.total) / float(self.step.total) / peak
+
+    def costs(self) -> tuple[tuple[str, str, Breakdown, Show], ...]:
+        """A key, a heading, the cost, and how its numbers are written."""
+        return (
+            ("parameters", "Parameters", self.parameters, readable),
+            ("flops", "FLOPs a step", self.flops, lambda value: f"{value:.3g}"),
+            ("memory", "Memory of the fullest device", self.memory, binary_size),
+            ("kv_cache", "KV cache", self.cache, binary_size),
+            ("communication", "Bytes sent by a device", self.traffic.wire, binary_size),
+            ("step_time", "Time of a step", self.step, lambda value: f"{value:.3g} s"),
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain dictionaries and numbers, ready for `json.dumps`."""
+        peak = self.timeline.peak
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
             "devices": self.plan.devices,
             "plan": asdict(self.plan),
-            "precision": self.precision.name,
-            "batch": self.batch,
-            "seq": self.seq,
+            "precision": self.work.kind.name,
+            "batch": self.work.batch,
+            "seq": self.work.seq,
             "fits": self.fits,
             "mfu": self.mfu,
-            "tokens_per_second": self.batch * self.seq / float(self.step.total),
-            "parameters": self.parameters.to_dict(),
+            "tokens_per_second": self.tokens_per_second,
             "active_parameters": self.active.total,
-            "flops": self.flops.to_dict(),
-            "memory": self.memory.to_dict(),
-            "kv_cache": self.cache.to_dict(),
-            "communication": self.traffic.wire.to_dict(),
-            "step_time": self.step.to_dict(),
+            "peak": {"when": peak.when, "value": peak.total, "parts": peak.parts},
+            **{key: cost.to_dict() for key, _, cost, _ in self.costs()},
         }
 
 
 def report(
     model: Shape,
     plan: Plan,
+    work: Workload,
     *,
     hardware: Hardware,
-    batch: int,
-    seq: int,
-    precision: str = "mixed_bf16",
     efficiency: float | None = None,
 ) -> Report:
     """Work out everything for one plan."""
-    kind = recipe(precision)
-    # What travels is what is computed with: a copy in fewer bytes where the recipe makes one.
-    weights = kind.cast_weights or kind.weights
+    run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
     return Report(
         model=model,
         plan=plan,
         hardware=hardware,
-        batch=batch,
-        seq=seq,
+        work=work,
         parameters=parameters(model),
         active=parameters(model, active=True),
-        flops=flops(model, seq=seq, batch=batch),
-        memory=training_memory(model, plan, batch=batch, seq=seq, precision=kind),
-        cache=kv_cache(model, seq=seq),
-        traffic=communication(
-            model,
-            plan,
-            batch=batch,
-            seq=seq,
-            weights=weights,
-            gradients=kind.gradients,
-            activations=kind.activations,
-        ),
-        step=step_time(
-            model,
-            plan,
-            batch=batch,
-            seq=seq,
-            hardware=hardware,
-            efficiency=efficiency,
-            precision=kind,
-        ),
-        precision=kind,
+        flops=flops(model, **run),
+        memory=training_memory(model, plan, work),
+        timeline=memory_timeline(model, plan, work),
+        cache=kv_cache(model, seq=work.seq),
+        traffic=communication(model, plan, **run | work.kind.travels),
+        step=step_time(model, plan, work, hardware=hardware, efficiency=efficiency),
     )
 
 
 def as_text(result: Report) -> str:
     """The table for a terminal."""
-    plan, device = result.plan, result.hardware
+    plan, device, work = result.plan, result.hardware, result.work
     verdict = "fits" if result.fits else "DOES NOT FIT"
-    active = (
-        f", {result.active.total:,} active" if result.active.total < result.parameters.total else ""
-    )
+    active, all_of_them = result.active.total, result.parameters.total
+    some = f", {active:,} active" if active < all_of_them else ""
+    memory = f"{binary_size(result.memory.total)} of {binary_size(device.memory_bytes)}"
+    peak = result.timeline.peak
+    heads = {
+        "parameters": f"parameters      {all_of_them:,}{some}",
+        "flops": f"FLOPs a step    {float(result.flops.total):.4g}, forward and backward, causal",
+        "memory": f"memory a device {memory}: {verdict}",
+        "kv_cache": f"KV cache        {binary_size(result.cache.total)} for {work.seq} tokens",
+        "communication": f"sent a device   {binary_size(result.traffic.wire.total)} a step",
+        "step_time": f"step            {float(result.step.total):.4g} s, MFU {result.mfu:.1%}, "
+        f"{result.tokens_per_second:,.0f} tokens/s",
+    }
     lines = [
         f"{result.model.name} on {plan.devices} x {device.name}: data {plan.data}, "
         f"tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
         f"expert {plan.expert}, ZeRO {plan.zero}",
-        f"batch {result.batch} x {result.seq} tokens in {plan.microbatches} micro-batches, "
+        f"batch {work.batch} x {work.seq} tokens in {plan.microbatches} micro-batches, "
         f"{plan.schedule} with {plan.virtual_stages} chunks a stage, "
-        f"recompute {plan.recompute}, offload {plan.offload}, {result.precision.name}",
+        f"recompute {plan.recompute}, offload {plan.offload}, {work.kind.name}",
         "",
-        f"parameters      {result.parameters.total:,}{active}",
-        *_shares(result.parameters, readable),
-        f"FLOPs a step    {float(result.flops.total):.4g}, forward and backward, causal",
-        *_shares(result.flops, lambda value: f"{value:.3g}"),
-        f"memory a device {binary_size(result.memory.total)} of "
-        f"{binary_size(device.memory_bytes)}: {verdict}",
-        *_shares(result.memory, binary_size),
-        f"KV cache        {binary_size(result.cache.total)} for {result.seq} tokens",
-        f"sent a device   {binary_size(result.traffic.wire.total)} a step",
-        *_shares(result.traffic.wire, binary_size),
-        f"step            {float(result.step.total):.4g} s, MFU {result.mfu:.1%}, "
-        f"{result.batch * result.seq / float(result.step.total):,.0f} tokens/s",
-        *_shares(result.step, lambda value: f"{value:.3g} s"),
     ]
+    for key, _, cost, show in result.costs():
+        lines.append(heads[key])
+        lines += _shares(cost, show) if key != "kv_cache" else []
+        if key == "memory":
+            lines.append(f"  in time, {binary_size(peak.total)} at {peak.when}")
     return "\n".join(lines)
-
-
-def as_html(result: Report) -> str:
-    """One page without scripts or other files: a stacked bar and its derivation for every cost."""
-    blocks = (
-        ("Parameters", result.parameters, readable),
-        ("FLOPs a step", result.flops, lambda value: f"{value:.3g}"),
-        ("Memory of the fullest device", result.memory, binary_size),
-        ("KV cache", result.cache, binary_size),
-        ("Bytes sent by a device", result.traffic.wire, binary_size),
-        ("Time of a step", result.step, lambda value: f"{value:.3g} s"),
-    )
-    title = html.escape(f"{result.model.name} on {result.plan.devices} x {result.hardware.name}")
-    body = "\n".join(_bar(name, part, show) for name, part, show in blocks if part.total)
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n"
-        f"<p>{html.escape(repr(result.plan))}, batch {result.batch} x {result.seq}</p>\n"
-        f"{body}\n</html>\n"
-    )
 
 
 def _shares(whole: Breakdown, show: Show) -> list[str]:
@@ -184,32 +157,92 @@ def _shares(whole: Breakdown, show: Show) -> list[str]:
     ]
 
 
+def as_html(result: Report) -> str:
+    """One page without scripts or other files: memory in time, and a stacked bar with its
+    derivation for every cost."""
+    title = html.escape(f"{result.model.name} on {result.plan.devices} x {result.hardware.name}")
+    bars = (_bar(heading, cost, show) for _, heading, cost, show in result.costs() if cost.total)
+    body = "\n".join([_timeline(result.timeline, result.hardware.memory_bytes), *bars])
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
+        f'<meta name="color-scheme" content="light dark">\n'
+        f"<style>{_STYLE}</style>\n<h1>{title}</h1>\n"
+        f"<p>{html.escape(repr(result.plan))}, batch {result.work.batch} x {result.work.seq}</p>\n"
+        f"{body}\n</html>\n"
+    )
+
+
 def _bar(name: str, whole: Breakdown, show: Show) -> str:
-    total = float(whole.total)
+    whole_size = float(whole.total)
+    shares = [(part.name, show(part.total), float(part.total) / whole_size) for part in whole.parts]
     pieces = "".join(
-        f'<i style="width:{100 * float(part.total) / total:.3f}%;'
-        f'background:hsl({47 * index % 360} 55% 62%)" title="{html.escape(part.name)}"></i>'
-        for index, part in enumerate(whole.parts)
+        f'<i style="width:{100 * share:.3f}%;background:{_color(index)}" '
+        f'title="{html.escape(part)}"></i>'
+        for index, (part, _, share) in enumerate(shares)
     )
-    legend = "".join(
-        f'<li style="--c:hsl({47 * index % 360} 55% 62%)">{html.escape(part.name)} '
-        f"{html.escape(show(part.total))} ({float(part.total) / total:.1%})</li>"
-        for index, part in enumerate(whole.parts)
-    )
+    legend = _legend([f"{part} {size} ({share:.1%})" for part, size, share in shares])
     return (
         f"<section><h2>{name}: {html.escape(show(whole.total))}</h2>"
-        f'<div class="bar">{pieces}</div><ul>{legend}</ul>'
+        f'<div class="bar">{pieces}</div>{legend}'
         f"<details><summary>derivation</summary><pre>{html.escape(whole.explain())}</pre>"
         "</details></section>"
     )
 
 
+def _timeline(timeline: Timeline, room: int, width: int = 960, height: int = 240) -> str:
+    """Bytes over the moments of a step, stacked by kind, under the line of what the device has."""
+    peak, moments = timeline.peak, timeline.moments
+    # A picture needs no more steps than it has room for; the peak is always among them.
+    every = -(-len(moments) // 400)
+    shown = [m for i, m in enumerate(moments) if i % every == 0 or m is peak]
+    top, step = 1.05 * max(peak.total, float(room)), width / len(shown)
+    kinds = [kind for kind in peak.parts if any(m.parts[kind] for m in shown)]
+    below = [0.0] * len(shown)
+    areas = []
+    for index, kind in enumerate(kinds):
+        above = [low + m.parts[kind] for low, m in zip(below, shown, strict=True)]
+        edges = [
+            [
+                f"{x:.1f},{height - height * level / top:.1f}"
+                for i, level in enumerate(levels)
+                for x in (i * step, (i + 1) * step)
+            ]
+            for levels in (above, below)
+        ]
+        points = " ".join(edges[0] + edges[1][::-1])
+        areas.append(f'<polygon points="{points}" fill="{_color(index)}"/>')
+        below = above
+    y = height - height * room / top
+    head = f"Memory in time: {binary_size(peak.total)} at {peak.when}"
+    legend = _legend([f"{kind} {binary_size(peak.parts[kind])} at the peak" for kind in kinds])
+    return (
+        f"<section><h2>{html.escape(head)}</h2>"
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(head)}">'
+        f"{''.join(areas)}"
+        f'<line x1="0" x2="{width}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
+        f'stroke-dasharray="6 4"/><text x="4" y="{y - 4:.1f}">{binary_size(room)}</text></svg>'
+        f"{legend}</section>"
+    )
+
+
+def _legend(entries: list[str]) -> str:
+    items = (
+        f'<li style="--c:{_color(index)}">{html.escape(entry)}</li>'
+        for index, entry in enumerate(entries)
+    )
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _color(index: int) -> str:
+    return f"hsl({47 * index % 360} 55% 62%)"
+
+
 _STYLE = (
-    "body{font:15px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "h2{font-size:1.05rem;margin-bottom:.3rem}.bar{display:flex;height:1.6rem}"
-    ".bar i{display:block}ul{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;"
-    "list-style:none;padding:0}"
-    "li::before{content:'';display:inline-block;width:.8em;height:.8em;"
-    "background:var(--c);"
+    ":root{color-scheme:light dark}body{font:15px system-ui;max-width:60rem;margin:2rem auto;"
+    "padding:0 1rem;background:Canvas;color:CanvasText}"
+    "h2{font-size:1.05rem;margin-bottom:.3rem}.bar{display:flex;height:1.6rem}.bar i{display:block}"
+    "svg{width:100%;height:auto}text{font-size:11px;fill:currentColor}"
+    "ul{display:flex;flex-wrap:wrap;gap:.2rem 1.2rem;list-style:none;padding:0}"
+    "li::before{content:'';display:inline-block;width:.8em;height:.8em;background:var(--c);"
     "margin-right:.4em}pre{overflow:auto;font-size:12px}"
 )

@@ -304,7 +304,9 @@ def _plain_tensors(tensor: Tensor) -> list[Tensor]:
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or type(tensor).__name__ == "FakeTensor":
         return [tensor]
-    return [x for name in names()[0] for x in _plain_tensors(getattr(tensor, name))]
+    # A DTensor lists its mesh among its parts.
+    inside = (getattr(tensor, name) for name in names()[0])
+    return [x for part in inside if isinstance(part, Tensor) for x in _plain_tensors(part)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

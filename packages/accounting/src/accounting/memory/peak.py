@@ -1,35 +1,31 @@
-"""The peak of a plain training loop on one device, and the bytes of single tensors."""
-
-from __future__ import annotations
+"""A training step as a timeline of moments, its peak, and the bytes of single tensors."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
-from accounting.plan import Plan, split
-from accounting.precision import Precision, bytes_of, recipe
+from accounting.plan import Plan, fitted, split
+from accounting.precision import Precision, bytes_of
+from accounting.workload import Workload, workload
 
 
 def peak_memory(
     model: Shape,
     plan: Plan | None = None,
+    work: Workload | None = None,
     *,
-    batch: int,
-    seq: int,
-    precision: str | Precision = "fp32",
-    flash: bool = True,
-    fused_norm: bool = True,
-    fused_projections: bool = False,
     foreach: bool = True,
     gradients_kept: bool = False,
     checkpointed: bool = False,
+    **run: Any,
 ) -> Breakdown:
     """The most that one device holds at one time in a training loop, once it has made a step.
 
@@ -45,114 +41,65 @@ def peak_memory(
     one for the ends: these stay gathered all through the backward with the gradient of the head
     whole, while one block is at work, the next is gathered and the one before is reduced.
     """
-    checks.whole("batch", batch)
-    checks.whole("seq", seq)
-    plan = plan or Plan()
+    work = workload(work, run)
+    checks.whole("batch", work.batch)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.microbatches > 1:
         raise ValueError("peak_memory follows data parallelism alone; training_memory knows more")
-    checkpointed = checks.flag("checkpointed", checkpointed) or plan.recompute == "full"
-    kind = recipe(precision)
-    everything = _count(model)
-    states = {
-        part.name: part
-        for part in model_states(everything, data=plan.data, zero=plan.zero, precision=kind)
-    }
-    share = plan.data if plan.zero >= 2 else 1
-    local = replace(plan, recompute="full" if checkpointed else "none", devices=0)
+    full = checks.flag("checkpointed", checkpointed) or plan.recompute == "full"
+    plan = replace(plan, recompute="full" if full else "none", devices=0)
+    moments = _moments(model, plan, work, foreach, gradients_kept)
+    return max(moments, key=lambda moment: moment.total)
 
-    def held(layers: Shape, plan: Plan) -> Breakdown:
-        return activations(
-            layers,
-            plan,
-            batch=batch,
-            seq=seq,
-            precision=kind,
-            flash=flash,
-            fused_norm=fused_norm,
-            fused_projections=fused_projections,
-        )
+
+def _moments(
+    model: Shape, plan: Plan, work: Workload, foreach: bool, gradients_kept: bool
+) -> Iterator[Breakdown]:
+    """What is alive where a step may be fullest."""
+    kind = work.kind
+    everything = _count(model)
+    states = model_states(everything, data=plan.data, zero=plan.zero, precision=kind)
+    whole, tokens = _Whole(model, plan, kind), work.tokens(plan)
+    kept = activations(model, plan, work)
+    head = head_activations(model, tokens=tokens, precision=kind, fused_norm=work.fused_norm)
 
     def moment(when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
-        size = bytes_of(kind.gradients)
-        kept = split(gradients, share)
-        return total(
-            f"peak memory of {model.name}, {when}",
-            "B",
-            states["weights"],
-            product("gradients", "B", parameters=kept, bytes=size) if kept else None,
-            states.get("optimizer"),
-            *parts,
-        )
-
-    whole = _Whole(model, plan, kind)
-    tokens = batch // plan.data * seq
-    kept = held(model, local)
-    head = head_activations(model, tokens=tokens, precision=kind, fused_norm=fused_norm)
+        held = split(gradients, plan.data if plan.zero >= 2 else 1)
+        name = f"peak memory of {model.name}, {when}"
+        grown = product("gradients", "B", parameters=held, bytes=bytes_of(kind.gradients))
+        optimizer = (part for part in states if part.name == "optimizer")
+        return total(name, "B", states["weights"], grown, *optimizer, *parts)
 
     def before(blocks: int) -> Breakdown | None:
         share = Fraction(max(0, blocks), model.layers)
         return times("activations of the blocks before", kept, share=share)
 
-    everywhere = everything * gradients_kept
-    moments = [
-        moment(
-            "at the start of the backward",
-            whole.cast(),
-            whole.gathered(blocks=0),
-            Breakdown("activations", "B", parts=kept.parts),
-            head,
-            gradients=everywhere,
-        ),
-        moment(
-            "at the end of the forward",
-            whole.cast(),
-            whole.gathered(blocks=0, buffer=True),
-            Breakdown("activations", "B", parts=kept.parts),
-            # The gradient of the logits is not there yet.
-            Breakdown("head and loss", "B", parts=head.parts[:-1]),
-            gradients=everywhere,
-        ),
-        moment("in the optimizer", _roots(model, kind, foreach, plan), gradients=everything),
-    ]
+    always = everything * gradients_kept
+    forward = replace(kept, name="activations")
+    # At the end of the forward the gradient of the logits is not there yet.
+    without = replace(head, parts=head.parts[:-1])
+    end = whole.gathered(blocks=0, buffer=True)
+    yield moment("at the end of the forward", whole.cast(), end, forward, without, gradients=always)
+    start = whole.gathered(blocks=0)
+    yield moment("at the start of the backward", whole.cast(), start, forward, head,
+                 gradients=always)  # fmt: skip
     later = everything if gradients_kept else everything - _first_block_and_table(model)
-    block = held(one_layer(model), replace(local, recompute="none"))
-    for part, alive in _inside(model, block, tokens, kind, None if flash else seq):
+    block = activations(one_layer(model), replace(plan, recompute="none"), work)
+    for part, alive in _inside(model, block, tokens, kind, None if work.flash else work.seq):
         # In its MLP a block has no gradients yet, in its attention it has most of them.
         grown = part == "attention"
-        moments += [
-            moment(
-                f"in the last block's {part}",
-                whole.cast(),
-                whole.gathered(blocks=2, head=True, grown=grown),
-                before(model.layers - 1),
-                alive,
-                gradients=everywhere,
-            ),
-            moment(
-                f"in the first block's {part}",
-                whole.cast(),
-                whole.gathered(
-                    blocks=1,
-                    done=model.layers - 1,
-                    head=True,
-                    grown=grown,
-                    reduced=model.layers > 1,
-                ),
-                alive,
-                gradients=later,
-            ),
-        ]
+        last = whole.gathered(blocks=2, head=True, grown=grown)
+        yield moment(f"in the last block's {part}", whole.cast(), last, before(model.layers - 1),
+                     alive, gradients=always)  # fmt: skip
         if plan.zero == 3 and model.layers > 2:
-            moments.append(
-                moment(
-                    f"in the last block but one's {part}",
-                    whole.gathered(blocks=2, done=1, head=True, grown=grown, reduced=True),
-                    before(model.layers - 2),
-                    alive,
-                    gradients=everywhere or whole.block,
-                )
-            )
-    return max(moments, key=lambda moment: moment.total)
+            middle = whole.gathered(blocks=2, done=1, head=True, grown=grown, reduced=True)
+            yield moment(f"in the last block but one's {part}", middle, before(model.layers - 2),
+                         alive, gradients=always or whole.block)  # fmt: skip
+        done, reduced = model.layers - 1, model.layers > 1
+        first = whole.gathered(blocks=1, done=done, head=True, grown=grown, reduced=reduced)
+        yield moment(f"in the first block's {part}", whole.cast(), first, alive, gradients=later)
+    roots = _roots(model, kind, foreach, plan)
+    yield moment("in the optimizer", roots, gradients=everything)
 
 
 class _Whole:
@@ -174,41 +121,34 @@ class _Whole:
         count = _matrix_parameters(self.model)
         return product("cast weights", "B", parameters=count, bytes=self.size)
 
-    def gathered(
-        self,
-        *,
-        blocks: int,
-        done: int = 0,
-        buffer: bool = False,
-        head: bool = False,
-        grown: bool = False,
-        reduced: bool = False,
-    ) -> Breakdown | None:
-        """The ends, and of the blocks those at work, gathered ahead, and reduced."""
+    def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
+        """The ends, and of the blocks those at work, gathered ahead, and reduced.
+
+        `also` says what else is there: the `buffer` of the last gather, the gradient of the `head`,
+        those of a block that have `grown`, and those that are `reduced`.
+        """
         if self.plan.zero < 3 or self.plan.data == 1:
             return None
         if not self.plan.reshard_after_forward:
             # Each is freed when its own backward is done.
             blocks = self.model.layers - done
         blocks = min(blocks, self.model.layers)
+
+        def one(name: str, count: int, key: str = "", size: Fraction = self.size) -> Breakdown:
+            there = not key or also.get(key, False)
+            return product(name, "B", parameters=count * there, bytes=size)
+
+        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": self.size}
+        reduced = bytes_of(self.kind.gradients)
         return total(
             "gathered",
             "B",
-            product("weights of the ends", "B", parameters=self.ends, bytes=self.size),
-            product(
-                "weights of blocks", "B", blocks=blocks, parameters=self.block, bytes=self.size
-            ),
-            product(
-                "buffer of the last gather", "B", parameters=buffer * self.block, bytes=self.size
-            ),
-            product("gradient of the head", "B", parameters=head * self.head, bytes=self.size),
-            product("gradients of a block", "B", parameters=grown * self.block, bytes=self.size),
-            product(
-                "gradients being reduced",
-                "B",
-                parameters=reduced * self.block,
-                bytes=bytes_of(self.kind.gradients),
-            ),
+            one("weights of the ends", self.ends),
+            product("weights of blocks", "B", **several),
+            one("buffer of the last gather", self.block, "buffer"),
+            one("gradient of the head", self.head, "head"),
+            one("gradients of a block", self.block, "grown"),
+            one("gradients being reduced", self.block, "reduced", reduced),
         )
 
 
@@ -222,27 +162,22 @@ def _inside(
     if model.experts:
         hidden = model.experts.per_token * model.experts.width + model.experts.shared
     scores = 3 * model.qk_dim if keys is None else 2 * keys
-    size = bytes_of(kind.activations)
     core = (block["attention"],) if "attention" in block else ()
     for part, saved, width in (
         ("MLP", block.parts, 2 * hidden),
         ("attention", core, model.heads * scores),
     ):
-        gradients = product(
-            "gradients in flight", "B", tokens=tokens, width=model.d_model + width, bytes=size
-        )
+        sizes: Sizes = {"width": model.d_model + width, "bytes": bytes_of(kind.activations)}
+        gradients = product("gradients in flight", "B", tokens=tokens, **sizes)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
 def _roots(model: Shape, kind: Precision, foreach: bool, plan: Plan) -> Breakdown:
     """Adam's square roots of second moments: of all parameters, or of one and its denominator."""
-    count = _count(model) if foreach else 2 * _largest(model)
-    return product(
-        "square roots",
-        "B",
-        parameters=split(count, plan.data if plan.zero else 1),
-        bytes=bytes_of(kind.moments[-1]) if kind.moments else Fraction(0),
-    )
+    largest = max((matrix.one for matrix in matrices(model)), default=0)
+    count = split(_count(model) if foreach else 2 * largest, plan.data if plan.zero else 1)
+    size = bytes_of(kind.moments[-1]) if kind.moments else Fraction(0)
+    return product("square roots", "B", parameters=count, bytes=size)
 
 
 def _count(model: Shape) -> int:
@@ -257,11 +192,6 @@ def _first_block_and_table(model: Shape) -> int:
     return block + (0 if model.tied else table)
 
 
-def _largest(model: Shape) -> int:
-    """The largest single parameter tensor of a plain implementation."""
-    return max((matrix.one for matrix in matrices(model)), default=0)
-
-
 def _matrix_parameters(model: Shape) -> int:
     """Parameters of linear layers: all but tables, norms, biases and sinks."""
     found = sum(matrix.size for matrix in matrices(model) if matrix.kind == "matrix")
@@ -272,5 +202,4 @@ def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:
     """Bytes of one tensor, such as a residual stream (B, S, d) or a score matrix (B, S, S)."""
     for extent in shape:
         checks.whole("an extent of shape", extent, least=0)
-    size = math.prod(shape) * bytes_of(dtype)
-    return math.ceil(size)
+    return math.ceil(math.prod(shape) * bytes_of(dtype))

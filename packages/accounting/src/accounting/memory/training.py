@@ -1,10 +1,9 @@
 """What training keeps on each device: weights, gradients, optimizer, activations, logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
@@ -12,57 +11,35 @@ from accounting.memory.activations import activations, head_activations
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.parameters import lora_parameters
-from accounting.plan import Plan, split
+from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of, recipe
+from accounting.workload import Workload, workload
 
 
 def training_memory(
     model: Shape,
     plan: Plan | None = None,
+    work: Workload | None = None,
     *,
-    batch: int,
-    seq: int,
-    precision: str | Precision = "fp32",
-    flash: bool = True,
-    dropout: bool = False,
-    fused_gate: bool = False,
     stage: int | None = None,
     lora_rank: int = 0,
     lora_targets: Sequence[str] = ("query", "value"),
+    **run: Any,
 ) -> Breakdown:
     """Bytes on one device with everything alive at once, of the fullest pipeline stage or of
     `stage`.
 
-    `batch` is the whole batch, in sequences; 0 asks for the model's states alone, as they lie
-    between two steps. With ZeRO-3 a step also holds what it gathers and reduces. `lora_rank`
-    freezes the weights and trains low-rank updates of `lora_targets`, by the names that
-    `parameters` prints.
+    `run` are the fields of a `Workload`; `batch` is the whole batch, in sequences; 0 asks for the
+    model's states alone, as they lie between two steps. With ZeRO-3 a step also holds what it
+    gathers and reduces. `lora_rank` freezes the weights and trains low-rank updates of
+    `lora_targets`, by the names that `parameters` prints.
     """
-    plan = plan or Plan()
-    checks.whole("seq", seq)
+    work = workload(work, run)
     checks.whole("lora_rank", lora_rank, least=0)
-    plan.check(model, batch=batch, seq=seq)
-    kind = recipe(precision)
-    if stage is not None:
-        return _stage_memory(
-            model,
-            plan,
-            batch,
-            seq,
-            kind,
-            flash,
-            dropout,
-            fused_gate,
-            stage,
-            lora_rank,
-            lora_targets,
-        )
-    every = (
-        _stage_memory(
-            model, plan, batch, seq, kind, flash, dropout, fused_gate, each, lora_rank, lora_targets
-        )
-        for each in range(plan.pipeline)
-    )
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    stages = range(plan.pipeline) if stage is None else (stage,)
+    lora = lora_rank, lora_targets
+    every = (_stage_memory(model, plan, work, each, lora) for each in stages)
     return max(every, key=lambda memory: memory.total)
 
 
@@ -84,22 +61,17 @@ def model_states(
     kind = recipe(precision)
     share = split(count, checks.whole("data", data))
 
-    def held(sharded_from: int) -> int:
-        return share if zero >= sharded_from else count
+    def held(name: str, sharded_from: int, size: Fraction) -> Breakdown:
+        return product(name, "B", parameters=share if zero >= sharded_from else count, bytes=size)
 
     master = bytes_of(kind.master) if kind.master else Fraction(0)
-    here = 0 if offload else 1
+    kept = (held("master weights", 1, master), held("moments", 1, kind.moment_bytes))
     return total(
         "model states",
         "B",
-        product("weights", "B", parameters=held(3), bytes=bytes_of(kind.weights)),
-        product("gradients", "B", parameters=held(2), bytes=bytes_of(kind.gradients)),
-        total(
-            "optimizer",
-            "B",
-            product("master weights", "B", parameters=here * held(1), bytes=master),
-            product("moments", "B", parameters=here * held(1), bytes=kind.moment_bytes),
-        ),
+        held("weights", 3, bytes_of(kind.weights)),
+        held("gradients", 2, bytes_of(kind.gradients)),
+        total("optimizer", "B", *(() if offload else kept)),
     )
 
 
@@ -119,20 +91,16 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
 
 def one_layer(model: Shape) -> Shape:
     """A single layer of `model`, of the kind that holds most, without a window."""
-    return max(
-        (_layer(model, layer) for layer in _kinds(model)),
-        key=lambda one: sum(matrix.size for matrix in matrices(one)),
-    )
-
-
-def _kinds(model: Shape) -> list[int]:
-    """A layer of each kind that there is."""
+    # A layer of each kind that there is.
     kinds: dict[tuple[object, ...], int] = {}
-    attention, mlp = set(model.attention_layers or ()), set(model.mlp_layers or ())
     for i in range(model.layers):
         mixed = tuple(i in mixer.layers for mixer in model.mixers)
-        kinds.setdefault((i in attention, i in mlp, i in model.expert_layers, mixed), i)
-    return list(kinds.values())
+        has = (i in (model.attention_layers or ()), i in (model.mlp_layers or ()))
+        kinds.setdefault((*has, i in model.expert_layers, mixed), i)
+    return max(
+        (_layer(model, layer) for layer in kinds.values()),
+        key=lambda one: sum(matrix.size for matrix in matrices(one)),
+    )
 
 
 def _layer(model: Shape, layer: int) -> Shape:
@@ -147,60 +115,48 @@ def _layer(model: Shape, layer: int) -> Shape:
         window=None,
         attention_layers=has(model.attention_layers),
         mlp_layers=has(model.mlp_layers),
-        mixers=tuple(replace(m, layers=(0,)) for m in model.mixers if layer in m.layers),
-        extra=tuple(replace(m, layers=(0,)) for m in model.extra if m.layers and layer in m.layers),
-        encoder=model.encoder,
+        mixers=tuple(replace(m, layers=(0,)) for m in model.mixers if has(m.layers)),
+        extra=tuple(replace(m, layers=(0,)) for m in model.extra if has(m.layers)),
     )
 
 
 def _stage_memory(
-    model: Shape,
-    plan: Plan,
-    batch: int,
-    seq: int,
-    kind: Precision,
-    flash: bool,
-    dropout: bool,
-    fused_gate: bool,
-    stage: int,
-    lora_rank: int,
-    lora_targets: Sequence[str],
+    model: Shape, plan: Plan, work: Workload, stage: int, lora: tuple[int, Sequence[str]]
 ) -> Breakdown:
-    states = _states(model, plan, kind, stage, lora_rank, lora_targets)
+    kind = work.kind
+    states = _states(model, plan, kind, stage, *lora)
     where = f"stage {stage} of {plan.pipeline}, " if plan.pipeline > 1 else ""
     name = f"training memory of {model.name}, {where}{kind.name}"
-    if not batch:
+    if not work.batch:
         return total(name, "B", *states)
-    one = activations(
-        model,
-        plan,
-        batch=batch,
-        seq=seq,
-        precision=kind,
-        flash=flash,
-        dropout=dropout,
-        fused_gate=fused_gate,
-        stage=stage,
-    )
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
-    sequences = batch // (plan.data * plan.microbatches)
-    tokens = sequences * (seq // plan.context)
-    working = None
-    if plan.recompute == "full":
-        working = _one_block(model, plan, batch, seq, kind, flash, dropout)
-    on_host = plan.offload == "activations" and plan.recompute == "full"
-    last = stage == plan.pipeline - 1
+    if plan.offload == "activations":
+        held = Fraction(0)
+    head: dict[str, Any] = {"tokens": work.tokens(plan), "precision": kind, "tensor": plan.tensor}
     return total(
         name,
         "B",
         *states,
-        times("activations", one, in_flight=0 if on_host else held),
-        working,
+        times("activations", activations(model, plan, work, stage=stage), in_flight=held),
+        one_block(model, plan, work) if plan.recompute == "full" else None,
         _gathered(model, plan, kind, stage),
-        head_activations(model, tokens=tokens, precision=kind, tensor=plan.tensor)
-        if last
-        else None,
+        head_activations(model, **head) if stage == plan.pipeline - 1 else None,
     )
+
+
+def one_block(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """While a block is recomputed, what it saves is there as well."""
+    block = activations(
+        one_layer(model),
+        replace(alone(plan), recompute="none", offload="none"),
+        replace(work, fused_norm=True, fused_projections=False, fused_gate=False),
+    )
+    return total("one block recomputed", "B", *block.parts)
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan of a single layer: one stage."""
+    return replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
 
 
 def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
@@ -211,18 +167,12 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None
-    dense, routed = device_parameters(model, plan, stage)
     here = plan.stage_model(model, stage)
-    one = one_layer(here)
-    ends = replace(one, vocab_size=0, positions=0, final_norm=False, encoder=None)
+    inside = replace(one_layer(here), vocab_size=0, positions=0, final_norm=False, encoder=None)
     # A block's dense weights are gathered over all replicas, its experts over theirs.
-    block = sum(
-        device_parameters(
-            ends, replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
-        )
-    )
+    block = sum(device_parameters(inside, alone(plan)))
     blocks = min(2, here.layers) if plan.reshard_after_forward else here.layers
-    root = max(0, dense + routed - block * here.layers)
+    root = max(0, sum(device_parameters(model, plan, stage)) - block * here.layers)
     size = bytes_of(kind.cast_weights or kind.weights)
     return total(
         "gathered",
@@ -235,41 +185,31 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
 
 
 def _states(
-    model: Shape,
-    plan: Plan,
-    kind: Precision,
-    stage: int,
-    lora_rank: int,
-    lora_targets: Sequence[str],
+    model: Shape, plan: Plan, kind: Precision, stage: int, rank: int, targets: Sequence[str]
 ) -> list[Breakdown]:
     dense, routed = device_parameters(model, plan, stage)
-    offload = plan.offload == "optimizer"
 
     def states(count: int, ranks: int) -> Breakdown:
+        offload = plan.offload == "optimizer"
         return model_states(count, data=ranks, zero=plan.zero, precision=kind, offload=offload)
 
-    if lora_rank:
+    if rank:
         held = [split(dense, plan.replicas), split(routed, plan.expert_replicas)]
         frozen = sum(held) if plan.zero == 3 else dense + routed
-        update = _lora(plan.stage_model(model, stage), lora_rank, lora_targets)
+        update = split(_lora(plan.stage_model(model, stage), rank, targets), plan.tensor)
         return [
             product("frozen weights", "B", parameters=frozen, bytes=bytes_of(kind.weights)),
-            total("adapters", "B", *states(split(update, plan.tensor), plan.replicas).parts),
+            total("adapters", "B", *states(update, plan.replicas).parts),
         ]
-    both = (states(dense, plan.replicas), states(routed, plan.expert_replicas))
     if not routed:
-        return list(both[0].parts)
+        return list(states(dense, plan.replicas).parts)
     # Dense weights and experts are sharded over groups of their own.
+    both = {
+        "dense": states(dense, plan.replicas),
+        "experts": states(routed, plan.expert_replicas),
+    }
     return [
-        total(
-            name,
-            "B",
-            *(
-                Breakdown(label, "B", parts=part[name].parts, factors=part[name].factors)
-                for label, part in (("dense", both[0]), ("experts", both[1]))
-                if name in part
-            ),
-        )
+        total(name, "B", *(replace(s[name], name=of) for of, s in both.items() if name in s))
         for name in ("weights", "gradients", "optimizer")
     ]
 
@@ -279,37 +219,8 @@ def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
     for target in targets:
         if target not in found:
             raise ValueError(f"lora_targets names {target!r}; there are {', '.join(found)}")
-    return sum(
-        found[target].times
-        * found[target].copies
-        * lora_parameters(found[target].rows, found[target].columns, rank)
-        for target in targets
-    )
-
-
-def _one_block(
-    model: Shape,
-    plan: Plan,
-    batch: int,
-    seq: int,
-    kind: Precision,
-    flash: bool,
-    dropout: bool,
-) -> Breakdown:
-    """While a block is recomputed, what it saves is there as well."""
-    whole = replace(
-        plan,
-        recompute="none",
-        offload="none",
-        pipeline=1,
-        virtual_stages=1,
-        schedule="1f1b",
-        devices=0,
-    )
-    block = activations(
-        one_layer(model), whole, batch=batch, seq=seq, precision=kind, flash=flash, dropout=dropout
-    )
-    return total("one block recomputed", "B", *block.parts)
+    chosen = [found[target] for target in targets]
+    return sum(m.times * m.copies * lora_parameters(m.rows, m.columns, rank) for m in chosen)
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
@@ -317,13 +228,10 @@ def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
     ((label, count),) = factor.items()
     if not count:
         return None
-    if count == 1:
-        return Breakdown(name, part.unit, parts=part.parts)
 
     def scaled(node: Breakdown) -> Breakdown:
         if node.factors:
-            factors = ((label.replace("_", " "), count), *node.factors)
-            return Breakdown(node.name, node.unit, factors=factors, note=node.note)
-        return Breakdown(node.name, node.unit, parts=tuple(map(scaled, node.parts)))
+            return replace(node, factors=((label.replace("_", " "), count), *node.factors))
+        return replace(node, parts=tuple(map(scaled, node.parts)))
 
-    return Breakdown(name, part.unit, parts=tuple(map(scaled, part.parts)))
+    return replace(part if count == 1 else scaled(part), name=name, note="")

@@ -1,7 +1,5 @@
 """Every matrix of a model, as records: what all counts are derived from."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The small records that a model is described with: what is in a matrix, a latent, an expert."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from accounting import checks
@@ -40,6 +38,9 @@ class Matrix:
     meets: str = "tokens"
     """What a matrix multiplies: all `tokens`; the `last` one alone where only that is asked for; a
     `sequence` once; or the tokens of the `source` that cross-attention looks at."""
+
+    skips: int = 0
+    """Tokens of a sequence that do not meet it: a class token is no patch."""
 
     @property
     def times(self) -> int:

@@ -1,58 +1,291 @@
-"""Which families are known, and how one is found for a configuration."""
+"""Hugging Face families, read from tables: `families/*.toml` say what becomes of each config.json.
 
-from __future__ import annotations
+A table's values are numbers, switches, or formulas over the fields of a configuration, whose
+defaults stand beside them; `families/decoders.toml` says how to write one. A family that is not
+there is refused by name.
+"""
 
-from collections.abc import Mapping
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from types import CodeType
 from typing import Any
 
 from accounting import checks
-from accounting.model.config import Arguments, Config
-from accounting.model.encoders import ENCODERS
-from accounting.model.families import DECODERS
-from accounting.model.hybrids import HYBRIDS
+from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
+from accounting.model.shape import MOST_LAYERS, Shape
 
-FAMILIES = DECODERS | HYBRIDS | ENCODERS
-"""A function for each `model_type` that is known."""
+Table = dict[str, Any]
+# What stands in a table beside the fields of a Transformer.
+_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
 # Files of models with several modalities: the language model inside is what is described.
 _NESTED = ("text_config", "llm_config", "language_config")
+_INHERITED = ("tie_word_embeddings", "_name_or_path")
+_ATTENTION = ("attention", "full_attention", "*")
+# What keeps the same for the backward counts as one: GELU in its variants, and xIELU, their input.
+_ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu": ("gelu", "quick_gelu", "xielu"),
+    "relu": ("relu",),
+}
 
 
-def transformer_arguments(content: Mapping[str, Any]) -> Arguments:
+def transformer_arguments(content: Mapping[str, Any]) -> Table:
     """The keyword arguments of the `Transformer` that this configuration describes."""
     family = content.get("model_type")
-    known = FAMILIES
-    if family not in known:
+    if family not in FAMILIES:
         for field in _NESTED:
             inner = content.get(field)
-            if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in known:
+            if isinstance(inner, Mapping) and inner.get("model_type", f"{family}_text") in FAMILIES:
                 shared = {key: content[key] for key in _INHERITED if key in content}
-                return transformer_arguments(
-                    shared | {"model_type": f"{family}_text"} | dict(inner)
-                )
+                whole = shared | {"model_type": f"{family}_text"} | dict(inner)
+                return transformer_arguments(whole)
     if family is None:
         raise ValueError("model_type is missing: this is not a model's config.json")
-    if family not in known:
+    if family not in FAMILIES:
         raise ValueError(
             f"model_type is {family!r}, a family not known here; known are "
-            f"{', '.join(sorted(known))}{checks.nearest(family, known)}; any other can be "
+            f"{', '.join(sorted(FAMILIES))}{checks.nearest(family, FAMILIES)}; any other can be "
             "described with Transformer(layers=..., d_model=..., ...)"
         )
-    config = Config(content, family)
-    arguments = {"name": content.get("_name_or_path") or family} | known[family](config)
-    return _built(config, arguments) if family not in ENCODERS else arguments
-
-
-_INHERITED = ("tie_word_embeddings", "_name_or_path")
-
-
-def _built(config: Config, arguments: Arguments) -> Arguments:
-    """What the named class builds: the whole, or the model without its head."""
-    name = config.architecture
-    if not name or name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        return arguments
-    if name.endswith("Model"):
-        return arguments | {"lm_head": False, "head_bias": False}
-    raise ValueError(
-        f"architectures is {name!r}, whose head is not known for {config.family}; "
-        "leave it out for the language model"
+    table = _table(family)
+    config = Config(content, family, table)
+    for condition, message in table.get("refuse", ()):
+        if config.value(condition):
+            raise ValueError(message.format_map(config))
+    return {"name": content.get("_name_or_path") or family} | config.arguments(
+        table | _head(table, content, family)
     )
+
+
+def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
+    """What the class that `architectures` names builds beside the blocks."""
+    named = content.get("architectures") or [""]
+    if not isinstance(named, list | tuple):
+        raise ValueError(f"architectures is {named!r}; it must be a list of names")
+    name = str(named[0])
+    for endings, more in table["heads_known"].items():
+        known = endings.split("|")
+        if name in known or name.endswith(tuple(filter(None, known))):
+            return dict(more)
+    raise ValueError(
+        f"architectures is {name!r}, whose head is not known for {family}; leave it out for the "
+        "model that the family stands for"
+    )
+
+
+class Config:
+    """The names of a formula: functions, `let`, and fields; it names the field that is missing."""
+
+    def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
+        self.content, self.family, self.table = content, family, table
+        self.let: Table = table.get("let", {})
+        self.fields: Table = table.get("fields", {})
+        self.layers, self.layer = 0, -1
+        own = (self.get, self.given, self.sliding, self.attends)
+        self.functions = _FUNCTIONS | {function.__name__: function for function in own}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.functions:
+            return self.functions[name]
+        if name in self.let:
+            return self.value(self.let[name])
+        if name == "i":
+            return self.layer
+        if name == "kind":
+            return self._kind()
+        value = self.content.get(name)
+        value = self.fields.get(name) if value is None else value
+        if value is None:
+            raise ValueError(f"{name} is missing from this {self.family} config.json")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field where the file has it and it is not null."""
+        value = self.content.get(name)
+        return default if value is None else value
+
+    def given(self, name: str, default: Any = None) -> Any:
+        """The field where the file has it, null or not."""
+        return self.content.get(name, default)
+
+    def sliding(self, default: bool) -> bool:
+        """Whether a layer has a window: its entry of layer_types, or the family's pattern."""
+        kind = self._kind()
+        return default if kind is None else bool(kind == "sliding_attention")
+
+    def attends(self, default: bool) -> bool:
+        """Whether a layer has attention, likewise."""
+        kind = self._kind()
+        return default if kind is None else kind in _ATTENTION
+
+    def _kind(self) -> Any:
+        types = self.content.get("layer_types") or self.content.get("layers_block_type")
+        if not types:
+            return None
+        if len(types) != self.layers:
+            raise ValueError(f"layer_types has {len(types)} entries for {self.layers} layers")
+        return types[self.layer]
+
+    def value(self, entry: Any) -> Any:
+        """A number or a switch as it is, a formula worked out."""
+        if not isinstance(entry, str):
+            return entry
+        try:
+            return eval(_compiled(entry), {"__builtins__": {}}, self)  # type: ignore[arg-type]
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"this {self.family} config.json cannot be read: {entry} fails with {error}"
+            ) from None
+
+    def size(self, name: str, entry: Any) -> int:
+        """A whole number, or a switch that counts as one or none."""
+        value = self.value(entry)
+        return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
+
+    def where(self, entry: Any) -> tuple[int, ...]:
+        """The layers for which a formula holds."""
+        found = []
+        for layer in range(self.layers):
+            self.layer = layer
+            if self.value(entry):
+                found.append(layer)
+        return tuple(found)
+
+    def arguments(self, table: Table) -> Table:
+        """The sizes that a table of formulas gives."""
+        self.layers = checks.whole("layers", self.value(table["layers"]), most=MOST_LAYERS)
+        found: Table = {}
+        for key, entry in table.items():
+            if key in _ABOUT:
+                continue
+            if key in ("attention_layers", "mlp_layers"):
+                found[key] = self.where(entry)
+            elif key in _RECORDS:
+                found[key] = self.record(_RECORDS[key], entry)
+            elif key == "mixers":
+                found[key] = tuple(m for m in map(self.mixer, entry) if m.layers)
+            elif key == "encoder":
+                # With the formulas of its family, and as many layers as it has itself.
+                side = Config(self.content, self.family, self.table)
+                found[key] = Shape(**side.arguments(_table(entry)), name=key) if entry else None
+            else:
+                found[key] = self.value(entry)
+        rows = (*table.get("extra", ()), *table.get("more", ()))
+        return found | {"extra": tuple(m for row in rows for m in self.matrices(row) if m.one)}
+
+    def record(self, kind: type, entry: Table) -> Any:
+        """Experts, a window or a latent; None where its `if`, its size or its layers are none."""
+        if not self.value(entry.get("if", True)):
+            return None
+        layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
+        if layers == {"layers": ()}:
+            return None
+        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
+        return kind(**sizes, **layers) if sizes.get("size", True) else None
+
+    def mixer(self, entry: Table) -> Mixer:
+        """A recurrent mixer of `mixers.toml`, with the sizes that the family gives it."""
+        name, layers = entry["like"], self.where(entry["where"])
+        about = _mixers()[name]
+        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
+        sizes = about.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
+        inner = Config(sizes, self.family, about)
+        found = (
+            Matrix(
+                "mixer",
+                label,
+                inner.size(label, rows or 1),
+                inner.size(label, columns),
+                split,
+                kind="matrix" if rows else "vector",
+            )
+            for label, rows, columns, split in about["matrices"]
+        )
+        numbers = {key: inner.value(about[key]) for key in ("state", "scan", "kept")}
+        return Mixer(name=name, layers=layers, matrices=tuple(m for m in found if m.one), **numbers)
+
+    def matrices(self, row: Table) -> Iterator[Matrix]:
+        """A matrix, table or vector that a family has beside all else, and its bias."""
+        if not self.value(row.get("if", True)):
+            return
+        once = row.get("once", False)
+        kind = row.get("kind", "matrix" if row.get("bias") else "vector")
+        about: Table = {"part": "pooler" if once else row.get("part", "ends")}
+        about |= {"meets": "sequence"} if once else {}
+        about |= {"layers": self.where(row["where"])} if "where" in row else {}
+        rows, columns = (self.size(row["name"], row.get(key, 1)) for key in ("rows", "columns"))
+        more: Table = {"split": row.get("split", "none"), "chosen": row.get("chosen", 1)}
+        more["skips"] = self.size("skips", row.get("skips", 0))
+        yield Matrix(name=row["name"], rows=rows, columns=columns, kind=kind, **about, **more)
+        if row.get("bias"):
+            yield Matrix(
+                name=f"{row['name']} bias", rows=1, columns=columns, kind="vector", **about
+            )
+
+
+def activation(name: str) -> str:
+    """Which of the three kinds an activation is, by what it keeps for the backward."""
+    for known, prefixes in _ACTIVATIONS.items():
+        if str(name).startswith(prefixes):
+            return known
+    raise ValueError(f"hidden_act is {name!r}; known are silu, gelu and relu in their variants")
+
+
+def _most(value: Any) -> int:
+    return int(max(value) if isinstance(value, list) else value)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return tuple(value) if isinstance(value, list | tuple) else (value, value)
+
+
+_FUNCTIONS: Table = {
+    **{"act": activation, "most": _most, "pair": _pair, "ceil": math.ceil},
+    **{"int": int, "len": len, "sum": sum},
+}
+_RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, text, "eval")
+
+
+def _read(name: str) -> Table:
+    text = (files("accounting.model") / "families" / f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def _mixers() -> Table:
+    return _read("mixers")
+
+
+@cache
+def _table(name: str, base: bool = False) -> Table:
+    """A family's table with those that it is like, its own entries last."""
+    own: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
+    merged: Table = {}
+    for each in own.get("like", ()):
+        above = _table(each, base=each in _BASE)
+        merged = _joined(merged, above)
+    return _joined(merged, own)
+
+
+def _joined(above: Table, own: Table) -> Table:
+    both = {key: above[key] | own[key] for key in ("fields", "let") if key in above and key in own}
+    return above | own | both
+
+
+_FILES = {name: _read(name) for name in ("decoders", "hybrids", "encoders")}
+_BASE: Table = {
+    name: table for each in _FILES.values() for name, table in each.pop("base", {}).items()
+}
+FAMILIES: dict[str, Table] = {
+    name: table for each in _FILES.values() for name, table in each.items()
+}
+"""A table for each `model_type` that is known."""
+ENCODERS = frozenset(_FILES["encoders"])

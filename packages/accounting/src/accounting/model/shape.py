@@ -8,6 +8,7 @@ positions, three MLP matrices, no biases and a head of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,7 +86,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            object.__setattr__(self, name, checks.whole(name, getattr(self, name), least=least))
+            most = MOST_LAYERS if name == "layers" else math.inf
+            value = checks.whole(name, getattr(self, name), least=least, most=most)
+            object.__setattr__(self, name, value)
         for name in _FLAGS:
             checks.flag(name, getattr(self, name))
         for name, allowed in _CHOICES.items():
@@ -175,6 +178,8 @@ class Shape:
         return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
 
 
+MOST_LAYERS = 100_000
+"""Layers are listed one by one; what asks for more of them is a mistake."""
 _LEAST = {
     **dict.fromkeys(("layers", "d_model"), 1),
     **dict.fromkeys(("heads", "vocab_size", "d_ff", "kv_heads", "head_dim", "v_head_dim"), 0),

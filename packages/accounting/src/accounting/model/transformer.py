@@ -67,8 +67,12 @@ def _content(config: object) -> dict[str, Any]:
         return dict(config)
     if isinstance(config, str | PathLike):
         path = Path(config)
-        file = path / "config.json" if path.is_dir() else path
-        if not file.exists():
+        file = path / "config.json" if path.is_dir() and str(config) else path
+        if path.is_dir() and not file.exists():
+            raise FileNotFoundError(
+                f"{file} is not there; give a folder with a model's config.json"
+            )
+        if not file.is_file():
             raise FileNotFoundError(
                 f"{file} is not there; this package does not use the network: download the "
                 f"config.json (`hf download {config} config.json --local-dir FOLDER`) and give "

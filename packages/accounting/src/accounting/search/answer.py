@@ -1,8 +1,7 @@
 """One question, one answer: how to train this model on those devices, how long, for how much."""
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accounting import checks
@@ -15,9 +14,10 @@ from accounting.plan import Plan
 from accounting.precision import recipe
 from accounting.search.launch import megatron, torchtitan
 from accounting.search.plans import Candidate, plans_that_fit
-from accounting.time.goodput import LLAMA3_405B, Goodput, Run, goodput
+from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
+from accounting.workload import Workload
 
 TOKENS_A_STEP = 4 * 2**20
 """A batch of four million tokens, where none is given and the devices do not ask for more."""
@@ -61,25 +61,20 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers, ready for `json.dumps`."""
-        ranges = {
-            name: asdict(getattr(self, name))
-            for name in ("seconds", "mfu", "days", "usd", "megawatt_hours")
-        }
+        ranges = ("seconds", "mfu", "days", "usd", "megawatt_hours")
+        same = ("precision", "batch", "seq", "tokens")
         return {
             "model": self.model.name,
             "hardware": self.hardware.name,
             "devices": self.plan.devices,
-            "precision": self.precision,
-            "batch": self.batch,
-            "seq": self.seq,
-            "tokens": self.tokens,
+            **{name: getattr(self, name) for name in same},
             "plan": asdict(self.plan),
             "memory": self.memory.to_dict(),
             "step_time": self.step.to_dict(),
             "goodput": asdict(self.failures),
             "commands": self.commands(),
             "others": [asdict(other) for other in self.others],
-            **ranges,
+            **{name: asdict(getattr(self, name)) for name in ranges},
         }
 
     def explain(self) -> str:
@@ -90,7 +85,7 @@ class Answer:
             f"{self.batch:,} x {self.seq:,} a step, {self.precision}",
             f"layout     {layout(plan)}",
             f"memory     {binary_size(self.memory.total)} of {binary_size(device.memory_bytes)}",
-            *_parts(self.memory, lambda value: binary_size(value)),
+            *_parts(self.memory, binary_size),
             f"step       {self.seconds} s",
             *_parts(self.step, lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
@@ -142,36 +137,17 @@ def plan_for(
         # A multiple of the devices, so that any number of them may share it.
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
-    found = plans_that_fit(
-        model,
-        hardware=device,
-        devices=gpus,
-        batch=batch,
-        seq=seq,
-        precision=kind,
-        memory_bytes=memory_bytes,
-        **given,
-    )
+    question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
+    found = plans_that_fit(model, **question, precision=kind, memory_bytes=memory_bytes, **given)
     if not found:
-        kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
-        raise ValueError(
-            f"no plan over {gpus} {device.name} with {kept} has room for batch={batch} and "
-            f"seq={seq}; give more devices, a smaller batch, or fewer fields of the plan"
-        )
+        raise ValueError(no_room(device, gpus, batch, seq, given))
     best, *others = found
-    run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": kind}
+    work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     seconds = predicted(best.step_seconds)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
     hours = seconds.scaled(tokens / (batch * seq) / 3600)
     failures = goodput(
-        Run(
-            work_hours=hours.middle,
-            devices=gpus,
-            failures_per_device_hour=LLAMA3_405B.failures_per_device_hour,
-            checkpoint_hours=LLAMA3_405B.checkpoint_hours,
-            restart_hours=LLAMA3_405B.restart_hours,
-            usd_per_device_hour=price,
-        )
+        replace(LLAMA3_405B, work_hours=hours.middle, devices=gpus, usd_per_device_hour=price)
     )
     wall = hours.scaled(1 / failures.goodput)
     return Answer(
@@ -183,8 +159,8 @@ def plan_for(
         tokens=tokens,
         best=best,
         others=tuple(others),
-        memory=training_memory(model, best.plan, fused_gate=True, **run),
-        step=step_time(model, best.plan, hardware=device, **run),
+        memory=training_memory(model, best.plan, work),
+        step=step_time(model, best.plan, work, hardware=device),
         seconds=seconds,
         mfu=Interval(
             low=useful / seconds.high, middle=useful / seconds.middle, high=useful / seconds.low
@@ -193,6 +169,15 @@ def plan_for(
         usd=wall.scaled(gpus * price),
         megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
         failures=failures,
+    )
+
+
+def no_room(device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]) -> str:
+    """What to say where no plan fits."""
+    kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
+    return (
+        f"no plan over {gpus} {device.name} with {kept} divides batch={batch} and has room for it "
+        f"at seq={seq}; give more devices, another batch, or fewer fields of the plan"
     )
 
 
@@ -206,7 +191,7 @@ def layout(plan: Plan) -> str:
     )
 
 
-def _parts(whole: Breakdown, show: Any) -> list[str]:
+def _parts(whole: Breakdown, show: Callable[[float], str]) -> list[str]:
     return [
         f"  {part.name:<30}{show(float(part.total)):>14} {part.total / whole.total:>6.1%}"
         for part in sorted(whole.parts, key=lambda part: -float(part.total))

@@ -1,7 +1,5 @@
 """The command lines that run a plan: torchtitan's and Megatron-LM's own options."""
 
-from __future__ import annotations
-
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 
@@ -24,9 +22,7 @@ def torchtitan(plan: Plan, *, batch: int, seq: int) -> str:
         "parallelism.pipeline_parallel_degree": plan.pipeline,
         "parallelism.context_parallel_degree": plan.context,
         "parallelism.expert_parallel_degree": plan.expert,
-        "activation_checkpoint.mode": {"none": "none", "selective": "selective"}.get(
-            plan.recompute, "full"
-        ),
+        "activation_checkpoint.mode": plan.recompute,
     }
     if plan.zero:
         reshard = plan.zero == 3 and plan.reshard_after_forward
@@ -50,47 +46,36 @@ def megatron(model: Shape, plan: Plan, *, batch: int, seq: int) -> str:
         f"--tensor-model-parallel-size {plan.tensor}",
         f"--pipeline-model-parallel-size {plan.pipeline}",
     ]
-    if model.heads and model.kv_heads != model.heads:
-        options.append(f"--group-query-attention --num-query-groups {model.kv_heads}")
-    if model.heads and model.head_dim * model.heads != model.d_model:
-        options.append(f"--kv-channels {model.head_dim}")
-    if model.gated_mlp:
-        options.append("--swiglu")
-    if model.norm == "rmsnorm":
-        options.append("--normalization RMSNorm")
-    if not model.mlp_bias:
-        options.append("--disable-bias-linear")
-    if not model.positions:
-        options.append("--position-embedding-type rope")
-    if not model.tied:
-        options.append("--untie-embeddings-and-output-weights")
-    if model.experts:
-        options.append(
-            f"--num-experts {model.experts.count} --moe-router-topk {model.experts.per_token} "
-            f"--moe-ffn-hidden-size {model.experts.width} "
-            f"--expert-model-parallel-size {plan.expert}"
-        )
-    if plan.context > 1:
-        options.append(f"--context-parallel-size {plan.context}")
-    if plan.virtual_stages > 1:
-        chunks = -(-model.layers // (plan.pipeline * plan.virtual_stages))
-        options.append(f"--num-layers-per-virtual-pipeline-stage {chunks}")
-    if plan.sequence_parallel:
-        options.append("--sequence-parallel")
-    sharding = {2: "optim_grads", 3: "optim_grads_params"}
-    if plan.zero == 1:
-        options.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-    elif plan.zero:
-        strategy = sharding[plan.zero]
-        options.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {strategy}")
-    if plan.recompute == "full":
-        options.append("--recompute-granularity full --recompute-method uniform")
-        options.append("--recompute-num-layers 1")
-    elif plan.recompute == "selective":
-        options.append("--recompute-granularity selective")
-    if plan.offload == "optimizer":
-        options.append("--optimizer-cpu-offload")
-    return _line("pretrain_gpt.py", plan, options)
+    experts, chunks = model.experts, plan.pipeline * plan.virtual_stages
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
+    grouped = f"--group-query-attention --num-query-groups {model.kv_heads}"
+    overlap = "--overlap-grad-reduce --overlap-param-gather"
+    switches = [
+        (model.heads and model.kv_heads != model.heads, grouped),
+        (model.heads * model.head_dim not in (0, model.d_model), f"--kv-channels {model.head_dim}"),
+        (model.gated_mlp, "--swiglu"),
+        (model.norm == "rmsnorm", "--normalization RMSNorm"),
+        (not model.mlp_bias, "--disable-bias-linear"),
+        (not model.positions, "--position-embedding-type rope"),
+        (not model.tied, "--untie-embeddings-and-output-weights"),
+        (experts, f"--expert-model-parallel-size {plan.expert}"),
+        (plan.context > 1, f"--context-parallel-size {plan.context}"),
+        (
+            plan.virtual_stages > 1,
+            f"--num-layers-per-virtual-pipeline-stage {-(-model.layers // chunks)}",
+        ),
+        (plan.sequence_parallel, "--sequence-parallel"),
+        (plan.zero == 1, f"--use-distributed-optimizer {overlap}"),
+        (plan.zero > 1, sharded + ("_params" if plan.zero == 3 else "")),
+        (plan.recompute == "full", full),
+        (plan.recompute == "selective", "--recompute-granularity selective"),
+        (plan.offload == "optimizer", "--optimizer-cpu-offload"),
+    ]
+    if experts:
+        options.append(f"--num-experts {experts.count} --moe-router-topk {experts.per_token}")
+        options.append(f"--moe-ffn-hidden-size {experts.width}")
+    return _line("pretrain_gpt.py", plan, options + [text for there, text in switches if there])
 
 
 def _line(program: str, plan: Plan, options: list[str]) -> str:

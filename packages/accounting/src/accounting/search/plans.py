@@ -5,11 +5,10 @@ of a micro-batch. Tens of thousands of plans are put in order by an estimate tha
 few numbers, and only those in front are worked out in full.
 """
 
-from __future__ import annotations
-
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from accounting import checks
@@ -18,12 +17,16 @@ from accounting.hardware import Hardware, find
 from accounting.memory.activations import activations
 from accounting.memory.training import device_parameters, one_layer, training_memory
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, check_fields
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.time.step import step_time
+from accounting.workload import Workload
 
 AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 """What a search may be given; `devices` is an argument of its own."""
+
+
+_DEGREES = ("data", "tensor", "pipeline", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +63,24 @@ def plans_that_fit(
     device, kind = find(hardware), recipe(precision)
     checks.whole("devices", devices)
     checks.whole("batch", batch)
-    checks.whole("seq", seq)
     checks.whole("most", most)
     checks.number("share_of_memory", share_of_memory, most=1)
+    checks.instance("model", model, Shape, "a Transformer")
     for name in given:
         checks.choice("a field of the plan", name, AXES)
-    room = checks.number("memory_bytes", memory_bytes or device.memory_bytes) * share_of_memory
+    check_fields(given)
+    fixed = math.prod(given.get(name) or 1 for name in _DEGREES)
+    if devices % fixed:
+        degrees = " x ".join(name for name in _DEGREES if name in given)
+        raise ValueError(f"devices is {devices}, which {degrees} = {fixed} does not divide")
+    if given.get("expert", 1) > 1 and not model.experts:
+        raise ValueError(f"expert is {given['expert']}; the model has 0 experts")
+    bytes_there = device.memory_bytes if memory_bytes is None else memory_bytes
+    room = checks.number("memory_bytes", bytes_there) * share_of_memory
+    work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     device.peak(kind.compute)
     order = sorted(
-        _estimates(model, device, devices, batch, seq, kind, room, given),
-        key=lambda found: found[0],
+        _estimates(model, device, devices, work, room, given), key=lambda found: found[0]
     )
     found: list[Candidate] = []
     for _, fields_of_plan in order:
@@ -79,57 +90,38 @@ def plans_that_fit(
         except ValueError:
             # This combination cannot be; the next one may.
             continue
-        run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": kind}
         # Alike stages need most at an end or next to it; unlike ones are all worked out.
         unlike = bool(model.experts or model.mixers or model.extra)
         ends = {0, min(1, plan.pipeline - 1), plan.pipeline - 1}
         need = max(
-            float(training_memory(model, plan, stage=stage, fused_gate=True, **run).total)
+            float(training_memory(model, plan, work, stage=stage).total)
             for stage in (range(plan.pipeline) if unlike else ends)
         )
         if need > room:
             continue
-        seconds = step_time(model, plan, hardware=device, efficiency=efficiency, **run)
+        seconds = step_time(model, plan, work, hardware=device, efficiency=efficiency)
         found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
         if len(found) >= max(2 * most, 40):
             break
     return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
 
-def smallest_machine(
-    model: Shape,
-    *,
-    hardware: str | Hardware,
-    batch: int,
-    seq: int,
-    precision: str | Precision = "mixed_bf16",
-    share_of_memory: float = 0.9,
-    efficiency: float | None = None,
-    most: int = 1 << 14,
-    **given: Any,
-) -> list[Candidate]:
-    """The plans that fit on the fewest devices, a power of two; `ValueError` if there are none."""
+def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[Candidate]:
+    """The plans that fit on the fewest devices, doubled from what is given; `ValueError` if none.
+
+    `question` are the other arguments of `plans_that_fit`.
+    """
     checks.whole("most", most)
-    devices = 1
+    devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
-        found = plans_that_fit(
-            model,
-            hardware=hardware,
-            devices=devices,
-            batch=batch,
-            seq=seq,
-            precision=precision,
-            share_of_memory=share_of_memory,
-            efficiency=efficiency,
-            **given,
-        )
+        found = plans_that_fit(model, devices=devices, **question)
         if found:
             return found
         devices *= 2
-    kept = "".join(f", {name}={value}" for name, value in given.items())
+    kept = ", ".join(f"{name}={value}" for name, value in question.items() if name != "hardware")
     raise ValueError(
-        f"{model.name} with batch={batch} and seq={seq}{kept} fits no plan on up to {most:,} "
-        f"{find(hardware).name}; give a smaller batch, or a larger `most`"
+        f"{model.name} with {kept} fits no plan on up to {most:,} "
+        f"{find(question['hardware']).name}; give a smaller batch, or a larger `most`"
     )
 
 
@@ -179,9 +171,7 @@ def _estimates(
     model: Shape,
     device: Hardware,
     devices: int,
-    batch: int,
-    seq: int,
-    kind: Precision,
+    work: Workload,
     room: float,
     given: Mapping[str, Any],
 ) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -190,12 +180,13 @@ def _estimates(
     def tried(name: str, others: Iterable[Any]) -> list[Any]:
         return [given[name]] if name in given else list(others)
 
-    layer = one_layer(model)
-    work = float(flops(model, seq=seq, batch=batch).total) / devices
-    seconds = work / (0.7 * device.peak(kind.compute))
+    kind, layer = work.kind, one_layer(model)
+    operations = float(flops(model, seq=work.seq, batch=work.batch).total) / devices
+    seconds = operations / (0.7 * device.peak(kind.compute))
     again = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
     weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
     state = float(kind.bytes_per_parameter) - weight - gradient
+    token = replace(work, batch=1, seq=1, fused_gate=False)
     for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
         if "tensor" not in given and (model.heads % tensor or model.d_ff % tensor):
             continue
@@ -204,73 +195,60 @@ def _estimates(
         kept = {}
         for how in tried("recompute", again):
             plan = Plan(tensor=tensor, sequence_parallel=sequence, recompute=how)
-            kept[how] = float(activations(layer, plan, batch=1, seq=1, precision=kind).total)
+            kept[how] = float(activations(layer, plan, token).total)
+        inside = device.devices_per_node // tensor
         for pipeline, context in itertools.product(
             tried("pipeline", _powers(min(model.layers, devices))),
-            tried("context", _powers(min(devices, max(1, seq // 1024)))),
+            tried("context", _powers(min(devices, max(1, work.seq // 1024)))),
         ):
             data, rest = divmod(devices, tensor * pipeline * context)
-            if rest or not data or batch % data or given.get("data", data) != data:
+            if rest or not data or work.batch % data or given.get("data", data) != data:
                 continue
-            each = batch // data
+            each, replicas = work.batch // data, data * context
+            near = tensor * replicas <= device.devices_per_node
+            rate = device.network.bandwidth * max(1, inside)
+            rate = device.node_link.bandwidth if near else rate
             chunks = [v for v in (1, 2, 4, 8) if v == 1 or 1 < pipeline * v <= model.layers]
-            sizes = [size for size in (1, 2, 4, each) if each % size == 0 and size <= each]
-            most = _powers(data * context) if model.experts else [1]
+            sizes = {each // size for size in (1, 2, 4, each) if each % size == 0 and size <= each}
             for expert, microbatches, virtual, zero in itertools.product(
-                tried("expert", most),
-                tried("microbatches", sorted({each // size for size in sizes})),
+                tried("expert", _powers(replicas) if model.experts else [1]),
+                tried("microbatches", sorted(sizes)),
                 tried("virtual_stages", chunks),
-                tried("zero", (0, 1, 2, 3) if data * context > 1 else (0,)),
+                tried("zero", (0, 1, 2, 3) if replicas > 1 else (0,)),
             ):
                 if each % microbatches or (virtual > 1 and microbatches % pipeline):
                     continue
                 schedule = given.get("schedule", "interleaved" if virtual > 1 else "1f1b")
-                held = dense / pipeline / (data * context), routed / pipeline / (data * context)
-                held_whole = (dense + routed / expert) / pipeline
-                shards = sum(held)
-                need = weight * (shards if zero == 3 else held_whole)
-                need += gradient * (shards if zero >= 2 else held_whole)
-                need += state * (shards if zero else held_whole)
-                tokens = each / microbatches * seq / context
-                flight = min(microbatches, pipeline) if schedule != "gpipe" else microbatches
-                bubble = (pipeline - 1) / (microbatches * virtual)
+                whole = (dense + routed / expert) / pipeline
+                shard = (dense + routed) / pipeline / replicas
+                need = weight * (shard if zero == 3 else whole)
+                need += gradient * (shard if zero >= 2 else whole)
+                need += state * (shard if zero else whole)
+                tokens = each / microbatches * work.seq / context
+                flight = microbatches if schedule == "gpipe" else min(microbatches, pipeline)
                 # What shows of the traffic: tensor parallelism's, the gathers of every micro-batch.
                 moved = 8 * model.layers / pipeline * tokens * microbatches * model.d_model
                 exposed = moved * (tensor > 1) / device.node_link.bandwidth
                 if expert > 1 and model.experts:
-                    inside = device.devices_per_node // tensor
                     link = device.node_link if expert <= inside else device.network
                     exposed += moved * model.experts.per_token / link.bandwidth
-                ports = max(1, device.devices_per_node // tensor)
-                near = tensor * context * data <= device.devices_per_node
-                link_rate = device.node_link.bandwidth if near else device.network.bandwidth * ports
-                sent = 2 * held_whole * 2 / link_rate
-                gathers = 3 * microbatches if zero == 3 else microbatches if zero == 2 else 1
-                exposed += max(0.0, sent * gathers - 2 / 3 * seconds)
+                gathers = {3: 3 * microbatches, 2: microbatches}.get(zero, 1)
+                exposed += max(0.0, 4 * whole / rate * gathers - 2 / 3 * seconds)
                 # Every micro-batch reads all weights that the device holds, three times.
-                exposed += 3 * microbatches * 2 * held_whole / (0.8 * device.memory_bandwidth)
+                exposed += 3 * microbatches * 2 * whole / (0.8 * device.memory_bandwidth)
+                bubble = (pipeline - 1) / (microbatches * virtual)
+                fields_of_plan = {
+                    **{"data": data, "tensor": tensor, "pipeline": pipeline, "context": context},
+                    **{"expert": expert, "zero": zero, "microbatches": microbatches},
+                    **{"schedule": schedule, "virtual_stages": virtual},
+                    "sequence_parallel": sequence,
+                    "reshard_after_forward": given.get("reshard_after_forward", True),
+                    "offload": given.get("offload", "none"),
+                }
                 for how, one in kept.items():
-                    if need + one * tokens * model.layers / pipeline * flight > 1.1 * room:
-                        continue
-                    for offload in tried("offload", ("none",)):
-                        yield (
-                            (seconds * again[how] + exposed) * (1 + bubble),
-                            {
-                                "data": data,
-                                "tensor": tensor,
-                                "pipeline": pipeline,
-                                "context": context,
-                                "expert": expert,
-                                "zero": zero,
-                                "microbatches": microbatches,
-                                "schedule": schedule,
-                                "virtual_stages": virtual,
-                                "sequence_parallel": sequence,
-                                "recompute": how,
-                                "reshard_after_forward": given.get("reshard_after_forward", True),
-                                "offload": offload,
-                            },
-                        )
+                    if need + one * tokens * model.layers / pipeline * flight <= 1.1 * room:
+                        about = (seconds * again[how] + exposed) * (1 + bubble)
+                        yield about, fields_of_plan | {"recompute": how}
 
 
 def _powers(most: int) -> list[int]:

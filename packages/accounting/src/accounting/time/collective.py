@@ -6,8 +6,6 @@ device sends. A ring all-reduce over n devices sends 2(n-1)/n of the payload, it
 twice the payload, in log n steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

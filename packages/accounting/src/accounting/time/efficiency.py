@@ -6,13 +6,12 @@ share, thin ones the bandwidth. Everything that is not a product is bound by ban
 activations, residual sums, the softmax where no kernel fuses it, the optimizer.
 """
 
-from __future__ import annotations
-
 from accounting.hardware import Hardware
 from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan
-from accounting.precision import Precision, bytes_of
+from accounting.precision import bytes_of
+from accounting.workload import Workload
 
 MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
 """Share of the dense peak that large products reach: .8 of an A100's 312 TFLOP/s. In fp8 the
@@ -33,49 +32,49 @@ SCORE_PASSES = 14
 """Scores, mask, softmax, dropout and product, forward and backward, where they are not fused."""
 
 
-def matrix_seconds(
-    model: Shape, plan: Plan, tokens: int, kind: Precision, device: Hardware, passes: float
-) -> tuple[float, float]:
-    """Seconds of all products of a stage for `tokens`: operations, and what thinness adds.
-
-    `passes` is 3 for a training step, 4 with full recomputation of the blocks; the ends take 3.
-    """
+def stage_seconds(
+    model: Shape, plan: Plan, work: Workload, tokens: int, device: Hardware
+) -> tuple[float, float, float]:
+    """Seconds of a micro-batch of `tokens` on a stage: operations, what their thinness adds, and
+    what passes through memory between them."""
+    kind = work.kind
     share = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
     peak = device.peak(kind.compute) * share
     size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
-    work = moved = 0.0
+    busy = moved = 0.0
     for matrix in matrices(model):
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not head:
             continue
-        often = (3 if matrix.layers is None else passes) * matrix.times
+        # Forward, and twice that backward; full recomputation runs the blocks once more.
+        passes = 4.0 if plan.recompute == "full" and matrix.layers is not None else 3.0
+        often = passes * matrix.times
         split = 1 if matrix.split == "none" else plan.tensor
         met = matrix.chosen if matrix.routed else 1
         entries = matrix.one / split
-        work += often * 2 * tokens * met * entries
+        busy += often * 2 * tokens * met * entries
         # Each product reads its input and its matrix and writes its output.
         inside = matrix.copies / plan.expert if matrix.routed else 1
         width = matrix.rows + matrix.columns / split
         moved += often * size * (tokens * met * width + entries * inside)
-    return work / peak, moved / bandwidth
+    rest = tokens * _between(model, plan, work, size) * size
+    return busy / peak, moved / bandwidth, rest / bandwidth
 
 
-def elementwise_seconds(
-    model: Shape, plan: Plan, tokens: int, seq: int, kind: Precision, device: Hardware, flash: bool
-) -> float:
-    """Seconds in which everything between the products passes through memory."""
-    size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
+def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:
+    """Numbers a token that pass through memory between the products."""
     wide = model.d_model / (plan.tensor if plan.sequence_parallel else 1)
-    hidden = len(model.mlp_layers or ()) * model.mlp_matrices * model.d_ff / plan.tensor
+    hidden = len(model.mlp_layers or ()) * model.d_ff
     if model.experts:
         met = model.experts.per_token * model.experts.width + model.experts.shared
-        hidden += len(model.expert_layers) * model.mlp_matrices * met / plan.tensor
+        hidden += len(model.expert_layers) * met
     again = 4 / 3 if plan.recompute == "full" else 1.0
-    moved = STREAM_PASSES * model.layers * wide + HIDDEN_PASSES * hidden
-    if not flash:
+    moved = STREAM_PASSES * model.layers * wide
+    moved += HIDDEN_PASSES * hidden * model.mlp_matrices / plan.tensor
+    if not work.flash:
         often = SCORE_PASSES * (1 if plan.recompute == "none" else 4 / 3)
-        moved += often * len(model.attention_layers or ()) * model.heads / plan.tensor * seq
+        moved += often * len(model.attention_layers or ()) * model.heads / plan.tensor * work.seq
     if model.lm_head:
         # Logits, their softmax and its gradient, in fp32.
         moved += 4 * 4 / size * model.vocab_size / plan.tensor / again
-    return again * tokens * moved * size / bandwidth
+    return again * moved

@@ -11,10 +11,7 @@ C hours and a restart of R hours that may fail as well. Young's interval is the 
 least for C << M.
 """
 
-from __future__ import annotations
-
 import math
-import random
 from dataclasses import dataclass
 
 from accounting import checks
@@ -143,27 +140,3 @@ def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
         failures=wall_clock / mean,
         usd=wall_clock * run.devices * run.usd_per_device_hour,
     )
-
-
-def simulate(run: Run, *, interval_hours: float, seed: int) -> float:
-    """Wall-clock hours of one run, event by event: the check on the formula."""
-    dice = random.Random(seed)
-    rate = run.devices * run.failures_per_device_hour
-
-    def next_failure() -> float:
-        return dice.expovariate(rate) if rate else math.inf
-
-    clock, done, failure = 0.0, 0.0, next_failure()
-    while done < run.work_hours:
-        segment = min(interval_hours, run.work_hours - done) + run.checkpoint_hours
-        if clock + segment <= failure:
-            clock += segment
-            done += segment - run.checkpoint_hours
-            continue
-        clock = failure
-        failure = clock + next_failure()
-        while failure < clock + run.restart_hours:
-            clock = failure
-            failure = clock + next_failure()
-        clock += run.restart_hours
-    return clock

@@ -15,10 +15,8 @@ must exceed
 The closed form 4 alpha^2 / (M_X M_Y F) is the least of the first over X; it holds at that X alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from accounting import checks
 from accounting.hardware import Hardware, find
@@ -64,75 +62,60 @@ def compute_bound_batch(
     fsdp_axes: int = 1,
     tensor_axes: int = 1,
     comms: Literal["summed", "overlapped"] = "summed",
-    hardware: str | Hardware | None = None,
-    flops_per_second: float | None = None,
-    axis_bytes_per_second: float | None = None,
+    **speeds: Any,
 ) -> MeshBatch:
-    """The least batch at X = `fsdp` and Y = `tensor`; `ValueError` where no batch suffices."""
+    """The least batch at X = `fsdp` and Y = `tensor`; `ValueError` where no batch suffices.
+
+    `speeds` are `hardware`, or `flops_per_second` and `axis_bytes_per_second`, or both.
+    """
     sizes = {"fsdp": fsdp, "tensor": tensor, "d_ff": d_ff}
     for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
         checks.whole(name, size)
-    alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
-    # The share of the arithmetic's time that tensor parallelism takes, whatever the batch.
-    share = alpha * tensor / (tensor_axes * d_ff)
-    if share >= 1:
-        raise ValueError(
-            f"tensor is {tensor}; at this width no batch is compute-bound from "
-            f"{d_ff * tensor_axes / alpha:.4g} on (d_ff * tensor_axes / alpha)"
-        )
-    if comms == "summed":
-        per_device = alpha / (tensor * fsdp_axes) / (1 - share)
-    elif comms == "overlapped":
-        per_device = alpha / (tensor * fsdp_axes)
-    else:
-        raise ValueError(f"comms is {comms!r}; it must be 'summed' or 'overlapped'")
-    return MeshBatch(
-        comms=comms,
-        fsdp=fsdp,
-        tensor=tensor,
-        alpha=alpha,
-        per_device=per_device,
-        per_fsdp_shard=per_device * tensor,
-    )
+    checks.choice("comms", comms, ("summed", "overlapped"))
+    return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, _alpha(**speeds))
 
 
 def best_mesh(
-    devices: int,
-    *,
-    d_ff: int,
-    fsdp_axes: int = 1,
-    tensor_axes: int = 1,
-    hardware: str | Hardware | None = None,
-    flops_per_second: float | None = None,
-    axis_bytes_per_second: float | None = None,
+    devices: int, *, d_ff: int, fsdp_axes: int = 1, tensor_axes: int = 1, **speeds: Any
 ) -> MeshBatch:
     """The least batch over all X with X Y = `devices`, comms summed: Y = M_Y F / (2 alpha).
 
-    There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F).
+    There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F). `speeds` as above.
     """
     sizes = {"devices": devices, "d_ff": d_ff}
     for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
         checks.whole(name, size)
-    alpha = _alpha(hardware, flops_per_second, axis_bytes_per_second)
+    alpha = _alpha(**speeds)
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
-    share = alpha * tensor / (tensor_axes * d_ff)
+    return _mesh(devices / tensor, tensor, d_ff, (fsdp_axes, tensor_axes), "summed", alpha)
+
+
+def _mesh(
+    fsdp: float,
+    tensor: float,
+    d_ff: int,
+    axes: tuple[int, int],
+    comms: Literal["summed", "overlapped"],
+    alpha: float,
+) -> MeshBatch:
+    # The share of the arithmetic's time that tensor parallelism takes, whatever the batch.
+    share = alpha * tensor / (axes[1] * d_ff)
     if share >= 1:
-        raise ValueError(f"d_ff is {d_ff}; no batch is compute-bound below alpha={alpha:.4g}")
-    per_device = alpha / (tensor * fsdp_axes) / (1 - share)
-    return MeshBatch(
-        comms="summed",
-        fsdp=devices / tensor,
-        tensor=tensor,
-        alpha=alpha,
-        per_device=per_device,
-        per_fsdp_shard=per_device * tensor,
-    )
+        raise ValueError(
+            f"tensor is {tensor:g}; at this width no batch is compute-bound from "
+            f"{d_ff * axes[1] / alpha:.4g} on (d_ff * tensor_axes / alpha)"
+        )
+    per_device = alpha / (tensor * axes[0])
+    if comms == "summed":
+        per_device /= 1 - share
+    found = {"fsdp": fsdp, "tensor": tensor, "alpha": alpha, "per_device": per_device}
+    return MeshBatch(comms=comms, per_fsdp_shard=per_device * tensor, **found)
 
 
 def _alpha(
-    hardware: str | Hardware | None,
-    flops_per_second: float | None,
-    axis_bytes_per_second: float | None,
+    hardware: str | Hardware | None = None,
+    flops_per_second: float | None = None,
+    axis_bytes_per_second: float | None = None,
 ) -> float:
     if hardware is not None:
         device = find(hardware)
@@ -140,6 +123,5 @@ def _alpha(
         axis_bytes_per_second = axis_bytes_per_second or device.node_link.bandwidth
     if not flops_per_second or not axis_bytes_per_second:
         raise ValueError("give hardware, or flops_per_second and axis_bytes_per_second")
-    checks.number("flops_per_second", flops_per_second)
-    checks.number("axis_bytes_per_second", axis_bytes_per_second)
-    return flops_per_second / axis_bytes_per_second
+    rate = checks.number("flops_per_second", flops_per_second)
+    return rate / checks.number("axis_bytes_per_second", axis_bytes_per_second)

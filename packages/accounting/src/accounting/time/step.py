@@ -9,72 +9,58 @@ context's passes too; tensor and expert parallelism wait in line. All that hides
 iteration's arithmetic.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, Sizes, product, total
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
 from accounting.memory.training import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan, split
-from accounting.precision import Precision, recipe
+from accounting.plan import Plan, fitted, split
+from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
-from accounting.time.efficiency import (
-    ATTENTION_SHARE,
-    BANDWIDTH_SHARE,
-    elementwise_seconds,
-    matrix_seconds,
-)
+from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
+from accounting.workload import Workload, workload
 
-OVERLAP: Mapping[str, float] = {
-    "data": 2 / 3,
-    "context": 1.0,
-    "pipeline": 1.0,
-    "tensor": 0.0,
-    "expert": 0.0,
-}
+_HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
+OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
 """The share of an iteration's arithmetic that the traffic of each axis can hide behind."""
 
 
 def step_time(
     model: Shape,
     plan: Plan,
+    work: Workload | None = None,
     *,
-    batch: int,
-    seq: int,
     hardware: str | Hardware,
     efficiency: float | None = None,
-    precision: str | Precision = "mixed_bf16",
     overlap: Mapping[str, float] = OVERLAP,
-    flash: bool = True,
+    **run: Any,
 ) -> Breakdown:
     """Seconds of one iteration over `batch` sequences: arithmetic, what is bound by bandwidth,
     what of the traffic shows, and the bubble over all that a micro-batch waits for.
 
-    `precision` says which peak: linear layers multiply in its `compute` dtype, attention in that of
-    its activations; what travels has its dtypes. `ValueError` if the device lists none such.
-    `efficiency` replaces the table of `accounting.time.efficiency` by one share of the peak for all
-    arithmetic, and leaves out what is bound by bandwidth. `flash=False` is for attention that
-    writes its scores to memory.
+    `run` are the fields of a `Workload`, in `mixed_bf16` if not given. Its precision says which
+    peak: linear layers multiply in its `compute` dtype, attention in that of its activations; what
+    travels has its dtypes. `ValueError` if the device lists none such. `efficiency` replaces the
+    table of `accounting.time.efficiency` by one share of the peak for all arithmetic, and leaves
+    out what is bound by bandwidth. `flash=False` is for attention that writes its scores to memory.
     """
-    checks.whole("batch", batch)
-    checks.whole("seq", seq)
+    work = workload(work, run, precision="mixed_bf16")
+    checks.whole("batch", work.batch)
     if efficiency is not None:
         checks.number("efficiency", efficiency, most=1)
-    device, kind = find(hardware), recipe(precision)
-    plan.check(model, batch=batch, seq=seq)
-    stages = {0, plan.pipeline // 2, plan.pipeline - 1}
+    device = find(hardware)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     parts = max(
         (
-            _stage_seconds(model, plan, batch, seq, s, device, kind, efficiency, flash)
-            for s in stages
+            _stage_seconds(model, plan, work, stage, device, efficiency)
+            for stage in {0, plan.pipeline // 2, plan.pipeline - 1}
         ),
         key=lambda parts: sum(float(part.total) for part in parts),
     )
@@ -83,9 +69,7 @@ def step_time(
     can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free, waits = compute, 0.0
     shown = []
-    for collective, link in collectives_on(
-        model, plan, batch=batch, seq=seq, hardware=device, precision=kind
-    ):
+    for collective, link in collectives_on(model, plan, work, hardware=device):
         needs = fastest(collective, link)
         hidden = min(needs, free, can_hide[collective.axis] * compute)
         free -= hidden
@@ -102,59 +86,53 @@ def step_time(
         *parts,
         bubble,
         total("exposed communication", "s", *shown),
-        _optimizer(model, plan, kind, device) if efficiency is None else None,
+        _optimizer(model, plan, work.kind, device) if efficiency is None else None,
     )
 
 
 def _stage_seconds(
-    model: Shape,
-    plan: Plan,
-    batch: int,
-    seq: int,
-    stage: int,
-    device: Hardware,
-    kind: Precision,
-    efficiency: float | None,
-    flash: bool,
+    model: Shape, plan: Plan, work: Workload, stage: int, device: Hardware, efficiency: float | None
 ) -> list[Breakdown]:
-    matrices, attention = _stage_flops(model, plan, batch, seq, stage, flash)
-    core = device.peak(kind.activations) * (efficiency or ATTENTION_SHARE)
+    kind = work.kind
+    linear, attention = _stage_flops(model, plan, work, stage)
+    core = 1 / (device.peak(kind.activations) * (efficiency or ATTENTION_SHARE))
+    scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     if efficiency is not None:
-        linear = device.peak(kind.compute) * efficiency
-        return [
-            total(
-                "compute",
-                "s",
-                product("matrices", "s", flops=matrices, seconds_per_flop=1 / linear),
-                product("attention", "s", flops=attention, seconds_per_flop=1 / core),
-            )
-        ]
+        each = 1 / (device.peak(kind.compute) * efficiency)
+        products = product("matrices", "s", flops=linear, seconds_per_flop=each)
+        return [total("compute", "s", products, scores)]
     here = plan.stage_model(model, stage)
-    tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
-    passes = 4.0 if plan.recompute == "full" else 3.0
-    work, thin = matrix_seconds(here, plan, tokens, kind, device, passes)
-    rest = elementwise_seconds(here, plan, tokens, seq, kind, device, flash)
+    busy, thin, rest = stage_seconds(here, plan, work, work.tokens(plan), device)
     if here.encoder:
-        source = here.encoder.positions or seq
-        seen = tokens * source // seq
-        more, thinner = matrix_seconds(here.encoder, plan, seen, kind, device, passes)
-        work, thin = work + more, thin + thinner
-        rest += elementwise_seconds(here.encoder, plan, seen, source, kind, device, flash)
-    often = plan.microbatches
+        source = replace(work, seq=here.encoder.positions or work.seq)
+        seen = work.tokens(plan) * source.seq // work.seq
+        more = stage_seconds(here.encoder, plan, source, seen, device)
+        busy, thin, rest = (a + b for a, b in zip((busy, thin, rest), more, strict=True))
+
+    def often(name: str, seconds: float) -> Breakdown:
+        return product(name, "s", microbatches=plan.microbatches, each=seconds)
+
     return [
-        total(
-            "compute",
-            "s",
-            product("matrices", "s", microbatches=often, each=work),
-            product("attention", "s", flops=attention, seconds_per_flop=1 / core),
-        ),
-        total(
-            "bandwidth",
-            "s",
-            product("matrices", "s", microbatches=often, each=thin),
-            product("between them", "s", microbatches=often, each=rest),
-        ),
+        total("compute", "s", often("matrices", busy), scores),
+        total("bandwidth", "s", often("matrices", thin), often("between them", rest)),
     ]
+
+
+def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[float, float]:
+    """Operations of one device, with what it recomputes: of matrices, and of attention.
+
+    The head is on the last stage alone.
+    """
+    here = plan.stage_model(model, stage)
+    again: Any = {"recompute": plan.recompute, "flash": work.flash}
+    found = flops(here, seq=work.seq, batch=work.batch // plan.data, **again)
+    attention = core = float(found["attention"].total) if "attention" in found else 0.0
+    if "recomputed" in found:
+        attention += sum(part.total for part in found["recomputed"] if part.name != "blocks")
+        # A second forward of the blocks is a third of their training, attention's part included.
+        attention += core / 3 if plan.recompute == "full" else 0
+    share = plan.tensor * plan.context
+    return (found.total - attention) / share, attention / share
 
 
 def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
@@ -162,56 +140,32 @@ def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> B
     dense, routed = device_parameters(model, plan)
     if plan.zero:
         dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
-    rate = device.memory_bandwidth * BANDWIDTH_SHARE
-    return product(
-        "optimizer",
-        "s",
-        parameters=dense + routed,
-        bytes=2 * kind.bytes_per_parameter,
-        seconds_per_byte=1 / rate,
-    )
+    each = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
+    moved: Sizes = {"parameters": dense + routed, "bytes": 2 * kind.bytes_per_parameter}
+    return product("optimizer", "s", **moved, seconds_per_byte=each)
 
 
 def collectives_on(
-    model: Shape,
-    plan: Plan,
-    *,
-    batch: int,
-    seq: int,
-    hardware: Hardware,
-    precision: str | Precision = "mixed_bf16",
+    model: Shape, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
     """Each collective of a device in the middle of the plan, with the link that its group runs
     over."""
-    middle = plan.pipeline // 2
-    kind = recipe(precision)
     found = communication(
         model,
         plan,
-        batch=batch,
-        seq=seq,
-        stage=middle,
-        # What travels is what is computed with: a copy in fewer bytes where the recipe makes one.
-        weights=kind.cast_weights or kind.weights,
-        gradients=kind.gradients,
-        activations=kind.activations,
-    ).collectives
-    strides = {
-        "tensor": 1,
-        "context": plan.tensor,
-        "expert": plan.tensor,
-        "data": plan.tensor,
-        "pipeline": plan.tensor * plan.replicas,
-    }
+        batch=work.batch,
+        seq=work.seq,
+        stage=plan.pipeline // 2,
+        **work.kind.travels,
+    )
+    strides = {"tensor": 1, "pipeline": plan.tensor * plan.replicas}
     for collective in found:
-        stride = strides[collective.axis]
+        stride = strides.get(collective.axis, plan.tensor)
         if collective.axis == "data" and collective.ranks == plan.expert_replicas:
             # Ranks that hold the same experts are that far apart.
             stride *= plan.expert
-        link = group_link(
-            hardware, stride=stride, ranks=collective.ranks, operation=collective.operation
-        )
-        yield collective, link
+        ranks, operation = collective.ranks, collective.operation
+        yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
 
 
 def group_link(
@@ -271,55 +225,40 @@ class ScalingPoint:
 def scaling_curve(
     model: Shape,
     *,
-    hardware: str | Hardware,
     batch: int,
-    seq: int,
     devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
     mode: Literal["strong", "weak"] = "weak",
     plan: Plan | None = None,
-    efficiency: float | None = None,
-    precision: str | Precision = "mixed_bf16",
+    **question: Any,
 ) -> list[ScalingPoint]:
     """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
 
     `strong` splits one `batch` over all replicas; `weak` gives each replica that many sequences.
-    Raises `ValueError` where the replicas do not divide the devices, or the batch does not split.
+    `question` are the other arguments of `step_time`. Raises `ValueError` where the replicas do not
+    divide the devices, or the batch does not split.
     """
-    if mode not in ("strong", "weak"):
-        raise ValueError(f"mode is {mode!r}; it must be 'strong' or 'weak'")
+    checks.choice("mode", mode, ("strong", "weak"))
+    checks.whole("batch", batch)
     unit = plan or Plan()
     size = unit.tensor * unit.pipeline * unit.context
     points: list[ScalingPoint] = []
-    checks.whole("batch", batch)
     for count in devices:
-        checks.whole("devices", count)
-        if count % size:
+        if checks.whole("devices", count) % size:
             raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
         here = replace(unit, data=count // size, devices=count)
         whole = batch if mode == "strong" else batch * here.data
-        seconds = float(
-            step_time(
-                model,
-                here,
-                batch=whole,
-                seq=seq,
-                hardware=hardware,
-                efficiency=efficiency,
-                precision=precision,
-            ).total
-        )
-        rate = whole * seq / seconds
+        seconds = float(step_time(model, here, batch=whole, **question).total)
+        rate = whole * question["seq"] / seconds
         first = points[0] if points else None
         base = first.tokens_per_second / first.devices if first else rate / count
-        points.append(
-            ScalingPoint(
-                devices=count,
-                batch=whole,
-                step_seconds=seconds,
-                tokens_per_second=rate,
-                efficiency=rate / count / base,
-            )
+        point = ScalingPoint(
+            devices=count,
+            batch=whole,
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            efficiency=rate / count / base,
         )
+        points.append(point)
     return points
 
 
@@ -343,22 +282,3 @@ def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float
     checks.number("bandwidth", bandwidth)
     checks.number("latency", latency)
     return math.sqrt(model_bytes * latency * bandwidth)
-
-
-def _stage_flops(
-    model: Shape, plan: Plan, batch: int, seq: int, stage: int, flash: bool
-) -> tuple[float, float]:
-    """Operations of one device, with what it recomputes: of matrices, and of attention.
-
-    The head is on the last stage alone.
-    """
-    here = plan.stage_model(model, stage)
-    recompute: Literal["none", "selective", "full"] = plan.recompute  # type: ignore[assignment]
-    share = plan.tensor * plan.context
-    work = flops(here, seq=seq, batch=batch // plan.data, recompute=recompute, flash=flash)
-    attention = core = float(work["attention"].total) if "attention" in work else 0.0
-    if "recomputed" in work:
-        attention += sum(part.total for part in work["recomputed"] if part.name != "blocks")
-        # A second forward of the blocks is a third of their training, attention's part included.
-        attention += core / 3 if recompute == "full" else 0
-    return (work.total - attention) / share, attention / share

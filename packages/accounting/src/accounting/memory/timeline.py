@@ -1,0 +1,105 @@
+"""What a stage holds over a step, micro-batch by micro-batch, as its schedule runs them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from accounting import checks
+from accounting.breakdown import binary_size
+from accounting.memory.training import training_memory
+from accounting.model.shape import Shape
+from accounting.plan import Plan, fitted
+from accounting.workload import Workload, workload
+
+_BACKWARD = ("one block recomputed", "head and loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A moment of a step, and the bytes that are alive then, by kind."""
+
+    when: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The moments of a step on one device, in order."""
+
+    name: str
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment, the first where there are several."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    def explain(self) -> str:
+        """The peak and its parts, and how many moments there are."""
+        peak = self.peak
+        rows = [f"  {name:<24}{binary_size(size):>12}" for name, size in peak.parts.items() if size]
+        head = f"{self.name}: {binary_size(peak.total)} at {peak.when}"
+        return "\n".join([f"{head}, the fullest of {len(self.moments)} moments", *rows])
+
+    __str__ = explain
+
+
+def memory_timeline(
+    model: Shape,
+    plan: Plan | None = None,
+    work: Workload | None = None,
+    *,
+    stage: int | None = None,
+    **run: Any,
+) -> Timeline:
+    """What a device of `stage` (the fullest, if not given) holds over a step; `run` are the fields
+    of a `Workload`.
+
+    A forward adds a micro-batch's activations, or those of one chunk of the stage's layers, a
+    backward frees them: all forwards first (`gpipe`), or one for one as soon as the warm-up is done
+    (`1f1b`, `interleaved`). Gradients are set to None between steps, so they come with the first
+    backward; what is recomputed, and the loss with the gradient of the logits, are there in a
+    backward alone. Of more than a thousand micro-batches the first are shown. With more of them
+    than are in flight at once the peak is `training_memory`, which has everything alive at once;
+    with fewer it lies below.
+    """
+    work = workload(work, run)
+    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    checks.whole("batch", work.batch)
+    if stage is None:
+        stages = range(plan.pipeline)
+        sizes = {s: training_memory(model, plan, work, stage=s).total for s in stages}
+        stage = max(stages, key=sizes.__getitem__)
+    whole = training_memory(model, plan, work, stage=stage)
+    held = {part.name: float(part.total) for part in whole}
+    flight = plan.in_flight(stage)
+    each = held.pop("activations", 0.0) / flight
+    gathered, gradients = held.pop("gathered", 0.0), held.pop("gradients", 0.0)
+    backward = {name: held.pop(name, 0.0) for name in _BACKWARD}
+    moments: list[Moment] = []
+
+    def moment(when: str, alive: int, working: bool, grown: bool, back: bool = False) -> None:
+        parts = held | {"gradients": gradients * grown, "activations": each * alive}
+        parts["gathered"] = gathered * working
+        parts |= {name: size * back for name, size in backward.items()}
+        moments.append(Moment(when=when, parts=parts))
+
+    # The middle of a long step is the same over and over.
+    chunks = min(plan.microbatches * plan.virtual_stages, flight + 1000)
+    what = "micro-batch" if plan.virtual_stages == 1 else "chunk"
+    ahead = done = 0
+    moment("the start of the step", 0, False, False)
+    while done < chunks:
+        if ahead < chunks and ahead - done < flight:
+            ahead += 1
+            moment(f"the forward of {what} {ahead}", ahead - done, True, done > 0)
+        else:
+            # A backward begins with all that its micro-batch has kept.
+            done += 1
+            moment(f"the backward of {what} {done}", ahead - done + 1, True, done > 1, True)
+    moment("the optimizer", 0, False, True)
+    return Timeline(name=f"{whole.name}, in time", moments=tuple(moments))

@@ -1,0 +1,61 @@
+"""What a step is asked to do: how many tokens, in which numbers, with which kernels."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accounting import checks
+from accounting.plan import Plan
+from accounting.precision import Precision, recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One step of training; what is asked of it by keyword may be asked with one of these."""
+
+    batch: int
+    """Sequences of the whole step, over all devices; 0 asks for the model's states alone."""
+    seq: int
+    precision: str | Precision = "fp32"
+    flash: bool = True
+    """Attention keeps a log-sum-exp, and never writes its scores."""
+    dropout: bool = False
+    fused_norm: bool = True
+    """A norm that is not one kernel (torch's RMSNorm on the CPU) keeps its normalized values."""
+    fused_projections: bool = False
+    """Query, key and value are one matrix, gate and up another: one cast under autocast, not
+    several."""
+    fused_gate: bool = False
+    """A kernel makes the gated product in one go, and keeps gate and up alone."""
+
+    def __post_init__(self) -> None:
+        checks.whole("batch", self.batch, least=0)
+        checks.whole("seq", self.seq)
+        for name in ("flash", "dropout", "fused_norm", "fused_projections", "fused_gate"):
+            checks.flag(name, getattr(self, name))
+        recipe(self.precision)
+
+    @property
+    def kind(self) -> Precision:
+        """The recipe of dtypes."""
+        return recipe(self.precision)
+
+    def sequences(self, plan: Plan) -> int:
+        """Sequences of a micro-batch on one device."""
+        return self.batch // (plan.data * plan.microbatches)
+
+    def tokens(self, plan: Plan) -> int:
+        """Tokens of a micro-batch on one device."""
+        return self.sequences(plan) * (self.seq // plan.context)
+
+
+def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
+    """What was asked for, as a record or field by field; `TypeError` for other names."""
+    for name in run:
+        if name not in Workload.__dataclass_fields__:
+            known = Workload.__dataclass_fields__
+            raise TypeError(
+                f"{name!r} is no argument here; a workload has {', '.join(known)}"
+                f"{checks.nearest(name, known)}"
+            )
+    return Workload(**defaults | dict(run)) if work is None else replace(work, **run)

@@ -1,0 +1,161 @@
+"""Memory in time under a plan, the record of a workload, and the page that shows both."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accounting import (
+    Experts,
+    Plan,
+    Transformer,
+    Workload,
+    communication,
+    flops,
+    kv_cache,
+    memory_timeline,
+    peak_memory,
+    step_time,
+    training_memory,
+)
+from accounting.cli.main import main
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MODEL = Transformer(layers=16, d_model=64, heads=8, kv_heads=4, vocab_size=1000)
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved", "virtual_stages": 2},
+]
+
+
+def alive(plan: Plan, stage: int) -> int:
+    """The most micro-batches (or chunks) whose activations a stage has, by playing the schedule."""
+    work = Workload(batch=plan.data * plan.microbatches, seq=32, precision="mixed_bf16")
+    line = memory_timeline(MODEL, plan, work, stage=stage)
+    most = max(moment.parts["activations"] for moment in line.moments)
+    return round(most / min(m.parts["activations"] for m in line.moments[1:-1]))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_stage_holds_as_many_micro_batches_as_its_schedule_has_in_flight(stage: int) -> None:
+    plan = Plan(pipeline=4, microbatches=8)
+    assert alive(plan, stage) == 4 - stage
+    assert alive(replace(plan, schedule="gpipe"), stage) == 8
+    interleaved = replace(plan, schedule="interleaved", virtual_stages=2)
+    # Megatron's warm-up, and one more: 2(p - s - 1) + (v - 1)p + 1.
+    assert alive(interleaved, stage) == 2 * (4 - stage - 1) + 4 + 1
+
+
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    pipeline=st.sampled_from([2, 4]),
+    often=st.integers(1, 4),
+    zero=st.integers(0, 3),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_peak_in_time_is_everything_at_once_or_less(
+    schedule: dict[str, Any], pipeline: int, often: int, zero: int, recompute: str
+) -> None:
+    plan = Plan(
+        pipeline=pipeline,
+        data=2,
+        microbatches=pipeline * often,
+        zero=zero,
+        recompute=recompute,
+        **schedule,
+    )
+    work = Workload(batch=2 * pipeline * often, seq=32, precision="megatron_bf16")
+    for stage in range(pipeline):
+        whole = float(training_memory(MODEL, plan, work, stage=stage).total)
+        line = memory_timeline(MODEL, plan, work, stage=stage)
+        assert line.peak.total <= whole * (1 + 1e-9)
+        assert line.moments[0].total <= line.moments[-1].total
+        chunks = plan.microbatches * plan.virtual_stages
+        assert len(line.moments) == 2 * chunks + 2
+        if chunks > plan.in_flight(stage) and plan.schedule != "gpipe":
+            # Gradients are there when it is fullest again: all is alive at once.
+            assert line.peak.total == pytest.approx(whole)
+        else:
+            gradients = line.moments[-1].parts["gradients"]
+            assert line.peak.total >= whole - gradients - 1e-6 * whole
+
+
+def test_one_micro_batch_peaks_where_the_followed_step_does() -> None:
+    # peak_memory is held against torch's trackers; here both say the start of the backward.
+    model = Transformer(layers=2, d_model=32, heads=4, vocab_size=4000)
+    work = Workload(batch=4, seq=64)
+    step = peak_memory(model, work=work)
+    assert step.name.endswith("at the start of the backward")
+    line = memory_timeline(model, work=work)
+    assert line.peak.when == "the backward of micro-batch 1"
+    assert line.peak.total == step.total
+
+
+def test_the_fullest_stage_is_shown_and_the_last_has_the_head() -> None:
+    work = Workload(batch=8, seq=512, precision="mixed_bf16")
+    wide = replace(MODEL, vocab_size=100_000)
+    line = memory_timeline(wide, Plan(pipeline=4, microbatches=8), work)
+    assert "stage 3" in line.name
+    assert line.peak.parts["head and loss"] > 0
+    first = memory_timeline(wide, Plan(pipeline=4, microbatches=8), work, stage=0)
+    assert first.peak.parts["head and loss"] == 0
+    assert "the fullest of 18 moments" in line.explain()
+
+
+def test_a_workload_asks_what_its_fields_ask() -> None:
+    plan = Plan(data=2, tensor=2, zero=1)
+    work = Workload(batch=4, seq=16, precision="mixed_bf16", flash=False, dropout=True)
+    fields: dict[str, Any] = {"batch": 4, "seq": 16, "precision": "mixed_bf16"}
+    fields |= {"flash": False, "dropout": True}
+    assert training_memory(MODEL, plan, work) == training_memory(MODEL, plan, **fields)
+    seconds = step_time(MODEL, plan, work, hardware="H100")
+    assert seconds == step_time(MODEL, plan, hardware="H100", **fields)
+    # A field beside the record replaces the record's.
+    longer = training_memory(MODEL, plan, work, seq=32)
+    assert longer == training_memory(MODEL, plan, **fields | {"seq": 32})
+    with pytest.raises(TypeError, match=r"'presicion' is no argument here.* did you mean 'precis"):
+        training_memory(MODEL, batch=4, seq=16, presicion="fp32")
+    with pytest.raises(TypeError, match=r"flash is 1; it must be True or False"):
+        Workload(batch=1, seq=1, flash=1)
+
+
+@pytest.mark.parametrize("wrong", [None, "llama", 3, {"layers": 2}])
+def test_what_is_no_model_or_no_plan_is_named(wrong: object) -> None:
+    run = {"batch": 2, "seq": 8}
+    for cost in (flops, kv_cache, training_memory, peak_memory, memory_timeline):
+        with pytest.raises(TypeError, match=r"model is .* it must be a Transformer"):
+            cost(wrong, **run)
+    if wrong is not None:
+        for cost in (training_memory, memory_timeline, communication):
+            with pytest.raises(TypeError, match=r"plan is .* it must be a Plan or None"):
+                cost(MODEL, wrong, **run)
+
+
+def test_the_page_draws_memory_in_time_in_light_and_dark(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shape = "layers=16,d_model=64,heads=8,vocab_size=1000"
+    plan = ["--gpus", "8", "--pp", "4", "--batch", "16", "--microbatches", "8"]
+    assert main([shape, *plan, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "color-scheme" in text
+    assert "<script" not in text
+    assert not re.search(r"https?:|src=|url\(", text)
+    points = re.findall(r'points="([^"]*)"', text)
+    assert len(points) >= 4
+    for area in points:
+        pairs = [tuple(map(float, pair.split(","))) for pair in area.split()]
+        assert all(0 <= x <= 960 and -0.1 <= y <= 240.1 for x, y in pairs)
+    assert "Memory in time" in text
+
+
+def test_a_mixture_has_a_timeline_too() -> None:
+    model = replace(MODEL, experts=Experts(count=8, per_token=2, width=32))
+    plan = Plan(data=4, expert=4, pipeline=2, microbatches=4, zero=3)
+    work = Workload(batch=16, seq=32, precision="fsdp_bf16")
+    line = memory_timeline(model, plan, work)
+    whole = training_memory(model, plan, work)
+    assert line.peak.total == pytest.approx(float(whole.total))
