@@ -85,7 +85,7 @@ def test_a_start_whose_term_died_is_brought_back():
     dead = np.array([[1.776, -0.953, -29.0, 0.258, 0.025]])
     ends = newton.polish(problem, dead, delta=1e-3)
     assert ends.converged[0]
-    assert newton.vanished(problem, ends.theta).tolist() == [[False, True]]
+    assert newton.vanished(problem, ends.theta).tolist() == [[False, False, True]]
     back, revived = search._revive(problem, ends, 1e-3)
     assert back.tolist() == [0]
     assert newton.objective(problem, revived, 1e-3) < ends.objective
@@ -99,7 +99,7 @@ def test_a_term_that_the_runs_do_not_show_stays_dead():
     flat = 2 + 400 * runs.parameters**-0.35 * (1 + 1e-3 * np.log(runs.tokens / 1e9))
     problem = Problem.of(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
     theta, proof = search.search(problem, "squares", np.inf, True)
-    assert newton.vanished(problem, theta).tolist() == [[False, True]]
+    assert newton.vanished(problem, theta).tolist() == [[False, False, True]]
     assert proof.holds
 
 
@@ -120,14 +120,16 @@ def test_derivatives_agree_with_differences(seed, delta):
         return newton._Point.at(problem, t[None], weights, delta).objective[0]
 
     point = newton._Point.at(problem, theta[None], weights, delta)
-    gradient, hessian = newton._derivatives(problem, point, weights, delta, np.zeros(1))
+    gradient, hessian = newton._derivatives(
+        problem, theta[None], point, weights, delta, np.zeros(1)
+    )
     step = 1e-6 * np.eye(5)
     slopes = [(value(theta + h) - value(theta - h)) / 2e-6 for h in step]
     np.testing.assert_allclose(gradient[0], slopes, rtol=1e-5, atol=1e-6 * abs(gradient).max())
 
     def slope(t):
         point = newton._Point.at(problem, t[None], weights, delta)
-        return newton._derivatives(problem, point, weights, delta, np.zeros(1))[0][0]
+        return newton._derivatives(problem, t[None], point, weights, delta, np.zeros(1))[0][0]
 
     if np.isinf(delta):  # the Huber gradient has corners
         bends = [(slope(theta + h) - slope(theta - h)) / 2e-6 for h in step]

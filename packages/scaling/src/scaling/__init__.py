@@ -9,6 +9,9 @@ from scaling.design import Design, design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
+from scaling.laws.fit import LawFit, fit_law, select_law
+from scaling.laws.form import CATALOG, Form
+from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import (
@@ -27,14 +30,18 @@ from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 from scaling.uncertainty.speedup import Speedup, effective_speedup
 
 __all__ = [
+    "CATALOG",
     "Bootstrap",
     "Design",
     "Foretold",
+    "Form",
     "Interval",
     "IsoflopFit",
     "Law",
+    "LawFit",
     "Optimum",
     "ParametricFit",
+    "Plan",
     "Prediction",
     "Profile",
     "Quantity",
@@ -50,6 +57,7 @@ __all__ = [
     "exact_loss",
     "exact_rate",
     "fit_isoflop",
+    "fit_law",
     "fit_parametric",
     "fit_rate_law",
     "gradient_noise_scale",
@@ -57,7 +65,9 @@ __all__ = [
     "load_runs",
     "loss_at",
     "optimum",
+    "plan",
     "plot",
     "profile",
+    "select_law",
     "sweep_learning_rate",
 ]

@@ -127,12 +127,11 @@ def _fit(arguments: argparse.Namespace) -> Output:
             f"{fit.proof.converged} converged starts landed on it"
         )
     else:
-        fit = fit_isoflop(runs, arguments.method, nearest=arguments.nearest)
+        fit = fit_isoflop(runs, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
-        offset = f" + {fit.offset:.3g}" if fit.offset else ""
         lines = [runs.explanation]
-        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}{offset}, D_opt = C / (6 N_opt)"]
-        result = {"law": {"scale": fit.scale, "exponent": fit.exponent, "offset": fit.offset}}
+        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)"]
+        result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
     lines += [line for optimum in best for line in _describe(optimum)]
     if arguments.plot:
         from scaling.plot import plot

@@ -77,9 +77,8 @@ def _valleys(axes: Axes, fit: IsoflopFit) -> None:
         color = f"C{i % 10}"
         label = f"{valley.compute:.0e}"
         axes.plot(n, valley.runs.loss, "o", color=color, ms=3, label=label)
-        if valley.coefficients is not None:
-            fine = np.geomspace(n.min(), n.max(), 100)
-            axes.plot(fine, valley.predict(fine), color=color)
+        fine = np.geomspace(n.min(), n.max(), 100)
+        axes.plot(fine, valley.predict(fine), color=color)
         axes.plot(valley.parameters, valley.loss, "k*", ms=7)
     axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats)", title="IsoFLOP valleys")
     axes.legend(title="FLOPs", fontsize=7)

@@ -179,7 +179,7 @@ def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Pr
             f" {chance:.1g}); `optimal` and `predict` widen by the drift of earlier cuts,"
             " `bootstrap` and `profile` trust the form"
         )
-    lowest, highest = newton.bounds(problem)
+    lowest, highest = problem.bounds
     for i, name in enumerate(CONSTANTS):
         if theta[i] <= lowest[i] or theta[i] >= highest[i]:
             value = problem.natural(theta)[i]

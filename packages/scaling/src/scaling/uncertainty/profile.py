@@ -75,7 +75,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
             if center > 0:
                 targets = center * np.exp((targets - center) / center)
             spring = newton.Spring(implied, targets, 1e3 * kappa * threshold / unit**2)
-            held = newton.polish(problem, np.tile(best, (POINTS, 1)), delta=delta, spring=spring)
+            held = newton.polish(problem, np.tile(best, (POINTS, 1)), delta=delta, springs=[spring])
             v = implied(held.theta)
             d = 2 * (newton.objective(problem, held.theta, delta) - least) / kappa
             order = np.argsort(side * v)
