@@ -134,3 +134,23 @@ def test_derivatives_agree_with_differences(seed, delta):
     if np.isinf(delta):  # the Huber gradient has corners
         bends = [(slope(theta + h) - slope(theta - h)) / 2e-6 for h in step]
         np.testing.assert_allclose(hessian[0], bends, rtol=1e-4, atol=1e-6 * abs(hessian).max())
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_runs_tuned_too_little_do_not_lift_an_asymmetric_law():
+    """Half of the runs are up to 5 % worse than the law, as by a bad learning rate."""
+    law, errors = Law(1.69, 406.4, 410.7, 0.34, 0.28), {1.0: [], 0.05: []}
+    for seed in range(4):
+        random = np.random.default_rng(seed)
+        runs = isoflop_runs(law, noise=1e-3, seed=seed)
+        worse = np.where(random.random(len(runs)) < 0.5, random.uniform(0, 0.05, len(runs)), 0)
+        lifted = runs.loss * np.exp(worse)
+        table = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": lifted})
+        for untuned, found in errors.items():
+            fit = fit_parametric(table, untuned=untuned)
+            best = law.optimal(1e23)
+            found.append(np.log(fit.law.predict(best.parameters, best.tokens) / best.loss))
+    assert np.mean(errors[1.0]) > 0.004
+    assert abs(np.mean(errors[0.05])) < 0.3 * np.mean(errors[1.0])
+    with pytest.raises(ValueError, match=r"untuned = 0\.0: a weight"):
+        fit_parametric(table, untuned=0.0)

@@ -18,6 +18,7 @@ from scaling.sweeps.batch_size import (
     Sweep,
     exact_loss,
     exact_rate,
+    fit_sweep,
     gradient_noise_scale,
     sweep_learning_rate,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "fit_law",
     "fit_parametric",
     "fit_rate_law",
+    "fit_sweep",
     "gradient_noise_scale",
     "isoflop_runs",
     "load_runs",

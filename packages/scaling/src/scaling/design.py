@@ -69,7 +69,7 @@ def design(
             " factor above one and nothing negative"
         )
     asked = target if isinstance(target, Quantity) else optimum("parameters", target)
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     theta = problem.centered(fit.law)
     bent = _Bends.of(fit.runs, newton.sensitivity(problem, theta), discrepancy)
     jacobian = bent.beside(problem, theta)

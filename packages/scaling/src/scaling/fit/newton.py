@@ -148,6 +148,7 @@ class _Point:
         r[negative] = 1e3
         size = np.abs(r)
         inside = np.minimum(size, delta)
+        weights = problem.weigh(weights, r)
         return _Point(share, r, log_sum, (weights * inside * (size - 0.5 * inside)).sum(1))
 
     def take(self, new: _Point, where: NDArray[np.bool_]) -> None:
@@ -250,6 +251,7 @@ def _derivatives(
     terms are linear in the exponents and the sum has no power."""
     r, size = point.r, np.abs(point.r)
     jacobian, slopes = _jacobian(problem, theta, point)
+    weights = problem.weigh(weights, r)
     pull = weights * np.clip(r, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
     # r is the logarithm of the law m, so its second derivatives are m'' / m less J J'.

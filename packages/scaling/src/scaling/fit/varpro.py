@@ -55,12 +55,18 @@ class Problem:
     fixed: Mapping[str, float] = field(default_factory=dict)
     reference: Mapping[str, Array] | None = None
     """The rows whose mean centers; None: these."""
+    untuned: float = 1.0
+    """The weight of rows that lie above the law."""
 
     @staticmethod
-    def of(runs: Runs) -> Problem:
+    def of(runs: Runs, untuned: float = 1.0) -> Problem:
         """The runs under Chinchilla's law."""
         columns = {"parameters": runs.parameters, "tokens": runs.tokens}
-        return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss))
+        return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss), untuned=untuned)
+
+    def weigh(self, weights: Array, r: Array) -> Array:
+        """(S, n) weights of rows with residuals r, log of predicted over observed."""
+        return weights if self.untuned == 1 else weights * np.where(r < 0, self.untuned, 1.0)
 
     def elsewhere(self, columns: Mapping[str, Array]) -> Problem:
         """Other rows, for the same parameters."""

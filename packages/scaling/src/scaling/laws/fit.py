@@ -68,15 +68,16 @@ def fit_law(
     delta: float = 1e-3,
     fixed: Mapping[str, float] | None = None,
     priors: Mapping[str, tuple[float, float]] | None = None,
+    untuned: float = 1.0,
     prove: bool = False,
 ) -> LawFit:
     """The constants of least loss between logs of predicted and observed `target`.
 
     `form` may be a name of `CATALOG`. `rows` holds its inputs and the target (by default the
     form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
-    of the constant is normal about that of value, with deviation log factor. `prove` as in
-    `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown constants,
-    fewer rows than constants.
+    of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
+    are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
+    constants, fewer rows than constants.
     """
     form = _named(form)
     fixed, priors = dict(fixed or {}), dict(priors or {})
@@ -88,7 +89,7 @@ def fit_law(
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:
         raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
-    problem = Problem(form, columns, z, fixed)
+    problem = Problem(form, columns, z, fixed, untuned=untuned)
     theta, proof = search(problem, loss, delta, prove)
     springs = []
     if priors:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.fit.varpro import Problem
 from scaling.law import Interval
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.doubts import BENDS, bend
@@ -72,7 +71,7 @@ def _needed(constants: Array, loss: Array) -> Array:
 def _lack(fit: ParametricFit, compute: float) -> float:
     """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
     decades = max(math.log10(compute / fit.drift.highest), 0.0) if math.isfinite(compute) else 0.0
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     bends = bend(problem, problem.centered(fit.law), fit.residuals) < BENDS
     spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
     return math.hypot(fit.drift.loss * decades, spread)
