@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
@@ -6,6 +8,7 @@ from scaling import Law, fit_parametric, isoflop_runs, load_runs
 from scaling.bench import lbfgs
 from scaling.fit import newton, search
 from scaling.fit.varpro import Problem
+from scipy.optimize import basinhopping, differential_evolution
 
 exponents = st.floats(0.06, 1.5)
 constants = st.floats(10, 5000)
@@ -77,6 +80,36 @@ def test_only_the_whole_grid_is_a_proof(count):
             assert fit.proof.starts == 289 or not fit.proof.holds
             missed += fit.objective > proved.objective * (1 + 1e-6)
     assert missed <= 1 + count // 10
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_where_the_proof_holds_no_other_method_finds_better(count):
+    """Differential evolution and basin hopping, each polished, on laws made to be hard."""
+    held = 0
+    for runs in itertools.islice(hard_runs(2 * count), count):
+        fit = fit_parametric(runs, prove=True)
+        problem, log_spread = fit.problem, np.log(fit.problem.spread)
+        box = [(0, runs.loss.max()), *[(log_spread - 14, log_spread + 5)] * 2, *[(0.02, 3)] * 2]
+
+        def objective(theta, problem=problem):
+            return newton.objective(problem, np.atleast_2d(theta.T), 1e-3)
+
+        evolved = differential_evolution(
+            objective, box, vectorized=True, updating="deferred", seed=1, maxiter=150, polish=False
+        )
+        hopped = basinhopping(
+            lambda theta, value=objective: float(value(theta)[0]),
+            problem.centered(Law(1.0, 100.0, 100.0, 0.3, 0.3)),
+            niter=15,
+            seed=1,
+            minimizer_kwargs={"method": "L-BFGS-B", "bounds": box},
+        )
+        ends = newton.polish(problem, np.stack([evolved.x, hopped.x]), delta=1e-3, max_steps=1000)
+        least = min(ends.objective.min(), evolved.fun, hopped.fun)
+        held += fit.proof.holds
+        assert not fit.proof.holds or least >= fit.objective * (1 - 1e-7)
+    assert held >= count // 4
 
 
 def test_a_start_whose_term_died_is_brought_back():
