@@ -14,15 +14,10 @@ from scaling.laws.form import CATALOG, Form
 from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.sweeps.batch_size import (
-    Sweep,
-    exact_loss,
-    exact_rate,
-    fit_sweep,
-    gradient_noise_scale,
-    sweep_learning_rate,
-)
+from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
+from scaling.sweeps.own import fit_sweep
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
+from scaling.sweeps.sweep import Sweep, gradient_noise_scale
 from scaling.synthetic import isoflop_runs
 from scaling.uncertainty.backtest import Foretold, backtest
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap

@@ -13,7 +13,7 @@ from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, ScalingWarning
-from scaling.sweeps.batch_size import Sweep
+from scaling.sweeps.sweep import Sweep
 from scaling.uncertainty.backtest import Foretold
 from scaling.uncertainty.profile import profile
 from scaling.uncertainty.quantity import optimum
@@ -149,7 +149,7 @@ def _interval(axes: Axes, fit: ParametricFit, compute: float) -> None:
     values = values[np.isfinite(values)]
     # Of runs without noise all resamples agree, to rounding.
     low, high = values.min(), max(values.max(), values.min() + 1e-6)
-    axes.hist(values, np.linspace(low, high, 51), color="0.8")
+    axes.hist(values, np.linspace(low, high, 51).tolist(), color="0.8")
     top = axes.get_ylim()[1]
     opinions = {"bootstrap": fit.resampled.interval(asked)}
     if len(fit.runs) > 5:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import Interval
+from scaling.law import Interval, optima_of
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.doubts import BENDS, bend
 from scaling.uncertainty.quantity import optima
@@ -59,9 +59,9 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
 
 def _needed(constants: Array, loss: Array) -> Array:
     """(laws,) the least compute by which each law reaches each loss; inf below its E."""
-    e, a, b, alpha, beta = constants.T
-    balance = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
-    reducible = a * balance**-alpha + b * balance**beta
+    e, _, _, alpha, beta = constants.T
+    # The reducible loss of the optimum is one power of compute: known at 6 FLOPs, known anywhere.
+    reducible = optima_of(constants, FLOPS_PER_PARAMETER_TOKEN)[2] - e
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         pairs = (reducible / np.maximum(loss - e, 0)) ** ((alpha + beta) / (alpha * beta))
     needed: Array = FLOPS_PER_PARAMETER_TOKEN * pairs
