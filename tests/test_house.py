@@ -76,6 +76,7 @@ def test_a_folder_tells_its_story(package):
 @pytest.mark.parametrize(
     "package",
     packages(
+        scaling="laws as data, plans, a page and sweeps of one's own are 1,000 of its 5,500 lines",
         accounting="families, encoders and hybrids are 1,330 lines of its 8,400",
         tinyml="counts 5,300 lines with blank ones",
         llmsys_suite="the audit and its planted defects are 2,200 lines of its 7,200",
