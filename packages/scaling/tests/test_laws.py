@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from scaling import CATALOG, Form, fit_law, isoflop_runs, select_law
+from scaling import CATALOG, Form, ScalingWarning, fit_law, isoflop_runs, select_law
 from scipy.optimize import differential_evolution
 
 RANGES = {
@@ -129,3 +129,26 @@ def test_differential_evolution_finds_nothing_better(name):
     box = [*logs, *form.exponents.values()]
     found = differential_evolution(objective, box, seed=0, maxiter=300, popsize=12)
     assert ours.objective <= found.fun * (1 + 1e-9)
+
+
+def test_what_rows_cannot_say_is_said():
+    runs = isoflop_runs(noise=1e-3)
+    steps = np.arange(1.0, 31)
+    annealed = np.maximum(steps - 20, 0) / 10  # nothing yet over the first twenty
+    curve = {"S1": steps, "S2": annealed, "loss": 2.6 + 0.5 * steps**-0.5 - 0.4 * annealed}
+    assert fit_law("annealed", curve).constants == pytest.approx(
+        {"L0": 2.6, "A": 0.5, "C": 0.4, "alpha": 0.5}, rel=1e-6
+    )
+    rising = {"loss": [3, 2.5, 2.2, 2.0, 1.9], "error": [0.4, 0.5, 0.6, 0.65, 0.7]}
+    with pytest.warns(ScalingWarning, match="k, gamma of accuracy at a bound"):
+        fit_law("accuracy", rising)
+    for options, told in (
+        ({"loss": "mse"}, "a loss of"),
+        ({"delta": -1.0}, "a positive delta"),
+        ({"fixed": {"E": -1.0}}, "cannot be negative"),
+        ({"priors": {"E": (1.7, 0.5)}}, "a factor above one"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            fit_law("chinchilla", runs, **options)
+    with pytest.raises(ValueError, match="'zeta' is not one of"):
+        fit_law("chinchilla", runs).interval("zeta")

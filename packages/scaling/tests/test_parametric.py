@@ -69,7 +69,7 @@ def hard_runs(count):
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_only_the_whole_grid_is_a_proof(count):
     missed = 0
     for runs in hard_runs(count):

@@ -7,8 +7,10 @@ all polished by Newton's method, the same proof) for whatever terms a `Form` wri
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,7 +20,7 @@ from scaling.fit.search import Loss, Proof, refit, search
 from scaling.fit.varpro import Problem
 from scaling.law import Interval
 from scaling.laws.form import CATALOG, Form
-from scaling.runs import Array, Runs
+from scaling.runs import Array, Runs, ScalingWarning
 
 Rows = Runs | Mapping[str, ArrayLike]
 DRAWS = 400
@@ -49,6 +51,8 @@ class LawFit:
         Quantiles spread by sqrt(n / (n - constants)), as the fit took up that many of n rows;
         without degrees of freedom anything may be.
         """
+        if isinstance(asked, str) and asked not in self.constants:
+            raise ValueError(f"{asked!r} is not one of {self.form.constants}")
         of = (lambda c: c[asked]) if isinstance(asked, str) else asked
         center, n, p = of(self.constants), len(self.residuals), len(self.constants)
         if n <= p:
@@ -77,7 +81,7 @@ def fit_law(
     form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
     of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
     are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
-    constants, fewer rows than constants.
+    constants, fewer rows than constants. ScalingWarning: a constant at its bound.
     """
     form = _named(form)
     fixed, priors = dict(fixed or {}), dict(priors or {})
@@ -86,6 +90,13 @@ def fit_law(
         raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
     if wrong := [k for k, (value, factor) in priors.items() if not (value > 0 and factor > 1)]:
         raise ValueError(f"priors of {wrong}: a positive value, and a factor above one")
+    if negative := [k for k, value in fixed.items() if k in form.terms and value < 0]:
+        raise ValueError(f"fixed {negative} are amplitudes, which cannot be negative")
+    if loss not in get_args(Loss) or not (delta > 0 and 0 < untuned <= 1):
+        raise ValueError(
+            f"loss = {loss!r}, delta = {delta}, untuned = {untuned}: a loss of {get_args(Loss)}, a"
+            " positive delta, and a weight above 0 and at most 1"
+        )
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:
         raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
@@ -109,6 +120,17 @@ def fit_law(
         ends = refit(problem, starts, loss, delta, weights=counts, finest=1e-6, springs=springs)
         return problem.natural(ends.theta)
 
+    low, high = problem.bounds
+    gone = newton.vanished(problem, theta)[0]
+    ends = (theta[0] <= low) | (theta[0] >= high)
+    ends[: problem.count] |= gone
+    if bound := [k for k, at in zip(form.constants, ends, strict=True) if at and k not in fixed]:
+        warnings.warn(
+            f"{', '.join(bound)} of {form.name} at a bound: the rows do not determine it, or are"
+            " not of such a law",
+            ScalingWarning,
+            stacklevel=2,
+        )
     constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
     if loss == "lad":
         total = float(np.abs(errors).sum())
@@ -162,12 +184,13 @@ def _has(rows: Rows, name: str) -> bool:
     return name in rows if isinstance(rows, Mapping) else hasattr(rows, name)
 
 
-def _column(rows: Rows, name: str) -> Array:
+def _column(rows: Rows, name: str, zero: bool = False) -> Array:
     if not _has(rows, name):
         kept = [*rows] if isinstance(rows, Mapping) else ["parameters", "tokens", "compute", "loss"]
         raise ValueError(f"the rows have no {name!r}; they have {kept}")
     column = np.asarray(rows[name] if isinstance(rows, Mapping) else getattr(rows, name), float)
-    for row in np.flatnonzero(~(np.isfinite(column) & (column > 0))):
+    sound = np.isfinite(column) & ((column > 0) | (zero & (column == 0)))
+    for row in np.flatnonzero(~sound):
         raise ValueError(
             f"column {name!r} must be positive and finite, but row {row + 1} is {column[row]}"
         )
@@ -175,7 +198,7 @@ def _column(rows: Rows, name: str) -> Array:
 
 
 def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Array]:
-    columns = {k: _column(rows, k) for k in form.inputs}
+    columns = {k: _column(rows, k, k in form.zero) for k in form.inputs}
     y = _column(rows, target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
         raise ValueError(f"columns {[*columns, target]} differ in length")

@@ -43,6 +43,8 @@ class Form:
     power: str | None = None
     """Which exponent is that of the sum; None: one."""
     target: str = "loss"
+    zero: Sequence[str] = ()
+    """Inputs that may be zero."""
     published: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
 
@@ -87,7 +89,8 @@ class Form:
         _, named, term = self._compiled[k]
         for name, code in named:
             scope[name] = eval(code, scope)
-        return eval(term, scope)
+        with np.errstate(divide="ignore"):  # log 0 is -inf, and its term none
+            return eval(term, scope)
 
     def predict(self, constants: Mapping[str, float], **inputs: ArrayLike) -> Array:
         """y of a law of the family with these constants; broadcasts."""
