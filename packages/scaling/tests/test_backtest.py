@@ -1,5 +1,6 @@
 """Intervals are held against what came later, where the law holds and where it does not."""
 
+import csv
 import os
 from pathlib import Path
 
@@ -105,6 +106,17 @@ def test_a_backtest_of_runs_that_cannot_be_cut_says_why():
         backtest(few, methods=("magic",))
 
 
+def real_sets():
+    """All published tables at hand, less the runs that their publishers marked as outliers."""
+    table = FOLDER / "scaling" / "isoflop_tables.csv"
+    with table.open() as file:
+        names = sorted({row["experiment"] for row in csv.DictReader(file)})
+    for name in names:
+        yield load_runs(table, where={"experiment": name, "outlier": "False"})
+    yield load_runs(FOLDER / "chinchilla_svg_extracted_data.csv").without_highest(5)
+    yield load_runs(FOLDER / "scaling" / "overtrained_c4.csv", columns={"loss": "loss_c4"})
+
+
 FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent"))
 
 
@@ -122,3 +134,20 @@ def test_chinchilla_s_small_runs_hold_what_its_large_ones_say():
     assert 7.3e10 not in fit.resampled.optimal(5.76e23).intervals["parameters"]
     rows = [row for row in backtest(runs) if row.method == "parametric"]
     assert sum(row.losses_held for row in rows) >= 0.9 * sum(row.losses for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "isoflop_tables.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/isoflop_tables.csv",
+)
+def test_intervals_hold_what_came_later_on_all_real_sets():
+    rows = [row for runs in real_sets() for row in backtest(runs)]
+    losses, held = (sum(getattr(row, k) for row in rows) for k in ("losses", "losses_held"))
+    sizes = sum(row.size_held for row in rows)
+    assert losses > 700
+    assert 0.90 <= held / losses <= 0.98
+    assert 0.90 <= (held + sizes) / (losses + len(rows)) <= 0.98
+    # Later optima are few, and those of one table hang together.
+    assert sizes >= 0.85 * len(rows)

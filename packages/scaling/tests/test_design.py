@@ -4,6 +4,7 @@ from scaling import design, fit_parametric, isoflop_runs, load_runs
 from scaling.synthetic import CHINCHILLA
 
 NOISE = 3e-3
+TRUSTED = {"discrepancy": 0.0, "apart": 1.0, "tokens_per_parameter": (1, 1000)}
 
 
 def spread(parameters, tokens, sets=50):
@@ -28,15 +29,20 @@ def fit():
     return fit_parametric(isoflop_runs(noise=NOISE, seed=11), "squares")
 
 
-def test_the_designed_runs_narrow_the_interval_as_foretold_and_more_than_usual_ones(fit):
+def test_the_designed_runs_narrow_the_interval_as_foretold(fit):
+    plan = design(fit, budget=1e21, target=1e24, **TRUSTED)
+    narrowed = np.log(spread(plan.parameters, plan.tokens)) / np.log(spread([], []))
+    foretold = np.log(plan.factor_after) / np.log(plan.factor_before)
+    assert narrowed == pytest.approx(foretold, rel=0.15)
+
+
+@pytest.mark.exhaustive
+def test_the_designed_runs_narrow_the_interval_more_than_usual_ones(fit):
     budget = 1e21
-    plan = design(fit, budget=budget, target=1e24)
-    before = np.log(spread([], []))
+    plan = design(fit, budget=budget, target=1e24, **TRUSTED)
     assert plan.compute.sum() <= budget * (1 + 1e-9)
     np.testing.assert_allclose(6 * plan.parameters * plan.tokens, plan.compute)
     designed = np.log(spread(plan.parameters, plan.tokens))
-    foretold = np.log(plan.factor_after) / np.log(plan.factor_before)
-    assert designed / before == pytest.approx(foretold, rel=0.15)
     one = CHINCHILLA.optimal(budget)
     valley = CHINCHILLA.optimal(budget / 8).parameters * np.geomspace(1 / 6, 6, 8)
     assert designed < 0.95 * np.log(spread([one.parameters], [one.tokens]))
@@ -44,7 +50,7 @@ def test_the_designed_runs_narrow_the_interval_as_foretold_and_more_than_usual_o
 
 
 def test_no_random_plan_of_the_same_cost_is_foretold_to_be_better(fit):
-    plan = design(fit, budget=1e21, target=1e24, runs=4)
+    plan = design(fit, budget=1e21, target=1e24, runs=4, **TRUSTED)
     rng = np.random.default_rng(0)
     from scaling import optimum
     from scaling.fit import newton
@@ -57,7 +63,7 @@ def test_no_random_plan_of_the_same_cost_is_foretold_to_be_better(fit):
     known = newton.sensitivity(problem, theta)
 
     def variance(n, d):
-        new = Problem(np.log(n) - problem.x_mean, np.log(d) - problem.y_mean, 0 * n, 0, 0)
+        new = problem.elsewhere({"parameters": n, "tokens": d})
         rows = np.concatenate([known, newton.sensitivity(new, theta)], axis=1)
         return slope @ np.linalg.solve(rows @ rows.T, slope)
 
@@ -78,3 +84,26 @@ def test_no_run_is_smaller_or_shorter_than_those_that_the_law_was_fitted_to(fit)
     assert (plan.parameters >= fit.runs.parameters.min() * (1 - 1e-9)).all()
     assert (plan.tokens >= fit.runs.tokens.min() * (1 - 1e-9)).all()
     assert plan.factor_after < plan.factor_before
+
+
+def test_a_plan_is_within_its_constraints_and_holds_no_copies(fit):
+    plan = design(fit, budget=1e22, target=1e24, tokens_per_parameter=(5, 200), largest=3e21)
+    each = plan.tokens / plan.parameters
+    assert len(each) > 2
+    assert each.min() >= 5 * (1 - 1e-9)
+    assert each.max() <= 200 * (1 + 1e-9)
+    assert plan.compute.max() <= 3e21 * (1 + 1e-9)
+    assert plan.compute.sum() <= 1e22 * (1 + 1e-9)
+    logs = np.log([plan.parameters, plan.tokens])
+    gaps = np.abs(logs[:, :, None] - logs[:, None]).max(0) + np.eye(len(each))
+    assert gaps.min() >= np.log(1.25) - 1e-9
+    assert plan.factor_after < plan.factor_before
+    with pytest.raises(ValueError, match=r"apart = 0\.5"):
+        design(fit, budget=1e22, target=1e24, apart=0.5)
+
+
+def test_a_law_that_may_bend_is_learned_less_and_asks_for_more_places(fit):
+    trusted = design(fit, budget=1e22, target=1e24, **TRUSTED)
+    wary = design(fit, budget=1e22, target=1e24, **TRUSTED | {"discrepancy": 3.0})
+    assert wary.factor_after > trusted.factor_after
+    assert len(np.unique(wary.parameters)) > len(np.unique(trusted.parameters))

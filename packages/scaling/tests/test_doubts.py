@@ -28,9 +28,9 @@ def bent(strength, noise=2e-3, seed=0, skew=0.0):
 
 def test_a_law_that_holds_is_not_said_to_bend_and_one_that_does_not_is():
     sound = [
-        told(lambda s=s: fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=s))) for s in range(60)
+        told(lambda s=s: fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=s))) for s in range(30)
     ]
-    assert sum("no law of this form" in " ".join(messages) for messages in sound) <= 2
+    assert sum("no law of this form" in " ".join(messages) for messages in sound) <= 1
     for seed in range(3):
         messages = told(lambda: fit_parametric(bent(0.04, seed=seed)))  # noqa: B023
         assert sum("no law of this form" in m for m in messages) == 1

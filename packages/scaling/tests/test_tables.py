@@ -274,10 +274,10 @@ def test_a_table_in_markdown_and_one_of_numpy(tmp_path):
     np.testing.assert_allclose(load_runs(path).tokens, BASE["D"])
 
 
-FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")).parent / "messy_tables"
+FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "messy_tables"
 
 
-@pytest.mark.skipif(not FOLDER.exists(), reason="no messy_tables beside the folder of SCALING_DATA")
+@pytest.mark.skipif(not FOLDER.exists(), reason="no messy_tables in the folder of SCALING_DATA")
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_every_messy_table_is_the_one_law_or_refused():
     expected = load_runs(FOLDER / "wrapped.json")

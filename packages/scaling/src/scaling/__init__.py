@@ -9,16 +9,15 @@ from scaling.design import Design, design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval, Law, Optimum
+from scaling.laws.fit import LawFit, fit_law, select_law
+from scaling.laws.form import CATALOG, Form
+from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.sweeps.batch_size import (
-    Sweep,
-    exact_loss,
-    exact_rate,
-    gradient_noise_scale,
-    sweep_learning_rate,
-)
+from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
+from scaling.sweeps.own import fit_sweep
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
+from scaling.sweeps.sweep import Sweep, gradient_noise_scale
 from scaling.synthetic import isoflop_runs
 from scaling.uncertainty.backtest import Foretold, backtest
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
@@ -27,14 +26,18 @@ from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 from scaling.uncertainty.speedup import Speedup, effective_speedup
 
 __all__ = [
+    "CATALOG",
     "Bootstrap",
     "Design",
     "Foretold",
+    "Form",
     "Interval",
     "IsoflopFit",
     "Law",
+    "LawFit",
     "Optimum",
     "ParametricFit",
+    "Plan",
     "Prediction",
     "Profile",
     "Quantity",
@@ -50,14 +53,18 @@ __all__ = [
     "exact_loss",
     "exact_rate",
     "fit_isoflop",
+    "fit_law",
     "fit_parametric",
     "fit_rate_law",
+    "fit_sweep",
     "gradient_noise_scale",
     "isoflop_runs",
     "load_runs",
     "loss_at",
     "optimum",
+    "plan",
     "plot",
     "profile",
+    "select_law",
     "sweep_learning_rate",
 ]

@@ -1,4 +1,4 @@
-"""Fit a law to runs, plan the next ones, or sweep learning rates: fit RUNS, design RUNS, sweep."""
+"""Laws of runs: fit, plan, report or design the next ones of RUNS; sweep learning rates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
 from scaling.law import Interval, Optimum
+from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 from scaling.uncertainty.bootstrap import bootstrap
@@ -69,10 +70,25 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--plot", type=Path, metavar="FILE")
     fit.set_defaults(command=_fit)
 
+    planned = commands.add_parser("plan", parents=[source], help="a model for a budget and a load")
+    planned.add_argument("--budget", type=float, required=True, metavar="FLOPS")
+    planned.add_argument("--served", type=float, default=0.0, metavar="TOKENS")
+    planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the best")
+    planned.set_defaults(command=_plan)
+
+    page = commands.add_parser("report", parents=[source], help="one HTML page about the runs")
+    page.add_argument("--at", type=float, nargs="+", default=[], metavar="FLOPS")
+    page.add_argument("--to", type=Path, default=Path("report.html"), metavar="FILE")
+    page.set_defaults(command=_report)
+
     plan = commands.add_parser("design", parents=[source], help="which runs to train next")
     plan.add_argument("--budget", type=float, required=True, metavar="FLOPS")
     plan.add_argument("--target", type=float, required=True, metavar="FLOPS")
     plan.add_argument("--count", type=int, default=8, help="at most so many runs")
+    plan.add_argument("--largest", type=float, default=math.inf, metavar="FLOPS", help="of one run")
+    plan.add_argument(
+        "--tokens-per-parameter", type=float, nargs=2, default=(5.0, 200.0), metavar=("LOW", "HIGH")
+    )
     plan.set_defaults(command=_design)
 
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
@@ -127,12 +143,11 @@ def _fit(arguments: argparse.Namespace) -> Output:
             f"{fit.proof.converged} converged starts landed on it"
         )
     else:
-        fit = fit_isoflop(runs, arguments.method, nearest=arguments.nearest)
+        fit = fit_isoflop(runs, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
-        offset = f" + {fit.offset:.3g}" if fit.offset else ""
         lines = [runs.explanation]
-        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}{offset}, D_opt = C / (6 N_opt)"]
-        result = {"law": {"scale": fit.scale, "exponent": fit.exponent, "offset": fit.offset}}
+        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)"]
+        result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
     lines += [line for optimum in best for line in _describe(optimum)]
     if arguments.plot:
         from scaling.plot import plot
@@ -144,16 +159,54 @@ def _fit(arguments: argparse.Namespace) -> Output:
 
 def _design(arguments: argparse.Namespace) -> Output:
     fit = fit_parametric(_load(arguments), arguments.loss)
-    plan = design(fit, budget=arguments.budget, target=arguments.target, runs=arguments.count)
-    lines = [f"{plan.quantity}: now within a factor of {plan.factor_before:.3f}; after these runs"]
-    lines[0] += f" {plan.factor_after:.3f}"
-    rows = list(zip(plan.parameters, plan.tokens, plan.compute, strict=True))
+    chosen = design(
+        fit,
+        budget=arguments.budget,
+        target=arguments.target,
+        runs=arguments.count,
+        largest=arguments.largest,
+        tokens_per_parameter=arguments.tokens_per_parameter,
+    )
+    lines = [
+        f"{chosen.quantity}: now within a factor of {chosen.factor_before:.3f}; after these runs"
+    ]
+    lines[0] += f" {chosen.factor_after:.3f}"
+    rows = list(zip(chosen.parameters, chosen.tokens, chosen.compute, strict=True))
     lines += [f"  N = {n:.4g}  D = {d:.4g}  C = {c:.4g}" for n, d, c in rows]
     names = ("parameters", "tokens", "compute")
     result: dict[str, Any] = {
         "runs": [dict(zip(names, map(float, row), strict=True)) for row in rows]
     }
-    return lines, result | {"factor_before": plan.factor_before, "factor_after": plan.factor_after}
+    return lines, result | {
+        "factor_before": chosen.factor_before,
+        "factor_after": chosen.factor_after,
+    }
+
+
+def _plan(arguments: argparse.Namespace) -> Output:
+    runs = _load(arguments)
+    fit = fit_parametric(runs, arguments.loss)
+    made = plan(fit, arguments.budget, served_tokens=arguments.served, parameters=arguments.size)
+    lines = [
+        runs.explanation,
+        f"for {made.budget:.4g} FLOPs, serving {made.served_tokens:.4g} tokens",
+    ]
+    lines += [
+        f"  {k:<12}{getattr(made, k):<12.5g}{_range(made.intervals[k])}"
+        for k in ("parameters", "tokens", "loss")
+    ]
+    lines.append(f"  training {made.training:.4g} FLOPs, serving {made.serving:.4g}")
+    return lines, asdict(made)
+
+
+def _report(arguments: argparse.Namespace) -> Output:
+    from scaling.report.page import report
+
+    page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
+    beside = arguments.to.with_name(f".{arguments.to.name}.part")
+    beside.write_text(page, "utf-8")
+    os.replace(beside, arguments.to)
+    return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
 def _sweep(arguments: argparse.Namespace) -> Output:

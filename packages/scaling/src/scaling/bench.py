@@ -1,4 +1,4 @@
-"""How fast and how sure: the fit beside scipy's L-BFGS-B, the bootstrap, coverage, the sweeps."""
+"""How fast and how sure: the fit beside L-BFGS-B, the bootstrap, the shortcuts, the sweeps."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import json
 import os
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import curve_fit, minimize
 
 from scaling.fit.parametric import fit_parametric
-from scaling.isoflop import Method, fit_isoflop
-from scaling.law import CONSTANTS
+from scaling.isoflop import fit_isoflop
 from scaling.runs import Array, Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
 from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
 from scaling.uncertainty.bootstrap import bootstrap
-from scaling.uncertainty.profile import profile
-from scaling.uncertainty.quantity import optimum, quantity
 
 T = TypeVar("T")
 Row = dict[str, float | int | str]
+
+SHORTCUTS = ("minimum", "minimum-linear", "minimum-offset")
 
 
 def bench(
@@ -45,7 +43,6 @@ def bench(
     if data:
         rows += _fits(data.stem, load_runs(data).without_highest(5), starts)
     rows.append(_resampling(noisy, 1000 if quick else 4000))
-    rows += _coverage(sets=40 if quick else 500, resamples=200)
     rows += _shortcuts()
     return rows + _sweeps(device, quick)
 
@@ -87,32 +84,14 @@ def _resampling(runs: Runs, resamples: int) -> Row:
     return {"case": "bootstrap", "runs": len(runs), "resamples": resamples, "time_s": seconds}
 
 
-def _coverage(sets: int, resamples: int) -> list[Row]:
-    """How often the 95 % interval holds the truth, over `sets` noisy draws of one law."""
-    by_profile = [quantity("exponent"), optimum("parameters", 1e24)]
-    by_bootstrap = [*map(quantity, CONSTANTS), *by_profile, optimum("loss", 1e24)]
-    truth = CHINCHILLA.constants[None]
-    held: Counter[tuple[str, str]] = Counter()
-    for seed in range(sets):
-        fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed))
-        drawn = bootstrap(fit, resamples=resamples, seed=seed)
-        found = [("bootstrap", q, drawn.interval(q)) for q in by_bootstrap]
-        found += [("profile", q, profile(fit, q).interval) for q in by_profile]
-        for by, q, interval in found:
-            held[by, q.name] += float(q.of(truth)[0]) in interval
-    return [
-        {"case": "coverage", "by": by, "of": name, "sets": sets, "held_percent": 100 * count / sets}
-        for (by, name), count in held.items()
-    ]
-
-
 def _shortcuts() -> list[Row]:
     """The best size at 1e24 FLOPs from noiseless runs, by every method, over the truth."""
     runs = planned_runs()
     truth = CHINCHILLA.optimal(1e24).parameters
+    found = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
-        found = {m: fit_isoflop(runs, m).optimal(1e24).parameters for m in get_args(Method)}
+        found["parabola"] = fit_isoflop(runs).optimal(1e24).parameters
         found["parabola, degree 2"] = fit_isoflop(runs, degree=2).optimal(1e24).parameters
         found["parabola, nearest 5"] = fit_isoflop(runs, nearest=5).optimal(1e24).parameters
     found["parametric"] = fit_parametric(runs).law.optimal(1e24).parameters
@@ -120,6 +99,28 @@ def _shortcuts() -> list[Row]:
         {"case": "noiseless", "method": method, "n_1e24": n, "over_truth": n / truth}
         for method, n in found.items()
     ]
+
+
+def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
+    """What not to do: the best size at a compute, by the best run of each budget.
+
+    "minimum" draws a line in logs through them, "minimum-linear" fits a C^b by least squares in N,
+    "minimum-offset" a C^b + c, which contradicts C = 6 N D. Each is a size that somebody chose.
+    """
+    best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]
+    c, n = (np.array([getattr(b, k)[0] for b in best]) for k in ("compute", "parameters"))
+    exponent, intercept = np.polyfit(np.log(c), np.log(n), 1)
+    if method == "minimum":
+        return lambda compute: float(np.exp(intercept) * compute**exponent)
+    # In units of the means: curve_fit's steps are absolute.
+    start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent]
+    start += [0.0] * (method == "minimum-offset")
+
+    def law(c: Any, a: float, b: float, offset: float = 0.0) -> Any:
+        return a * c**b + offset
+
+    found, _ = curve_fit(law, c / c.mean(), n / n.mean(), start, maxfev=20_000)
+    return lambda compute: float(n.mean() * law(compute / c.mean(), *found))
 
 
 def _sweeps(device: str, quick: bool) -> list[Row]:

@@ -1,7 +1,9 @@
 """Which runs to train next, so that the interval at a target shrinks most for the compute spent.
 
 Notable: to first order a run narrows the interval by one rank-one update that needs no training, so
-thousands of plans are compared in milliseconds. (Fedorov 1972; c-optimal design.)
+thousands of plans are compared in milliseconds; that the law may bend is five more terms of which
+little is known, so that copies of one run tell little of it. (Fedorov 1972, c-optimal design;
+DuMouchel and Jones 1994, potential terms.)
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from scaling.fit import newton
 from scaling.fit.parametric import ParametricFit
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
 from scaling.uncertainty.profile import robust_scale
 from scaling.uncertainty.quantity import Quantity, optimum
 
@@ -40,35 +43,50 @@ def design(
     budget: float,
     target: float | Quantity,
     runs: int = 8,
-    tokens_per_parameter: tuple[float, float] = (1.0, 1000.0),
+    tokens_per_parameter: tuple[float, float] = (5.0, 200.0),
+    largest: float = math.inf,
+    apart: float = 1.25,
+    discrepancy: float = 1.0,
 ) -> Design:
     """At most `runs` runs, for up to `budget` FLOPs, that tell most of the best size at `target`.
 
     `target` may be any positive `Quantity` instead. Every number of equally dear runs is tried;
     each takes the size, and a part of its share of the budget, that leaves the least variance c'
     (sum J J')^-1 c, c the slopes of the quantity's logarithm; then each is exchanged for a better
-    one while there is one. No run is smaller or shorter than those of the fit: there the law is not
-    known to hold. The factors are for least squares on runs as noisy as those of the fit.
+    one while there is one.
+
+    None costs more than `largest` FLOPs, lies outside `tokens_per_parameter`, within a factor
+    `apart` of another in both size and tokens, or below the smallest or shortest run of the fit,
+    where the law is not known to hold. The law may bend by `discrepancy` deviations of a run's
+    noise, as second and third powers of log N and log D; 0 trusts it. The factors are for least
+    squares on runs as noisy as those of the fit.
     """
-    if not (budget > 0 and runs >= 1):
+    numbers = {"largest": largest, "apart": apart, "discrepancy": discrepancy}
+    if not (budget > 0 and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0):
+        told = ", ".join(f"{k} = {v:g}" for k, v in numbers.items())
         raise ValueError(
-            f"budget = {budget}, runs = {runs}: need some compute and at least one run"
+            f"budget = {budget}, runs = {runs}, {told}: need some compute, at least one run, a"
+            " factor above one and nothing negative"
         )
     asked = target if isinstance(target, Quantity) else optimum("parameters", target)
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     theta = problem.centered(fit.law)
-    jacobian = newton.sensitivity(problem, theta)
-    known = jacobian @ jacobian.T
-    slope = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]
+    bent = _Bends.of(fit.runs, newton.sensitivity(problem, theta), discrepancy)
+    jacobian = bent.beside(problem, theta)
+    known = jacobian @ jacobian.T + bent.prior
+    slope = np.zeros(len(known))
+    slope[:5] = newton.slopes(lambda t: np.log(asked.of(problem.natural(t))), theta[None])[0]
     plans = []
     for count in range(1, runs + 1):
-        n, c = _candidates(budget / count, tokens_per_parameter, fit)
-        if not len(n):
-            break
+        n, c = _candidates(min(budget / count, largest), tokens_per_parameter, fit)
         d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
-        new = Problem(np.log(n) - problem.x_mean, np.log(d) - problem.y_mean, 0 * n, 0, 0)
-        variance, chosen = _greedy(known, newton.sensitivity(new, theta), slope, count)
-        plans.append((variance, n[chosen], d[chosen], c[chosen]))
+        rows = bent.beside(problem.elsewhere({"parameters": n, "tokens": d}), theta)
+        near = (np.abs(np.log(n / n[:, None])) < math.log(apart)) & (
+            np.abs(np.log(d / d[:, None])) < math.log(apart)
+        )
+        if found := _greedy(known, rows, slope, count, near):
+            variance, chosen = found
+            plans.append((variance, n[chosen], d[chosen], c[chosen]))
     if not plans:
         raise ValueError(
             f"budget = {budget:.3g} buys no run of {fit.runs.parameters.min():.3g} parameters and "
@@ -105,27 +123,69 @@ def _candidates(
     return np.concatenate(sizes), np.concatenate(costs)
 
 
-def _greedy(known: Array, jacobian: Array, slope: Array, count: int) -> tuple[float, list[int]]:
-    """Pick `count` columns of (5, m) one after the other, then exchange while it helps."""
+@dataclass(frozen=True)
+class _Bends:
+    """x^2, x y, y^2, x^3, y^3 of the centered logs, of which the law takes up what it can."""
+
+    center: Array
+    scale: Array
+    taken_up: Array
+    size: Array
+    """(5,) range over the runs of what the law leaves of each."""
+    prior: Array
+    """What is known beforehand: of the law nothing, of the bends that they are small."""
+
+    @staticmethod
+    def of(runs: Runs, jacobian: Array, discrepancy: float) -> _Bends:
+        logs = np.log([runs.parameters, runs.tokens])
+        center, scale = logs.mean(1)[:, None], logs.std(1)[:, None]
+        powers = _powers((logs - center) / scale)
+        taken_up = np.linalg.lstsq(jacobian.T, powers.T, rcond=1e-12)[0].astype(np.float64)
+        size = np.maximum(np.ptp(powers - taken_up.T @ jacobian, axis=1), 1e-9)
+        small = np.full(5, max(discrepancy, 1e-6) ** -2.0)
+        return _Bends(center, scale, taken_up, size, np.diag([*np.zeros(5), *small]))
+
+    def beside(self, problem: Problem, theta: Array) -> Array:
+        """(10, n) slopes of log loss in the law's parameters and in the bends."""
+        slopes = newton.sensitivity(problem, theta)
+        logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
+        left = _powers((logs - self.center) / self.scale) - self.taken_up.T @ slopes
+        return np.concatenate([slopes, left / self.size[:, None]])
+
+
+def _powers(logs: Array) -> Array:
+    x, y = logs
+    return np.stack([x**2, x * y, y**2, x**3, y**3])
+
+
+def _greedy(
+    known: Array, jacobian: Array, slope: Array, count: int, near: NDArray[np.bool_]
+) -> tuple[float, list[int]] | None:
+    """Pick `count` columns of (P, m) one after the other, then exchange while it helps; None where
+    so many are not apart."""
     chosen: list[int] = []
     for _ in range(count):
-        chosen.append(_best(known, jacobian, slope, chosen)[1])
+        if near[chosen].any(0).all():
+            return None
+        chosen.append(_best(known, jacobian, slope, chosen, near)[1])
     variance = math.inf
     while True:
         for _ in range(count):
-            now, pick = _best(known, jacobian, slope, chosen[1:])
+            now, pick = _best(known, jacobian, slope, chosen[1:], near)
             chosen = [*chosen[1:], pick]
         if now >= variance * (1 - 1e-9):
             return variance, chosen
         variance = now
 
 
-def _best(known: Array, jacobian: Array, slope: Array, chosen: list[int]) -> tuple[float, int]:
+def _best(
+    known: Array, jacobian: Array, slope: Array, chosen: list[int], near: NDArray[np.bool_]
+) -> tuple[float, int]:
     """The column that leaves the least variance beside those chosen, by Sherman and Morrison."""
     inside = jacobian[:, chosen]
     inverse = np.linalg.inv(known + inside @ inside.T)
     gain = (slope @ inverse @ jacobian) ** 2 / (
         1 + np.einsum("im,ij,jm->m", jacobian, inverse, jacobian)
     )
-    pick = int(np.argmax(gain))
+    pick = int(np.argmax(np.where(near[chosen].any(0), -1.0, gain)))
     return float(slope @ inverse @ slope - gain[pick]), pick

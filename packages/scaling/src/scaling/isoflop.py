@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import curve_fit
 from scipy.special import stdtrit
 
 from scaling.law import Interval, Optimum
@@ -27,7 +26,7 @@ from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opin
 from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
-Method = Literal["parabola", "minimum", "minimum-linear", "minimum-offset"]
+Method = Literal["parabola"]
 
 COARSE = 2.5
 """Sizes about the best run that are further apart, as a factor, leave a parabola to guess."""
@@ -35,20 +34,15 @@ COARSE = 2.5
 FEWEST_BEYOND = 3
 """Runs beyond the three that the curve of each budget takes."""
 
-COARSE_MINIMUM = 1.2
-"""The same where the best run itself is taken for the optimum."""
-
 
 @dataclass(frozen=True)
 class IsoflopFit:
-    """N_opt = scale * C^exponent + offset, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
+    """N_opt = scale * C^exponent, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
 
     runs: Runs
-    method: Method
     valleys: tuple[Valley, ...]
     scale: float
     exponent: float
-    offset: float
     covariance: Array
     """(2, 2) of the line's height at the middle budget and its slope, in logs."""
     drift: float
@@ -63,10 +57,9 @@ class IsoflopFit:
         The interval is Student's, from the scatter of the valleys about the line in log N, and from
         its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
         leave no scatter, and the interval is (0, inf).
-        ValueError where an offset makes N negative.
         """
-        n = self._size(compute)
-        freedom = len(self.valleys) - 2 - (self.offset != 0)
+        n = self.scale * compute**self.exponent
+        freedom = len(self.valleys) - 2
         low, high = 0.0, math.inf
         if freedom > 0:
             middle = float(np.mean(np.log([v.compute for v in self.valleys])))
@@ -89,23 +82,14 @@ class IsoflopFit:
 
     @cached_property
     def _by_parametric(self) -> Callable[[float], Opinion | None]:
-        """What the parametric law of the same runs says; the shortcuts have doubts enough."""
-        return parametric_opinion(self.runs if self.method == "parabola" else self.runs[:0])
+        """What the parametric law of the same runs says."""
+        return parametric_opinion(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
         """C / (N D) of the best models: between budgets in logs, beyond them that of the last."""
         c = np.array([v.compute for v in self.valleys])
         pairs = np.array([v.parameters * v.tokens for v in self.valleys])
         return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / pairs)))
-
-    def _size(self, compute: float) -> float:
-        n = self.scale * compute**self.exponent + self.offset
-        if not n > 0:
-            raise ValueError(
-                f"the offset {self.offset:.3g} makes N = {n:.3g} at {compute:.3g} FLOPs; use"
-                " method='parabola'"
-            )
-        return float(n)
 
 
 def fit_isoflop(
@@ -125,17 +109,17 @@ def fit_isoflop(
     by itself: through all its runs, or through the `nearest` to the best, or with weights
     exp(-(distance / bandwidth)^2 / 2) by the distance in log N to its bottom; both of these take
     degree 2 unless told. So, with a warning, do fewer than five runs a budget, and valleys that no
-    shared skew fits. "minimum" takes the best
-    run instead, and a line in logs; "minimum-linear" fits a C^b to the best runs by least squares
-    in N, "minimum-offset" a C^b + c. Those three are for comparison, and warn. Budgets are told
-    apart by `tolerance` in compute.
+    shared skew fits. Budgets are told apart by `tolerance` in compute.
 
-    ValueError: fewer than five runs, one budget, too few runs for a parabola, a law that falls or
-    is negative. ScalingWarning: coarse grids, a minimum at an edge, minima that do not grow with
-    compute, offsets, fewer than four budgets.
+    ValueError: fewer than five runs, one budget, too few runs for a parabola, a law that falls, or
+    "minimum", which takes the best run of each budget. ScalingWarning: coarse grids, a minimum at
+    an edge, minima that do not grow with compute, fewer than four budgets.
     """
-    if method not in ("parabola", "minimum", "minimum-linear", "minimum-offset"):
-        raise ValueError(f"method = {method!r} is not parabola, minimum, minimum-linear or -offset")
+    if method != "parabola":
+        raise ValueError(
+            f"method = {method!r} is not 'parabola': the best run of a budget is a size somebody"
+            " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
+        )
     if len(runs) < 5:
         raise ValueError(
             f"{len(runs)} runs are too few; train five or more, at two budgets or more"
@@ -146,11 +130,9 @@ def fit_isoflop(
             f"column 'compute' holds one budget, {budgets[0].compute[0]:.3g}: a law needs two"
         )
     doubts = Doubts()
-    groups = [_look(group, method, doubts) for group in budgets]
+    groups = [_look(group, doubts) for group in budgets]
     local = nearest is not None or bandwidth is not None
-    if method != "parabola":
-        kept, covariance = [_least(group) for group in groups], np.eye(len(groups))
-    elif degree is None and not local and (shared := _skewed_alike(groups, doubts)):
+    if degree is None and not local and (shared := _skewed_alike(groups, doubts)):
         kept, covariance = shared
     else:
         found = (_polynomial(g, nearest, bandwidth, degree or 2, doubts) for g in groups)
@@ -170,22 +152,10 @@ def fit_isoflop(
         doubts.add(f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval")
     c = np.array([v.compute for v in kept])
     moved = _drift(c, np.array(n), covariance)
-    scale, exponent, offset, covariance = _power_law(c, np.array(n), covariance, method)
-    if offset:
-        doubts.add(
-            f"the offset {offset:.3g} in N = a C^b + c contradicts C = 6 N D: N and D cannot both"
-            " be such laws, and the exponent pays for it"
-        )
-    if method != "parabola":
-        doubts.add(
-            "the best run of a budget is a size somebody chose, not the optimum, and extrapolating"
-            " multiplies the error; use method='parabola'"
-        )
+    scale, exponent, covariance = _power_law(c, np.array(n), covariance)
     for message in doubts:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    return IsoflopFit(
-        runs, method, tuple(kept), scale, exponent, offset, covariance, moved, level, tuple(doubts)
-    )
+    return IsoflopFit(runs, tuple(kept), scale, exponent, covariance, moved, level, tuple(doubts))
 
 
 def _where(group: Runs) -> str:
@@ -196,7 +166,7 @@ def _budget(group: Runs) -> float:
     return float(np.exp(np.log(group.compute).mean()))
 
 
-def _look(group: Runs, method: Method, doubts: Doubts) -> Runs:
+def _look(group: Runs, doubts: Doubts) -> Runs:
     """The runs of a budget by size, and what is doubtful about them."""
     group = group[np.argsort(group.parameters, kind="stable")]
     x, best, where = np.log(group.parameters), int(np.argmin(group.loss)), _where(group)
@@ -205,15 +175,9 @@ def _look(group: Runs, method: Method, doubts: Doubts) -> Runs:
     if best in (0, len(group) - 1):
         doubts.add("the least 'loss' is at an edge of 'parameters'; train beyond it", where)
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
-    if gap > (COARSE if method == "parabola" else COARSE_MINIMUM):
+    if gap > COARSE:
         doubts.add("'parameters' {:.2f}x apart leave the best size to the form", where, gap)
     return group
-
-
-def _least(group: Runs) -> Valley:
-    best = int(np.argmin(group.loss))
-    size, loss = float(group.parameters[best]), float(group.loss[best])
-    return Valley(_budget(group), size, loss, group)
 
 
 def _polynomial(
@@ -280,37 +244,23 @@ def _skewed_alike(groups: list[Runs], doubts: Doubts) -> tuple[list[Valley], Arr
     return valleys, shape.covariance[np.ix_(kept, kept)]
 
 
-def _power_law(
-    c: Array, n: Array, covariance: Array, method: Method
-) -> tuple[float, float, float, Array]:
-    """Scale, exponent and offset, and the covariance of the line in logs from its scatter."""
+def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
+    """Scale and exponent, and the covariance of the line in logs from its scatter."""
     x, y = np.log(c), np.log(n)
     rows = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     weight = np.linalg.inv(covariance / np.trace(covariance))
     inverse = np.linalg.inv(rows.T @ weight @ rows)
-    height, exponent = map(float, inverse @ rows.T @ weight @ y)
-    scale, offset = math.exp(height - exponent * float(x.mean())), 0.0
-    if method in ("minimum-linear", "minimum-offset"):
-        # In units of the means: curve_fit's steps are absolute.
-        u, v = c / c.mean(), n / n.mean()
-        start = [scale * c.mean() ** exponent / n.mean(), exponent]
-        if method == "minimum-linear":
-            (a, exponent), _ = curve_fit(lambda x, a, b: a * x**b, u, v, start, maxfev=20_000)
-        else:
-            (a, exponent, o), _ = curve_fit(
-                lambda x, a, b, o: a * x**b + o, u, v, [*start, 0.0], maxfev=20_000
-            )
-            offset = float(o) * float(n.mean())
-        scale = float(a) * float(n.mean()) / float(c.mean()) ** float(exponent)
-    if not (scale > 0 and exponent > 0):
+    line = inverse @ rows.T @ weight @ y
+    height, exponent = map(float, line)
+    scale = math.exp(height - exponent * float(x.mean()))
+    if not exponent > 0:
         raise ValueError(
             f"the fitted law N = {scale:.3g} C^{exponent:.3g} does not grow with compute: these"
             " budgets do not fix an optimum"
         )
-    errors = y - np.log(np.maximum(scale * c**exponent + offset, 1e-300))
-    freedom = max(len(c) - 2 - (offset != 0), 1)
-    scatter = float(errors @ weight @ errors) / freedom
-    return float(scale), float(exponent), offset, scatter * inverse
+    errors = y - rows @ line
+    scatter = float(errors @ weight @ errors) / max(len(c) - 2, 1)
+    return scale, exponent, scatter * inverse
 
 
 def _drift(c: Array, n: Array, covariance: Array) -> float:

@@ -79,7 +79,7 @@ class Law:
         n, d = np.asarray(parameters, np.float64), np.asarray(tokens, np.float64)
         if not ((n > 0).all() and (d > 0).all()):
             raise ValueError("parameters and tokens must be positive")
-        loss = self.E + self.A * n**-self.alpha + self.B * d**-self.beta
+        loss = loss_of(self.constants, n, d)
         return loss if loss.ndim else float(loss)
 
     @property
@@ -89,9 +89,8 @@ class Law:
 
     @property
     def balance(self) -> float:
-        """G = (alpha A / (beta B))^(1 / (alpha + beta)): N_opt = G (C / 6)^exponent."""
-        ratio = self.alpha * self.A / (self.beta * self.B)
-        return float(ratio ** (1 / (self.alpha + self.beta)))
+        """G of N_opt = G (C / 6)^exponent."""
+        return float(optima_of(self.constants, FLOPS_PER_PARAMETER_TOKEN)[0])
 
     def optimal(self, compute: float, *, inference_tokens: float = 0.0) -> Optimum:
         """The N and D of least loss that `compute` FLOPs can train, 6 N D, and serve, 2 N T.
@@ -105,7 +104,7 @@ class Law:
                 "positive, the second not negative"
             )
         pairs = compute / FLOPS_PER_PARAMETER_TOKEN
-        n = self.balance * pairs**self.exponent
+        n = float(optima_of(self.constants, compute)[0])
         served = inference_tokens * FLOPS_PER_PARAMETER_SERVED_TOKEN / FLOPS_PER_PARAMETER_TOKEN
         if served:
             # With D = pairs / N - served, dL/dlogN = 0 is one monotone equation in log N.
@@ -137,3 +136,24 @@ class Law:
                 raise ValueError(f"loss {loss} needs more than e^600 FLOPs; E = {self.E}")
         compute = math.exp(brentq(excess, low, high, xtol=1e-12))
         return self.optimal(compute, inference_tokens=inference_tokens)
+
+
+def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
+    """L(N, D) of (…, 5) constants: the formula stands here."""
+    e, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
+    loss: Array = e + a * parameters**-alpha + b * tokens**-beta
+    return loss
+
+
+def optima_of(constants: Array, compute: float) -> Array:
+    """(3, …) N, D and loss of the optima: the closed form stands here.
+
+    N = G (C / 6)^(beta / (alpha + beta)), G = (alpha A / (beta B))^(1 / (alpha + beta)).
+    """
+    _, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
+    log_pairs = math.log(compute / FLOPS_PER_PARAMETER_TOKEN)
+    log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
+    # A law whose optimum no float64 holds is as far out as one that just fits.
+    log_n = np.clip(log_n, log_pairs - 700, 700)
+    n, d = np.exp(log_n), np.exp(log_pairs - log_n)
+    return np.stack([n, d, loss_of(constants, n, d)])

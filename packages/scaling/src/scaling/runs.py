@@ -263,16 +263,18 @@ def _check_scale(
         for k in small:
             at = int(np.argmin(values[k]))
             cells.append(f"column {found[k].name!r} is {values[k][at]:.5g} in row {rows[at]}")
-        remedy = ", ".join(f"{k!r}: 1e6" for k in small)
+        remedy = ", ".join(f"{k!r}: 1e{_likely_power(k, values, small)}" for k in small)
         raise ValueError(
-            f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are no run; if"
-            f" they count millions, say, pass units={{{remedy}}}"
+            f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are no run; they"
+            f" count thousands, millions or billions: pass units={{{remedy}}}, say"
         )
     if {"parameters", "tokens"} <= set(values):
         n, d = values["parameters"], values["tokens"]
         each = d / n
         low, high = TOKENS_A_PARAMETER
-        if not low <= np.median(each) <= high and not {"parameters", "tokens"} & set(units):
+        # Whoever says that a unit is one has counted.
+        counted = 1.0 in (units.get("parameters"), units.get("tokens"))
+        if not (counted or low <= np.median(each) <= high):
             at = int(np.argsort(each)[len(each) // 2])
             raise ValueError(
                 f"columns {found['parameters'].name!r} and {found['tokens'].name!r} are"
@@ -289,6 +291,15 @@ def _check_scale(
                     f" {n[at]:.4g} and {found['tokens'].name!r} = {d[at]:.4g}: a unit is wrong;"
                     f" mend the cell, or pass units={{'compute': {1 / ratio[at]:.0e}}}"
                 )
+
+
+def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) -> int:
+    """Of the unit that makes it some twenty tokens a parameter, where the other column is sound."""
+    other = "tokens" if name == "parameters" else "parameters"
+    if other not in values or other in small:
+        return 6 if name == "parameters" else 9
+    usual = 20 * values[other] if name == "tokens" else values[other] / 20
+    return 3 * round(float(np.median(np.log10(usual / values[name]))) / 3)
 
 
 def _explained(runs: Runs, found: Mapping[str, Column], present: Sequence[str]) -> list[str]:

@@ -39,8 +39,8 @@ class Valley:
     """The size at the bottom."""
     loss: float
     runs: Runs
-    coefficients: tuple[float, ...] | None = None
-    """None where the best run was taken. With u = log N less its mean over the runs: c of
+    coefficients: tuple[float, ...]
+    """With u = log N less its mean over the runs: c of
     c0 + c1 u + c2 u^2 + …, or, with a shape (p, q), of c0 + c1 exp(-p u) / p + c2 exp(q u) / q."""
     shape: tuple[float, float] | None = None
 
@@ -55,8 +55,6 @@ class Valley:
 
     def predict(self, parameters: Array) -> Array:
         """The fitted loss of models of these sizes."""
-        if self.coefficients is None:
-            raise ValueError("the best run of a budget is no curve")
         u = np.log(parameters) - np.log(self.runs.parameters).mean()
         c = np.array(self.coefficients)
         if self.shape is None:

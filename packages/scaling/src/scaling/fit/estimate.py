@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from scaling.fit.search import Loss
+from scaling.fit.varpro import Problem
 from scaling.law import Law
 from scaling.runs import Array, Runs
 
@@ -19,3 +21,10 @@ class Estimate:
     delta: float
     residuals: Array
     """log of predicted over observed loss, one per run."""
+    untuned: float
+    """The weight of runs above the law; below one, they may have been tuned too little."""
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was fitted, in the parameters of the search."""
+        return Problem.of(self.runs, self.untuned)

@@ -6,13 +6,16 @@ optimum can be asked outright: if no revival of the term, at any exponent, lower
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from scaling.fit import newton
-from scaling.fit.varpro import GRID, Problem, grid_starts
+from scaling.fit.varpro import Problem, grid_starts
 from scaling.runs import Array
 
 Loss = Literal["huber", "lad", "squares"]
@@ -27,8 +30,8 @@ REVIVALS = 4.0 ** -np.arange(13)
 """Sizes at which a dead term is tried again, in spreads of the loss."""
 
 
-BEST, EVERY = 8, 4
-"""Without a proof: the best points of the grid, and every fourth along each exponent."""
+BEST, LATTICE = 8, 25
+"""Without a proof: the best points of the grid, and a coarser grid of about so many."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +55,31 @@ class Proof:
         return self.complete and self.landed == self.converged > 0
 
 
-def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
-    """(1, 5) the best law from all starts of the grid, or from some of them, and the proof.
+def search(
+    problem: Problem,
+    loss: Loss,
+    delta: float,
+    prove: bool,
+    springs: Sequence[newton.Spring] = (),
+) -> tuple[Array, Proof]:
+    """(1, P) the best law from all starts of the grid, or from some of them, and the proof.
 
     The best points of the grid may all lie in one basin, so that a better one is missed: a coarse
-    lattice goes beside them, and where they end in several places the whole grid is tried.
+    lattice goes beside them, and where they end in several places the whole grid is tried. Of three
+    exponents or more that would take too long: there only `prove` looks beyond the best points.
     """
     first = _first(loss, delta)
     starts = grid_starts(problem)
+    points = [len(axis) for axis in problem.axes]
+    dimensions = max(sum(n > 1 for n in points), 1)
     if not prove:
-        lowest = np.argsort(newton.objective(problem, starts, first))[:BEST]
-        lattice = np.arange(len(starts)).reshape(len(GRID), len(GRID))[::EVERY, ::EVERY]
-        starts = starts[np.union1d(lowest, lattice.ravel())]
-    ends = newton.polish(problem, starts, delta=first, max_steps=PATIENCE)
-    for _ in range(3):
+        few = BEST if dimensions < 4 else BEST // 2
+        lowest = np.argsort(newton.objective(problem, starts, first))[:few]
+        every = math.ceil(max(points) / LATTICE ** (1 / dimensions))
+        lattice = np.arange(len(starts)).reshape(points)[(slice(None, None, every),) * len(points)]
+        starts = starts[np.union1d(lowest, lattice.ravel()) if dimensions < 3 else lowest]
+    ends = newton.polish(problem, starts, delta=first, springs=springs, max_steps=PATIENCE)
+    for _ in range(0 if springs else 3):
         back, revived = _revive(problem, ends, first)
         if not len(back):
             break
@@ -82,8 +96,8 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     proof = Proof(len(starts), converged, int((landed & ends.converged).sum()), prove)
     # Of laws that are equal to the last digit the one that claims the least irreducible loss.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
-    if proof.several and not prove:
-        return search(problem, loss, delta, prove=True)
+    if proof.several and not prove and dimensions < 3:
+        return search(problem, loss, delta, True, springs)
     return ends.theta[[best]], proof
 
 
@@ -95,10 +109,11 @@ def refit(
     *,
     weights: Array | None = None,
     finest: float = 1e-9,
+    springs: Sequence[newton.Spring] = (),
 ) -> newton.Polished:
     """`newton.polish` for each loss; LAD is Huber with delta shrinking to `finest`."""
     first = _first(loss, delta)
-    ends = newton.polish(problem, starts, delta=first, weights=weights)
+    ends = newton.polish(problem, starts, delta=first, weights=weights, springs=springs)
     return ends if loss != "lad" else _shrink(problem, ends, first, weights, finest)
 
 
@@ -123,9 +138,12 @@ def _revive(problem: Problem, ends: newton.Polished, delta: float) -> tuple[Arra
     """Which ends lost a term whose return would lower the objective, and where to go on from."""
     back, revived = [], []
     for i, term in np.argwhere(newton.vanished(problem, ends.theta)):
-        size, exponent = np.meshgrid(np.log(REVIVALS * problem.spread), GRID)
-        tried = np.tile(ends.theta[i], (size.size, 1))
-        tried[:, 1 + term], tried[:, 3 + term] = size.ravel(), exponent.ravel()
+        shared = {j for k, held in enumerate(problem.held) if k != term for j in held}
+        own = [j for j in problem.held[term] if j not in shared][:2]
+        sizes = np.log(REVIVALS * problem.spread)
+        tries = np.array(list(itertools.product(sizes, *(problem.axes[j] for j in own))))
+        tried = np.tile(ends.theta[i], (len(tries), 1))
+        tried[:, [term, *(problem.count + j for j in own)]] = tries
         value = newton.objective(problem, tried, delta)
         if value.min() < ends.objective[i] * (1 - 1e-12):
             back.append(i)

@@ -7,17 +7,16 @@ sweep is checked against it. (McCandlish et al. 2018; Li et al. 2024, "Surge phe
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scaling.runs import Array, ScalingWarning
-from scaling.sweeps.rate_law import RateLaw, fit_rate_law
+from scaling.runs import Array
+from scaling.sweeps.own import trained
+from scaling.sweeps.sweep import Sweep, swept
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
@@ -42,47 +41,6 @@ SETTINGS: dict[tuple[Task, Optimizer], Setting] = {
     ("mlp", "sgd"): Setting((3e-3, 0.3, 20), (*(2**i for i in range(7)),), 8, 150, 16, 0.0),
     ("mlp", "adam"): Setting((3e-4, 0.1, 16), (*(2**i for i in range(7)),), 8, 150, 16, 0.0),
 }
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Mean final loss of every (batch size, rate), and the rate at the bottom of each curve.
-
-    A minimum at the lowest or highest rate is no optimum: `best_rates` is nan there, and the law
-    goes without it.
-    """
-
-    task: Task
-    optimizer: Optimizer
-    rates: Array
-    batch_sizes: Array
-    log_loss: Array
-    """(batch sizes, rates), the log of half the mean squared error less label noise; inf where it
-    diverged. The loss itself may be below any float64."""
-    best_rates: Array
-    """(batch sizes,) the bottom of a polynomial through the log losses about the least; nan where
-    the rates do not bracket it."""
-    exact_rates: Array | None
-    """The same from theory: SGD on linear regression."""
-    gradient_squares: Array
-    """(batch sizes,) mean squared norm of the first step's gradient."""
-    runs: int
-
-    @property
-    def loss(self) -> Array:
-        """(batch sizes, rates) of `log_loss`."""
-        return np.exp(self.log_loss)
-
-    @property
-    def law(self) -> RateLaw:
-        """The curve that the best rates follow; ValueError for fewer than five of them."""
-        found = np.isfinite(self.best_rates)
-        return fit_rate_law(self.batch_sizes[found], self.best_rates[found])
-
-    @property
-    def critical_batch_size(self) -> float:
-        """The gradient noise scale at the start: see `gradient_noise_scale`."""
-        return gradient_noise_scale(self.batch_sizes, self.gradient_squares)
 
 
 def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
@@ -110,24 +68,8 @@ def exact_loss(
     return v / 2
 
 
-def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
-    """tr(S) / |G|^2 in examples: the batch above which averaging more of them stops paying.
-
-    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B, fitted to squared norms at two batch sizes or
-    more (McCandlish et al. 2018, appendix A.1). For linear regression at |w - w*|^2 = d it is
-    d + 1 + noise^2, the same d + 1 as in `exact_rate`.
-    """
-    b = np.asarray(batch_sizes, np.float64)
-    squares = np.asarray(gradient_squares, np.float64)
-    if len(np.unique(b)) < 2:
-        raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
-    # Relative errors are alike at all batch sizes, so weigh by the inverse of the square.
-    trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
-    return float(trace / square) if square > 0 else float("inf")
-
-
 def sweep_learning_rate(
-    task: Task = "linear",
+    task: Task | Callable[[float, int, int], float] = "linear",
     optimizer: Optimizer = "sgd",
     *,
     rates: Sequence[float] | None = None,
@@ -142,9 +84,13 @@ def sweep_learning_rate(
     """Train at every rate, batch size and seed, on fresh data at every step; needs torch.
 
     "linear" is regression on x ~ N(0, I) from |w - w*|^2 = d; "mlp" is a network of 64 ReLUs that
-    learns another one like it. What is None comes from `SETTINGS`. ScalingWarning where the least
+    learns another one like it. What is None comes from `SETTINGS`. A task of one's own is a
+    function of (rate, batch size, seed) that trains and returns the final loss, nan if it diverged;
+    it needs `rates` and `batch_sizes`, and has one seed unless told. ScalingWarning where the least
     loss is at the lowest or highest rate.
     """
+    if callable(task):
+        return trained(task, rates, batch_sizes, seeds or 1, seed)
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"{task!r} with {optimizer!r}: the sweeps are {sorted(SETTINGS)}")
     from scaling.sweeps import training  # torch is only needed here
@@ -160,7 +106,7 @@ def sweep_learning_rate(
     steps = default.steps if steps is None else steps
     dimension = default.dimension if dimension is None else dimension
     noise = default.noise if noise is None else noise
-    log_loss, squares = training.train(
+    by_seed, squares = training.train(
         task,
         optimizer,
         rates=grid,
@@ -179,43 +125,4 @@ def sweep_learning_rate(
             fine = np.geomspace(1e-5, 2, 20_001)
             curves = [exact_loss(fine, b, dimension, steps=steps, noise=noise) for b in sizes]
             exact = fine[np.argmin(curves, axis=1)]
-    best = np.array([_bottom(grid, curve) for curve in log_loss])
-    _warn_of_edges(grid, sizes, log_loss)
-    runs = log_loss.size * count
-    return Sweep(task, optimizer, grid, sizes.astype(float), log_loss, best, exact, squares, runs)
-
-
-def _warn_of_edges(rates: Array, batch_sizes: Array, log_loss: Array) -> None:
-    if len(rates) < 3:  # Whoever asks for one or two rates looks for no bottom.
-        return
-    least = np.argmin(log_loss, axis=1)
-    for edge, beyond in ((0, "below"), (len(rates) - 1, "above")):
-        if (at := least == edge).any():
-            sizes = ", ".join(str(b) for b in batch_sizes[at])
-            warnings.warn(
-                f"the least loss at batch sizes {sizes} is at the edge of the rates: sweep rates"
-                f" {beyond} {rates[edge]:.3g} too; these have no best rate",
-                ScalingWarning,
-                stacklevel=3,
-            )
-
-
-def _bottom(rates: Array, log_loss: Array) -> float:
-    """The rate at the bottom of a polynomial, in log rate and log loss, about the least loss.
-
-    A quartic over the rates within a factor of 1.6, where the grid is fine; else a parabola over
-    five points. nan where the least is at an edge.
-    """
-    best = int(np.argmin(log_loss))
-    if best in (0, len(rates) - 1):
-        return math.nan
-    x = np.log(rates) - np.log(rates[best])
-    near = np.abs(x) < np.log(1.6)
-    near[max(best - 2, 0) : best + 3] = True
-    near &= np.isfinite(log_loss)
-    if near.sum() < 3:
-        return float(rates[best])
-    degree = 4 if near.sum() > 6 else 2
-    curve = np.polynomial.Polynomial.fit(x[near], log_loss[near], degree)
-    fine = np.linspace(x[near][0], x[near][-1], 2001)
-    return float(rates[best] * np.exp(fine[np.argmin(curve(fine))]))
+    return swept(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)

@@ -37,7 +37,7 @@ def train(
     seed: int,
     device: str,
 ) -> tuple[Array, Array]:
-    """(batch sizes, rates) logs of mean final losses, inf where they diverged, and (batch sizes,)
+    """(batch sizes, seeds, rates) logs of final losses, inf where they diverged, and (batch sizes,)
     mean first squared gradients."""
     rate = torch.tensor(rates, device=device)
     # Without noise a step of SGD on regression multiplies the error: its size may be kept apart.
@@ -62,7 +62,7 @@ def train(
             rule.update(gradients)
             if scalable and isinstance(model, _Linear):
                 model.rescale()
-        loss = model.log_loss().logsumexp(0) - np.log(seeds)
+        loss = model.log_loss()
         diverged = loss.isnan() | (loss > DIVERGED)
         losses.append(loss.masked_fill(diverged, np.inf).cpu().numpy())
     return np.stack(losses), np.array(squares)

@@ -17,7 +17,6 @@ from scipy.special import ndtr, ndtri, stdtrit
 from scaling.fit.estimate import Estimate
 from scaling.fit.newton import vanished
 from scaling.fit.search import refit
-from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Interval, Optimum
 from scaling.runs import Array, ScalingWarning
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, optimum, quantity
@@ -97,7 +96,7 @@ def bootstrap(
             f"resamples = {resamples}: a {level:.0%} interval needs {math.ceil(5 / (1 - level))}"
         )
     n = len(fit.runs)
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), resamples)
     starts = np.tile(problem.centered(fit.law), (resamples, 1))
     weights = counts.astype(np.float64)

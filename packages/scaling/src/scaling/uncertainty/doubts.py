@@ -134,7 +134,8 @@ def bend(problem: Problem, theta: Array, errors: Array) -> float:
     An F test of x^2, x y, y^2, x^3 and y^3 against what the five constants cannot take up, with
     the errors of misread runs cut off at four spreads.
     """
-    x, y = problem.x / problem.x.std(), problem.y / problem.y.std()
+    logs = [np.log(problem.columns[name]) for name in ("parameters", "tokens")]
+    x, y = ((log - log.mean()) / log.std() for log in logs)
     extra = np.stack([x**2, x * y, y**2, x**3, y**3], axis=1)
     spread = 1.4826 * float(np.median(np.abs(errors)))
     freedom = len(errors) - 10

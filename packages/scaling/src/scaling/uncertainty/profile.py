@@ -15,7 +15,6 @@ from scipy.special import stdtrit
 
 from scaling.fit import newton
 from scaling.fit.estimate import Estimate
-from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS, Interval
 from scaling.runs import Array
 from scaling.uncertainty.quantity import Quantity, quantity
@@ -46,7 +45,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
         raise ValueError(f"{len(fit.runs)} runs leave no degrees of freedom; train more than five")
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     # A LAD profile has a corner at every run; this delta rounds them off by less than they matter.
     delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
     best = newton.polish(problem, problem.centered(fit.law)[None], delta=delta).theta
@@ -75,7 +74,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
             if center > 0:
                 targets = center * np.exp((targets - center) / center)
             spring = newton.Spring(implied, targets, 1e3 * kappa * threshold / unit**2)
-            held = newton.polish(problem, np.tile(best, (POINTS, 1)), delta=delta, spring=spring)
+            held = newton.polish(problem, np.tile(best, (POINTS, 1)), delta=delta, springs=[spring])
             v = implied(held.theta)
             d = 2 * (newton.objective(problem, held.theta, delta) - least) / kappa
             order = np.argsort(side * v)

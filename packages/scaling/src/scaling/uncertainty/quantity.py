@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaling.law import CONSTANTS, Law
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.law import CONSTANTS, Law, loss_of, optima_of
+from scaling.runs import Array
 
 FIELDS = ("parameters", "tokens", "loss")
 
@@ -42,26 +42,14 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
     """The loss of one model."""
-
-    def of(constants: Array) -> Array:
-        e, a, b, alpha, beta = constants.T
-        value: Array = e + a * parameters**-alpha + b * tokens**-beta
-        return value
-
-    return Quantity(f"loss at N = {parameters:.3g}, D = {tokens:.3g}", of)
+    name = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
+    return Quantity(name, lambda c: loss_of(c, parameters, tokens))
 
 
 def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
     """(3, laws): N, D and loss of the optimum of each of (laws, 5)."""
-    if inference_tokens:
-        laws = (Law(*map(float, row)) for row in constants)
-        best = [law.optimal(compute, inference_tokens=inference_tokens) for law in laws]
-        return np.array([(o.parameters, o.tokens, o.loss) for o in best]).T
-    e, a, b, alpha, beta = constants.T
-    log_pairs = np.log(compute / FLOPS_PER_PARAMETER_TOKEN)
-    log_n = (np.log(alpha * a / (beta * b)) + beta * log_pairs) / (alpha + beta)
-    # A resample whose optimum no float64 holds is as far out as one that just fits.
-    log_n = np.clip(log_n, log_pairs - 700, 700)
-    log_d = log_pairs - log_n
-    loss = e + a * np.exp(-alpha * log_n) + b * np.exp(-beta * log_d)
-    return np.stack([np.exp(log_n), np.exp(log_d), loss])
+    if not inference_tokens:
+        return optima_of(constants, compute)
+    laws = (Law(*map(float, row)) for row in constants)
+    best = [law.optimal(compute, inference_tokens=inference_tokens) for law in laws]
+    return np.array([(o.parameters, o.tokens, o.loss) for o in best]).T

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.fit.varpro import Problem
-from scaling.law import Interval
+from scaling.law import Interval, optima_of
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.doubts import BENDS, bend
 from scaling.uncertainty.quantity import optima
@@ -60,9 +59,9 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
 
 def _needed(constants: Array, loss: Array) -> Array:
     """(laws,) the least compute by which each law reaches each loss; inf below its E."""
-    e, a, b, alpha, beta = constants.T
-    balance = (alpha * a / (beta * b)) ** (1 / (alpha + beta))
-    reducible = a * balance**-alpha + b * balance**beta
+    e, _, _, alpha, beta = constants.T
+    # The reducible loss of the optimum is one power of compute: known at 6 FLOPs, known anywhere.
+    reducible = optima_of(constants, FLOPS_PER_PARAMETER_TOKEN)[2] - e
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         pairs = (reducible / np.maximum(loss - e, 0)) ** ((alpha + beta) / (alpha * beta))
     needed: Array = FLOPS_PER_PARAMETER_TOKEN * pairs
@@ -72,7 +71,7 @@ def _needed(constants: Array, loss: Array) -> Array:
 def _lack(fit: ParametricFit, compute: float) -> float:
     """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
     decades = max(math.log10(compute / fit.drift.highest), 0.0) if math.isfinite(compute) else 0.0
-    problem = Problem.of(fit.runs)
+    problem = fit.problem
     bends = bend(problem, problem.centered(fit.law), fit.residuals) < BENDS
     spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
     return math.hypot(fit.drift.loss * decades, spread)

@@ -1,0 +1,215 @@
+"""Fit any form of law, with fixed constants and priors, and choose among laws by their foresight.
+
+Notable: this is the fit of `fit_parametric` (amplitudes by linear algebra, exponents from a grid,
+all polished by Newton's method, the same proof) for whatever terms a `Form` writes down.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from scaling.fit import newton
+from scaling.fit.search import Loss, Proof, refit, search
+from scaling.fit.varpro import Problem
+from scaling.law import Interval
+from scaling.laws.form import CATALOG, Form
+from scaling.runs import Array, Runs, ScalingWarning
+
+Rows = Runs | Mapping[str, ArrayLike]
+DRAWS = 400
+
+
+@dataclass(frozen=True)
+class LawFit:
+    """A law of a form, and what it was fitted to."""
+
+    form: Form
+    constants: dict[str, float]
+    objective: float
+    residuals: Array
+    """log of predicted over observed, one a row."""
+    proof: Proof
+    draw: Callable[[], Array]
+    """(DRAWS, P) constants of refits to resampled rows."""
+
+    def predict(self, **inputs: ArrayLike) -> Array:
+        """The fitted law at other inputs."""
+        return self.form.predict(self.constants, **inputs)
+
+    def interval(
+        self, asked: str | Callable[[Mapping[str, float]], float], *, level: float = 0.95
+    ) -> Interval:
+        """Of a constant, or of anything that constants imply, by 400 resamples.
+
+        Quantiles spread by sqrt(n / (n - constants)), as the fit took up that many of n rows;
+        without degrees of freedom anything may be.
+        """
+        if isinstance(asked, str) and asked not in self.constants:
+            raise ValueError(f"{asked!r} is not one of {self.form.constants}")
+        of = (lambda c: c[asked]) if isinstance(asked, str) else asked
+        center, n, p = of(self.constants), len(self.residuals), len(self.constants)
+        if n <= p:
+            return Interval(-math.inf, math.inf, level)
+        values = [of(dict(zip(self.form.constants, row, strict=True))) for row in self.draw()]
+        ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+        low, high = center + math.sqrt(n / (n - p)) * (ends - center)
+        return Interval(min(float(low), center), max(float(high), center), level)
+
+
+def fit_law(
+    form: Form | str,
+    rows: Rows,
+    loss: Loss = "huber",
+    *,
+    target: str | None = None,
+    delta: float = 1e-3,
+    fixed: Mapping[str, float] | None = None,
+    priors: Mapping[str, tuple[float, float]] | None = None,
+    untuned: float = 1.0,
+    prove: bool = False,
+) -> LawFit:
+    """The constants of least loss between logs of predicted and observed `target`.
+
+    `form` may be a name of `CATALOG`. `rows` holds its inputs and the target (by default the
+    form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
+    of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
+    are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
+    constants, fewer rows than constants. ScalingWarning: a constant at its bound.
+    """
+    form = _named(form)
+    fixed, priors = dict(fixed or {}), dict(priors or {})
+    columns, z = _columns(form, rows, target or form.target)
+    if unknown := {*fixed, *priors} - {*form.constants}:
+        raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
+    if wrong := [k for k, (value, factor) in priors.items() if not (value > 0 and factor > 1)]:
+        raise ValueError(f"priors of {wrong}: a positive value, and a factor above one")
+    if negative := [k for k, value in fixed.items() if k in form.terms and value < 0]:
+        raise ValueError(f"fixed {negative} are amplitudes, which cannot be negative")
+    if loss not in get_args(Loss) or not (delta > 0 and 0 < untuned <= 1):
+        raise ValueError(
+            f"loss = {loss!r}, delta = {delta}, untuned = {untuned}: a loss of {get_args(Loss)}, a"
+            " positive delta, and a weight above 0 and at most 1"
+        )
+    needed = len(form.constants) - len(fixed) - len(priors)
+    if len(z) < needed:
+        raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
+    problem = Problem(form, columns, z, fixed, untuned=untuned)
+    theta, proof = search(problem, loss, delta, prove)
+    springs = []
+    if priors:
+        # The weight of a prior is against the noise of the rows, known once they are fitted.
+        errors = newton.residuals(problem, theta)[0]
+        freedom = len(z) - len(form.constants) + len(fixed)
+        size = 1.4826 * float(np.median(np.abs(errors))) if freedom > 0 else delta
+        noise = max(size * math.sqrt(len(z) / max(freedom, 1)), 1e-12)
+        springs = [_prior(problem, k, *prior, noise) for k, prior in priors.items()]
+        theta, proof = search(problem, loss, delta, prove, springs)
+    errors = newton.residuals(problem, theta)[0]
+
+    def draw() -> Array:
+        n = len(z)
+        counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
+        starts = np.tile(theta, (DRAWS, 1))
+        ends = refit(problem, starts, loss, delta, weights=counts, finest=1e-6, springs=springs)
+        return problem.natural(ends.theta)
+
+    low, high = problem.bounds
+    gone = newton.vanished(problem, theta)[0]
+    ends = (theta[0] <= low) | (theta[0] >= high)
+    ends[: problem.count] |= gone
+    if bound := [k for k, at in zip(form.constants, ends, strict=True) if at and k not in fixed]:
+        warnings.warn(
+            f"{', '.join(bound)} of {form.name} at a bound: the rows do not determine it, or are"
+            " not of such a law",
+            ScalingWarning,
+            stacklevel=2,
+        )
+    constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
+    if loss == "lad":
+        total = float(np.abs(errors).sum())
+    else:
+        total = float(newton.objective(problem, theta, delta if loss == "huber" else np.inf)[0])
+    return LawFit(form, constants, total, errors, proof, draw)
+
+
+def select_law(
+    rows: Rows,
+    forms: Sequence[Form | str] | None = None,
+    *,
+    by: str = "compute",
+    share: float = 0.7,
+    target: str | None = None,
+) -> list[tuple[float, LawFit]]:
+    """Each form fitted to all rows, with its score, the best first; None: all that the rows allow.
+
+    The score is the root mean square of log predicted over observed for the rows above the `share`
+    quantile of `by`, foretold from those below: what a law is for, and no count of its constants.
+    """
+    axis = _column(rows, by)
+    below = axis <= np.quantile(axis, share)
+    if below.all():
+        raise ValueError(f"share = {share} holds no rows out by {by!r}")
+    chosen = [_named(form) for form in forms or CATALOG.values()]
+    if forms is None:
+        wanted = target or "loss"
+        chosen = [f for f in chosen if f.target == wanted and all(_has(rows, k) for k in f.inputs)]
+    found = []
+    for form in chosen:
+        columns, z = _columns(form, rows, target or form.target)
+        table = {**columns, "y": np.exp(z)}
+        part = fit_law(form, {k: v[below] for k, v in table.items()}, target="y")
+        foretold = part.predict(**{k: columns[k][~below] for k in form.inputs})
+        score = float(np.sqrt(np.mean((np.log(foretold) - z[~below]) ** 2)))
+        whole = fit_law(form, table, target="y")
+        found.append((score, whole))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _named(form: Form | str) -> Form:
+    if isinstance(form, Form):
+        return form
+    if form not in CATALOG:
+        raise ValueError(f"no law {form!r}: there are {[*CATALOG]}, or write a Form")
+    return CATALOG[form]
+
+
+def _has(rows: Rows, name: str) -> bool:
+    return name in rows if isinstance(rows, Mapping) else hasattr(rows, name)
+
+
+def _column(rows: Rows, name: str, zero: bool = False) -> Array:
+    if not _has(rows, name):
+        kept = [*rows] if isinstance(rows, Mapping) else ["parameters", "tokens", "compute", "loss"]
+        raise ValueError(f"the rows have no {name!r}; they have {kept}")
+    column = np.asarray(rows[name] if isinstance(rows, Mapping) else getattr(rows, name), float)
+    sound = np.isfinite(column) & ((column > 0) | (zero & (column == 0)))
+    for row in np.flatnonzero(~sound):
+        raise ValueError(
+            f"column {name!r} must be positive and finite, but row {row + 1} is {column[row]}"
+        )
+    return column
+
+
+def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Array]:
+    columns = {k: _column(rows, k, k in form.zero) for k in form.inputs}
+    y = _column(rows, target)
+    if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
+        raise ValueError(f"columns {[*columns, target]} differ in length")
+    return columns, np.log(y)
+
+
+def _prior(problem: Problem, name: str, value: float, factor: float, noise: float) -> newton.Spring:
+    at = problem.names.index(name)
+
+    def implied(theta: Array) -> Array:
+        logs: Array = np.log(np.maximum(problem.natural(theta)[:, at], 1e-300))
+        return logs
+
+    return newton.Spring(implied, np.log([value]), (noise / math.log(factor)) ** 2)

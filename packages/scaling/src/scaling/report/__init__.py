@@ -1,0 +1,1 @@
+"""One page that shows runs, fits, residuals, backtests and answers."""

@@ -1,0 +1,92 @@
+"""One's own runs as a sweep: from a table of rates, batch sizes and losses, or from a function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scaling.sweeps.sweep import Sweep, swept
+from scaling.tables.cells import number
+from scaling.tables.source import located
+
+SWEPT = {
+    "rate": "rate lr learningrate maxlr peaklr baselr eta maxlearningrate peaklearningrate",
+    "batch_size": "batchsize bs batch b globalbatchsize trainbatchsize tokensperbatch batchtokens",
+    "loss": "loss finalloss valloss evalloss testloss validationloss trainloss l",
+}
+
+
+def fit_sweep(source: Any, *, columns: Mapping[str, str] | None = None) -> Sweep:
+    """One's own runs: a rate, a batch size and a final loss each, with repetitions as they are.
+
+    `source` is a CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`; `columns`
+    names those of "rate", "batch_size" and "loss" that are not called as usual. Rows without a loss
+    are left out, and diverged ones (nan, inf) count as infinitely bad. ValueError names a bad cell.
+    """
+    table = [(row, r) for row, r in located(source, None) if r]
+    if not table:
+        raise ValueError("the table holds no runs")
+    present = list(dict.fromkeys(name for _, record in table for name in record))
+    found = {}
+    for ours, usual in SWEPT.items():
+        likely = [name for name in present if _plain(name) in usual.split()]
+        given = (columns or {}).get(ours)
+        if (given not in present) if given is not None else len(likely) != 1:
+            raise ValueError(
+                f"columns {present}: which is the {ours}? Pass columns={{{ours!r}: '…'}}"
+            )
+        found[ours] = given if given is not None else likely[0]
+    runs: dict[tuple[float, float], list[float]] = {}
+    for row, record in table:
+        if record.get(found["loss"]) in (None, ""):
+            continue
+        rate, size, loss = (number(record.get(name), False) for name in found.values())
+        for name, value in (("rate", rate), ("batch_size", size)):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"column {found[name]!r} must be positive and finite, but row {row}:"
+                    f" {record.get(found[name])!r}"
+                )
+        if loss <= 0:
+            raise ValueError(f"column {found['loss']!r} must be positive, but row {row}: {loss}")
+        runs.setdefault((size, rate), []).append(loss if math.isfinite(loss) else math.inf)
+    if not runs:
+        raise ValueError(f"no row has a loss in column {found['loss']!r}")
+    sizes, rates = (np.array(sorted({pair[i] for pair in runs})) for i in (0, 1))
+    seeds = max(map(len, runs.values()))
+    by_seed = np.full((len(sizes), seeds, len(rates)), np.nan)
+    for (size, rate), losses in runs.items():
+        at = int(np.searchsorted(sizes, size)), int(np.searchsorted(rates, rate))
+        by_seed[at[0], : len(losses), at[1]] = np.log(losses)
+    return swept("own", "own", rates, sizes, by_seed)
+
+
+def trained(
+    task: Callable[[float, int, int], float],
+    rates: Sequence[float] | None,
+    batch_sizes: Sequence[int] | None,
+    seeds: int,
+    seed: int,
+) -> Sweep:
+    """The sweep of a function of (rate, batch size, seed), called one after the other."""
+    if rates is None or batch_sizes is None:
+        raise ValueError("a task of your own needs rates and batch_sizes to be tried at")
+    grid = np.sort(np.asarray(rates, np.float64))
+    sizes = sorted(batch_sizes)
+    losses = [
+        [[float(task(float(r), b, seed + i)) for r in grid] for i in range(seeds)] for b in sizes
+    ]
+    found = np.array(losses)
+    found[~np.isfinite(found)] = np.inf
+    if (found <= 0).any():
+        raise ValueError(f"the task's loss is {found.min():g}; it must be positive")
+    return swept(
+        getattr(task, "__name__", "own"), "own", grid, np.array(sizes, float), np.log(found)
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.rsplit(".")[-1].lower() if c.isalnum())

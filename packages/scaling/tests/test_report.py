@@ -1,0 +1,128 @@
+import re
+import shutil
+import subprocess
+import warnings
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from scaling import (
+    ScalingWarning,
+    backtest,
+    fit_isoflop,
+    fit_parametric,
+    isoflop_runs,
+    load_runs,
+    plot,
+)
+from scaling.__main__ import main
+from scaling.report.page import report
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """As the command writes it, of a table whose name is no tag."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = isoflop_runs(noise=2e-3, seed=3, per_budget=5)
+    rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
+    table, target = folder / "runs <of> ours.csv", folder / "page.html"
+    table.write_text("\n".join(["N,D,loss", *rows]))
+    assert main(["report", str(table), "--at", "1e23", "--to", str(target)]) == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["page.html", table.name]
+    return target.read_text()
+
+
+class Balanced(HTMLParser):
+    """Raises where a tag is closed that is not open."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_page_has_every_part_is_whole_and_loads_nothing(page):
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    parts = re.findall("<h2>(.*?)</h2>", page)
+    assert parts == ["Answers", "Doubts", "Data", "Parametric law", "IsoFLOP curves", "Backtest"]
+    assert parser.seen.count("figure") == 3
+    assert "runs &lt;of&gt; ours" in page
+    assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
+
+
+def test_its_answers_are_those_of_the_fits(page):
+    fit = fit_parametric(isoflop_runs(noise=2e-3, seed=3, per_budget=5))
+    best = fit.optimal(1e23)
+    interval = best.intervals["parameters"]
+    assert f"{best.parameters:.4g} [{interval.low:.3g}, {interval.high:.3g}]" in page
+    assert f"{best.loss:.4g}" in page
+
+
+def test_what_cannot_be_fitted_is_said_in_its_place():
+    random = np.random.default_rng(0)
+    n, d = np.exp(random.uniform([[16], [20]], [[21], [24]], (2, 30)))
+    runs = load_runs({"N": n, "D": d, "loss": 1.7 + 400 * n**-0.34 + 400 * d**-0.28})
+    text = report(runs)
+    assert "<h2>Parametric law</h2>" in text
+    assert "IsoFLOP curves: fewer than two budgets have a valley" in text
+
+
+def test_figures_repeat_no_label_and_no_color():
+    compute = np.geomspace(1e19, 1.5e20, 14)
+    runs = isoflop_runs(budgets=compute, noise=1e-3, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalingWarning)
+        figures = [plot(fit_isoflop(runs)), plot(fit_parametric(runs)), plot(backtest(runs))]
+    for figure in figures:
+        for axes in figure.axes:
+            if legend := axes.get_legend():
+                labels = [text.get_text() for text in legend.get_texts()]
+                assert len(set(labels)) == len(labels)
+    dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
+    assert len({tuple(line.get_color()) for line in dots}) == 14
+
+
+def test_the_command_plans(tmp_path, capsys):
+    runs = isoflop_runs(noise=2e-3, per_budget=5)
+    rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
+    (tmp_path / "runs.csv").write_text("\n".join(["N,D,loss", *rows]))
+    assert main(["plan", str(tmp_path / "runs.csv"), "--budget", "1e23", "--served", "1e12"]) == 0
+    assert "serving 1e+12 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", [0, 1])
+def test_a_browser_shows_it_in_the_dark_and_in_the_light(page, tmp_path, scheme):
+    from matplotlib.image import imread
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium or google-chrome on the path")
+    path, shot = tmp_path / "page.html", tmp_path / "page.png"
+    path.write_text(page)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    look = [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1100,3400"]
+    subprocess.run(
+        [browser, *flags, *look, f"--screenshot={shot}", path.as_uri()],
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
+    gray = imread(shot)[..., :3].mean(-1)
+    ground = np.median(gray)
+    assert ground < 0.2 if scheme == 0 else ground > 0.9
+    # Text and axes stand out from the ground all the way down to the last figure.
+    for strip in np.array_split(gray, 8)[:6]:
+        assert np.abs(strip - ground).max() > 0.6
