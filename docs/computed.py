@@ -38,6 +38,9 @@ PAGES = {
 ACCOUNTING = ROOT / "packages" / "accounting" / "tests"
 NOTE = "<!-- Written by docs/computed.py from docs/source: change that, then `make docs`. -->"
 
+# Of a processor, those that decide how fast a product is.
+NAMED_FLAGS = ("avx2", "avx512_vnni", "avx512_bf16", "amx")
+
 Row = dict[str, Any]
 
 
@@ -265,11 +268,14 @@ def _cell(value: Any, digits: int = 3) -> str:
 
 def _provenance(kept: Row) -> str:
     facts = kept["environment"]
-    machine = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores"
-    flags = [flag for flag in facts.get("cpu_flags", ()) if flag in ("avx2", "avx512_vnni", "amx")]
+    parts = facts["gpus"] or [facts["processor"], f"{facts['cores']} cores"]
+    if "memory_gib" in facts:
+        parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
+    if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
+        parts = [*parts, " ".join(flags)]
     return (
-        f"`{kept['command']}`, {facts['date'][:10]}: {machine} {' '.join(flags)}".rstrip()
-        + f"; torch {facts['torch']}, Python {facts['python']}."
+        f"`{kept['command']}`, {facts['date'][:10]}: {', '.join(parts)}; "
+        f"torch {facts['torch']}, Python {facts['python']}."
     )
 
 
