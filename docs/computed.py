@@ -3,7 +3,7 @@
     make docs        or        python docs/computed.py
 
 A page is written from Markdown under docs/source. Its Python blocks are run, in one namespace a
-page, and then
+section (a heading of two marks), so that each section can be typed by itself, and then
 
     | question | = unit | `call` | ...      `=` becomes what the call gives
     `call` is {{=}}                         the same in a sentence
@@ -38,6 +38,9 @@ PAGES = {
 ACCOUNTING = ROOT / "packages" / "accounting" / "tests"
 NOTE = "<!-- Written by docs/computed.py from docs/source: change that, then `make docs`. -->"
 
+# Of a processor, those that decide how fast a product is.
+NAMED_FLAGS = ("avx2", "avx512_vnni", "avx512_bf16", "amx")
+
 Row = dict[str, Any]
 
 
@@ -60,17 +63,27 @@ def drawings() -> dict[str, str]:
 def page(name: str) -> str:
     """One page, computed."""
     text = "\n".join(path.read_text() for path in sorted((DOCS / "source").glob(PAGES[name])))
-    namespace: dict[str, Any] = {"row": row}
-    lines: list[str] = []
-    for part in re.split(r"(^```python\n.*?^```$)", text, flags=re.DOTALL | re.MULTILINE):
-        if part.startswith("```python"):
-            lines.append(part)
-            run(part.removeprefix("```python\n").removesuffix("```"), namespace)
-        else:
-            lines.append("\n".join(_written(line, namespace) for line in part.split("\n")))
-    finished = "".join(lines).replace("@contents\n", contents("".join(lines)))
+    finished = "".join(map(_section, sections(text)))
+    finished = finished.replace("@contents\n", contents(finished))
     title, rest = finished.split("\n", 1)
     return f"{title}\n\n{NOTE}\n{rest}".rstrip() + "\n"
+
+
+def sections(text: str) -> list[str]:
+    """What stands before the first heading of two marks, then each with all below it."""
+    return re.split(r"^(?=## )", text, flags=re.MULTILINE)
+
+
+def _section(text: str) -> str:
+    namespace: dict[str, Any] = {"row": row}
+    parts: list[str] = []
+    for part in re.split(r"(^```python\n.*?^```$)", text, flags=re.DOTALL | re.MULTILINE):
+        if part.startswith("```python"):
+            parts.append(part)
+            run(part.removeprefix("```python\n").removesuffix("```"), namespace)
+        else:
+            parts.append("\n".join(_written(line, namespace) for line in part.split("\n")))
+    return "".join(parts)
 
 
 def readme() -> str:
@@ -255,11 +268,14 @@ def _cell(value: Any, digits: int = 3) -> str:
 
 def _provenance(kept: Row) -> str:
     facts = kept["environment"]
-    machine = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores"
-    flags = [flag for flag in facts.get("cpu_flags", ()) if flag in ("avx2", "avx512_vnni", "amx")]
+    parts = facts["gpus"] or [facts["processor"], f"{facts['cores']} cores"]
+    if "memory_gib" in facts:
+        parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
+    if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
+        parts = [*parts, " ".join(flags)]
     return (
-        f"`{kept['command']}`, {facts['date'][:10]}: {machine} {' '.join(flags)}".rstrip()
-        + f"; torch {facts['torch']}, Python {facts['python']}."
+        f"`{kept['command']}`, {facts['date'][:10]}: {', '.join(parts)}; "
+        f"torch {facts['torch']}, Python {facts['python']}."
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -63,15 +64,16 @@ def main() -> None:
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
 
 
-KEPT = ("date", "processor", "cores", "cpu_flags", "gpus", "torch", "python")
+KEPT = ("date", "processor", "cores", "memory_gib", "cpu_flags", "gpus", "torch", "python")
 
 COLD = """
 import json, sys, time, torch
 from llmsys_suite.model import Decoder, ModelConfig
-def steps(count):
+size, batch, models, count = sys.argv[1], *map(int, sys.argv[2:])
+def steps():
     torch.manual_seed(0)
-    model = Decoder(ModelConfig.named("tiny"))
-    tokens = torch.randint(256, (int(sys.argv[1]), 128))
+    model = Decoder(ModelConfig.named(size, context=128))
+    tokens = torch.randint(256, (batch, 128))
     optimizer, times = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(count):
         marks = [time.process_time()]
@@ -80,7 +82,7 @@ def steps(count):
         optimizer.step(); optimizer.zero_grad(); marks.append(time.process_time())
         times.append([1e3 * (b - a) for a, b in zip(marks, marks[1:])])
     return times
-print(json.dumps([steps(15), steps(15)]))
+print(json.dumps([steps() for _ in range(models)]))
 """
 
 
@@ -91,7 +93,7 @@ def warmup() -> list[Row]:
     """
     rows = []
     for batch in (4, 32):
-        processes = [_cold(batch) for _ in range(PROCESSES)]
+        processes = [_cold("tiny", batch, models=2) for _ in range(PROCESSES)]
         for which, process in enumerate(("cold", "warm")):
             for skipped in WARMUPS:
                 row: Row = {"batch": batch, "process": process, "warmup": skipped}
@@ -106,12 +108,44 @@ def warmup() -> list[Row]:
     return rows
 
 
-def _cold(batch: int) -> list[list[list[float]]]:
+def _cold(size: str, batch: int, models: int = 1) -> list[list[list[float]]]:
+    """Milliseconds of each phase of fifteen steps of so many models, one after the other."""
+    asked = [size, str(batch), str(models), str(max(WARMUPS) + STEPS)]
     done = subprocess.run(
-        [sys.executable, "-c", COLD, str(batch)], check=True, capture_output=True, text=True
+        [sys.executable, "-c", COLD, *asked], check=True, capture_output=True, text=True
     )
     measured: list[list[list[float]]] = json.loads(done.stdout)
     return measured
+
+
+def sizes() -> list[Row]:
+    """Forward, backward and optimizer of the course's sizes, batch 1: ten steps after five.
+
+    A size whose float32 AdamW step does not fit this machine's memory is a row that says so.
+    """
+    from accounting import Transformer, training_memory
+    from llmsys_suite.model import ModelConfig
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rows = []
+    for size in ("small", "medium", "large", "xl", "2.7B", "10B"):
+        config = ModelConfig.named(size)
+        shape = Transformer(
+            layers=config.num_layers, d_model=config.d_model, heads=config.num_heads,
+            d_ff=config.d_ff, vocab_size=config.vocabulary,
+        )  # fmt: skip
+        needed = training_memory(shape, batch=1, seq=128).total
+        row: Row = {"size": size, "needed_gib": needed / 2**30}
+        if needed > memory:
+            rows.append(row | {"ran": f"no: {memory / 2**30:.0f} GiB here"})
+            continue
+        (measured,) = _cold(size, 1)
+        for part, phase in enumerate(("forward", "backward", "optimizer")):
+            kept = [step[part] for step in measured[max(WARMUPS) :]]
+            row[f"{phase}_mean_ms"] = statistics.mean(kept)
+            row[f"{phase}_std_ms"] = statistics.stdev(kept)
+        rows.append(row | {"ran": "yes"})
+    return rows
 
 
 def precision() -> list[Row]:
@@ -226,6 +260,8 @@ def layers() -> list[Row]:
     for context in (128, 256, 512):
         found = memory.profile("2.7B", context)
         row = {"context": context} | found["peaks"]
+        row["forward_end_mib"] = _live_after_forward(context, autocast=False)
+        row["forward_end_autocast_mib"] = _live_after_forward(context, autocast=True)
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(found["drawn"]["inference_timeline"]),
@@ -234,6 +270,43 @@ def layers() -> list[Row]:
             row["largest"] = found["drawn"]["largest"][:5]
         rows.append(row)
     return rows
+
+
+def _live_after_forward(context: int, *, autocast: bool) -> float:
+    """MiB where the backward pass begins, on a GPU that is not there: fake tensors, its rules."""
+    from unittest import mock
+
+    from llmsys_suite.measure.live_memory import LiveMemory, make_state
+    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._pytree import tree_leaves
+
+    config = ModelConfig.named("2.7B", vocabulary=10_000, context=context)
+    # Its initialization looks at values, which fake tensors do not have.
+    with (
+        FakeTensorMode(),
+        torch.device("cuda"),
+        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
+    ):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(4, context, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
+        make_state(optimizer)
+        memory = LiveMemory()
+        memory.add(model.parameters(), "parameter")
+        state = tree_leaves(optimizer.state_dict())
+        memory.add((leaf for leaf in state if isinstance(leaf, Tensor)), "optimizer")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            with memory:
+                loss = model.loss(tokens, tokens)
+                held = memory.live_bytes
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        del loss  # the graph, and with it what was held
+    return held / 2**20
 
 
 def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:
@@ -286,7 +359,7 @@ def attention_time() -> list[Row]:
         "flashattn2": flash_attention,
     }
     rows = []
-    for seq, passes in ((256, 100), (512, 100), (1024, 20)):
+    for seq, passes in ((256, 100), (1024, 20), (4096, 3), (8192, 1)):
         for width in (16, 64):
             inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
             seconds: dict[str, list[float]] = {}
@@ -522,7 +595,6 @@ def rates() -> list[Row]:
         for size, rate in zip(sweep.batch_sizes, best, strict=True):
             row[f"batch_{int(size)}"] = None if math.isnan(rate) else round(float(rate), 5)
         row["doubts"] = len(doubts)
-        row["slope_to_16"] = math.log(best[4] / best[0]) / math.log(16)
         rows.append(row)
     return rows
 
@@ -807,7 +879,7 @@ NEED_DATA = ("isoflop", "parametric")
 CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
-        warmup, precision, kernels, layers, attention_memory, attention_time, model_compiled,
+        warmup, sizes, precision, kernels, layers, attention_memory, attention_time, model_compiled,
         checkpointing, epoch, trace, rates, digits, prompt_overfits, sharding, isoflop, parametric,
         run,
     )

@@ -1,6 +1,8 @@
 """The README's first example runs as it stands."""
 
+import os
 import re
+import socket
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,7 +11,8 @@ from worker_pool import run_ranks
 README = Path(__file__).parent.parent / "README.md"
 
 
-def use():
+def use(port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.S)
     assert code is not None
     names = {}
@@ -18,4 +21,7 @@ def use():
 
 
 def test_the_example_runs():
-    run_ranks(use, 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(use, 2, port, backend="")
