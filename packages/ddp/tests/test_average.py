@@ -80,3 +80,22 @@ def test_what_is_no_average_is_refused() -> None:
         assert "average is 'mean'" in text
         assert "average is None" in none
         assert "add up to 0.0" in zero
+
+
+def looks_at_gradients_alone(average) -> bool:
+    rank, module = dist.get_rank(), net()
+    model = DDP(module, average=average if average == "sum" else lambda: 1.0)
+    if rank == 0:
+        # Nothing is added to `.grad`, so nothing is to be sent, and no other rank waits.
+        torch.autograd.grad(loss_of(model, torch.arange(5)), list(module.parameters()))
+    loss_of(model, torch.arange(5)).backward()
+    twin = net()
+    (loss_of(twin, torch.arange(5)) * (2 if average == "sum" else 1)).backward()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    return True
+
+
+@pytest.mark.parametrize("average", ["sum", "weight"])
+def test_gradients_that_are_only_looked_at_open_no_step(average: str) -> None:
+    assert run_ranks(looks_at_gradients_alone, 2, average, timeout=60) == [True] * 2

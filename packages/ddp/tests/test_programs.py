@@ -57,13 +57,13 @@ programs = st.tuples(
 
 
 class Net(nn.Module):
-    def __init__(self, seed: int, drawn: dict) -> None:
+    def __init__(self, seed: int, drawn: dict, experts: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         width = drawn["width"]
         self.embed = nn.Embedding(9, width, sparse=drawn["sparse"])
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(drawn["depth"]))
-        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(experts))
         self.norm = nn.BatchNorm1d(width, track_running_stats=True)
         self.norm.eval()
         self.head = nn.Linear(width, 9, bias=False)
@@ -88,7 +88,7 @@ class Net(nn.Module):
                 x = x + layer(x).tanh()
         if hasattr(self, "phase"):
             x = (x * self.phase).abs()
-        x = self.norm(x + self.experts[route](x))
+        x = self.norm(x + self.experts[route % len(self.experts)](x))
         return self.head(x).logsumexp(-1)
 
 
@@ -97,10 +97,11 @@ class Run:
 
     def __init__(self, seed: int, drawn: dict, chosen: dict) -> None:
         self.rank, self.world, self.weight = dist.get_rank(), dist.get_world_size(), 1.0
-        self.module = Net(seed, drawn)
+        self.routed = chosen["find_unused_parameters"]
+        # Of three experts one is never used, and ranks use different ones, where that is announced.
+        self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
         self.average = chosen["average"]
-        self.routed = chosen["find_unused_parameters"]
         average = self.average if self.average != "weight" else lambda: self.weight
         self.model = DDP(self.module, **{**chosen, "average": average})
         self.draw = torch.Generator().manual_seed(seed)
@@ -197,6 +198,8 @@ class Run:
                 parameter.data = parameter.data * 0.9
 
     def copy(self) -> None:
+        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
+        self.model(torch.arange(3), 0)
         for module in (self.module, self.twin):
             module.zero_grad()
         weight = self.model
