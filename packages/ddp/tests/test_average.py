@@ -99,3 +99,24 @@ def looks_at_gradients_alone(average) -> bool:
 @pytest.mark.parametrize("average", ["sum", "weight"])
 def test_gradients_that_are_only_looked_at_open_no_step(average: str) -> None:
     assert run_ranks(looks_at_gradients_alone, 2, average, timeout=60) == [True] * 2
+
+
+def unfreezes_between(average: str) -> bool:
+    rank, module = dist.get_rank(), net()
+    module[1].requires_grad_(False)
+    twin, model = copy.deepcopy(module), DDP(module, average=average)
+    for step in range(3):
+        # Gradients are kept from step to step: what lies there is a sum over the ranks already.
+        tokens = tokens_of(2, step)
+        loss_of(model, tokens[rank][0]).backward()
+        sum(loss_of(twin, parts[0]) for parts in tokens).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        for one in (module, twin):
+            one[1].requires_grad_(True)
+    return True
+
+
+def test_sums_stay_sums_when_parameters_are_unfrozen() -> None:
+    assert run_ranks(unfreezes_between, 2, "sum") == [True] * 2

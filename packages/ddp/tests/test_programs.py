@@ -106,7 +106,7 @@ class Run:
         self.model = DDP(self.module, **{**chosen, "average": average})
         self.draw = torch.Generator().manual_seed(seed)
         self.make_optimizers()
-        self.sparse = drawn["sparse"]
+        self.sparse, self.alone = drawn["sparse"], False
 
     def make_optimizers(self) -> None:
         self.optimizers = [
@@ -150,6 +150,8 @@ class Run:
         total.backward()
 
     def do(self, action: str, *details) -> None:
+        if action in ("freeze", "unfreeze", "assign", "data", "copy"):
+            self.meet()
         getattr(self, action)(*details)
 
     def step(self, unsynchronized: int, synchronized: int, zeroing: str, clip: bool) -> None:
@@ -166,6 +168,12 @@ class Run:
             optimizer.step()
         self.compare()
 
+    def meet(self) -> None:
+        """After parameters changed, ranks meet in the next forward pass: `look` is one rank's."""
+        if self.alone:
+            self.model(torch.arange(3), 0)
+        self.alone = False
+
     def freeze(self, at: int) -> None:
         for module in (self.module, self.twin):
             layer = module.layers[at % len(module.layers)].requires_grad_(False)
@@ -180,6 +188,7 @@ class Run:
             self.model(torch.arange(3), 0)
 
     def look(self) -> None:
+        self.alone = True
         if self.rank == 0:
             self.model(torch.arange(3), 0)
 
@@ -198,8 +207,6 @@ class Run:
                 parameter.data = parameter.data * 0.9
 
     def copy(self) -> None:
-        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
-        self.model(torch.arange(3), 0)
         for module in (self.module, self.twin):
             module.zero_grad()
         weight = self.model
@@ -213,8 +220,7 @@ class Run:
         torch.autograd.grad(self.model(x, 0).sum(), [self.module.norm.bias])
 
     def finish(self, uneven: bool) -> None:
-        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
-        self.model(torch.arange(3), 0)
+        self.meet()
         if not uneven or self.average == "weight" or self.sparse:
             return
         for module in (self.module, self.twin):

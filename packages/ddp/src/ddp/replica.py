@@ -178,7 +178,8 @@ class Replica:
 
     def _make_reducer(self) -> None:
         dense = self.inventory.dense
-        if self.options.average != "ranks":
+        if self.options.average != "ranks" and self.weighing is None:
+            # One for all reducers: it knows which gradients are averages already.
             self.weighing = Weighing(self.options.average, self.link, self._opens)
         layout = Layout(
             list(dense.values()),
