@@ -35,6 +35,7 @@ from ddp.compression.ways import Compression, Uncompressed
 from ddp.consistency.join import Shadow
 from ddp.exchange import MOST_EXACT_RANKS
 from ddp.metering.meter import Meter
+from ddp.mixed_precision import MixedPrecision, call, cast_buffers
 from ddp.options import Options, check_module, device_of, group_of, refuse, size_of
 from ddp.replica import Replica
 from ddp.torch_members import TorchMembers, nodes
@@ -67,6 +68,8 @@ class DDP(TorchMembers, nn.Module, Joinable):
     - `static_graph`: every step computes the same, so that a gradient may be made in several parts
       (reentrant checkpoints of a shared layer): the first step counts them.
     - `gradient_as_bucket_view=False`: `.grad` is memory of its own, a second set of gradients.
+    - `mixed_precision`: torch's `_MixedPrecision`: forward and backward passes in `param_dtype`,
+      sums in `reduce_dtype`, over weights and gradients that keep theirs.
     - the other arguments of torch's DDP have its names and meaning; those without a meaning here
       are refused by name.
 
@@ -91,6 +94,7 @@ class DDP(TorchMembers, nn.Module, Joinable):
         init_sync: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        mixed_precision: MixedPrecision | None = None,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: Any = None,
         device_ids: Sequence[Any] | None = None,
@@ -126,9 +130,13 @@ class DDP(TorchMembers, nn.Module, Joinable):
             broadcast_buffers=next(given for given in synced if given is not None),
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            mixed_precision=mixed_precision,
             device=device_of(device_ids, output_device, module),
         )
+        if mixed_precision is not None:
+            cast_buffers(module, mixed_precision, self._ignored)
         self.module = module
+        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.device_mesh = device_mesh
         self._group = group_of(group, process_group, device_mesh)
@@ -144,11 +152,11 @@ class DDP(TorchMembers, nn.Module, Joinable):
         if self._options.device is not None:
             args, kwargs = _moved((args, kwargs), self._options.device)
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return call(self.module, self.mixed_precision, self._ignored, args, kwargs)
         self._replica.look()
         self._call_buffer_hook(before_forward=True)
         with self.meter.forward():
-            output = self.module(*args, **kwargs)
+            output = call(self.module, self.mixed_precision, self._ignored, args, kwargs)
         self._call_buffer_hook(before_forward=False)
         if self.require_backward_grad_sync or self._options.average != "ranks":
             for node in nodes(output):

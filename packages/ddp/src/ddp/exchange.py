@@ -19,7 +19,7 @@ from torch import nn
 from ddp.bucket import RANK_FLAGS, Bucket
 from ddp.collective import Link
 from ddp.compression.ways import Call, Compression
-from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.consistency.agreement import Missing, check_same_gradients, checksum
 from ddp.consistency.blame import Blame
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
@@ -117,10 +117,11 @@ class Exchange:
         partly = {index for index, flag in missing.items() if flag != active}
         inexact = world > MOST_EXACT_RANKS and bool(missing)
         nan = any(told[2] for told in flags)
-        disagree = told_stepped not in (0, active) or (partly and not self.find_unused_parameters)
+        some_stepped = told_stepped not in (0, active)
+        disagree = some_stepped or (partly and not self.find_unused_parameters)
         if not (inexact or nan or disagree):
             return set(missing) - partly
-        own = self._own(buckets) if took_part else None
+        own = self._own(buckets, with_weights=some_stepped) if took_part else None
         everywhere = check_same_gradients(own, self.link.group, allow=self.find_unused_parameters)
         names = {
             index: name for b in buckets for index, name in zip(b.indices, b.names, strict=True)
@@ -154,13 +155,14 @@ class Exchange:
         for bucket, told in zip(buckets, flags.split([len(b.flags) for b in buckets]), strict=True):
             bucket.flags.copy_(told)
 
-    def _own(self, buckets: Sequence[Bucket]) -> Missing:
+    def _own(self, buckets: Sequence[Bucket], *, with_weights: bool) -> Missing:
         missing = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.missing]
         nan = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.not_a_number]
         return Missing(
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(nan)),
             self._stepped,
+            checksum(self._parameters) if with_weights else 0,
         )
 
 
