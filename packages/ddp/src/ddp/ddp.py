@@ -31,11 +31,11 @@ from ddp.average import Average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.compression.mixed_precision import MixedPrecision, call, cast_buffers
 from ddp.compression.ways import Compression, Uncompressed
 from ddp.consistency.join import Shadow
 from ddp.exchange import MOST_EXACT_RANKS
 from ddp.metering.meter import Meter
-from ddp.mixed_precision import MixedPrecision, call, cast_buffers
 from ddp.options import Options, check_module, device_of, group_of, refuse, size_of
 from ddp.replica import Replica
 from ddp.torch_members import TorchMembers, nodes

@@ -13,8 +13,8 @@ from torch import nn
 from ddp.average import Average, check_average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
+from ddp.compression.mixed_precision import MixedPrecision, check_mixed_precision, travels_as
 from ddp.compression.ways import Cast, Compression, Uncompressed
-from ddp.mixed_precision import MixedPrecision, check_mixed_precision, travels_as
 
 # What torch's DDP also takes, with why it is not taken here. They may be given with these values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
