@@ -266,17 +266,14 @@ class Reducer:
             node.register_prehook(self._replica.queue_finish)
 
     def _get_local_used_map(self) -> Tensor:
-        """On how many ranks each parameter had a gradient in the last step."""
+        """On how many ranks each parameter got a gradient in the last step. A collective."""
         replica = self._replica
-        lacking, dense = (
-            replica.exchange.lacking,
-            {id(p) for p in replica.reducer.layout.parameters},
-        )
-        used, number = [], 0
-        for parameter in replica.inventory.trained.values():
-            used.append(replica.link.world - lacking.get(number, 0) * (id(parameter) in dense))
-            number += id(parameter) in dense
-        return torch.tensor(used, dtype=torch.int32, device=replica.device)
+        names = replica.reducer.layout.names
+        absent = {names[index] for index in replica.reducer.absent}
+        used = torch.tensor([int(name not in absent) for name in replica.inventory.trained])
+        used = used.to(replica.device, torch.int32)
+        dist.all_reduce(used, group=replica.link.group)
+        return used
 
     def _ddp_graph_static(self) -> bool:
         """Whether every step so far used the same parameters."""
