@@ -46,6 +46,7 @@ class TorchMembers:
     _ignored: set[str]
     _buffer_hook: BufferHook | None = None
     _sample_rate = 1
+    _builtin_hook = ""
 
     broadcast_bucket_size = BROADCAST_BYTES
     dim = 0
@@ -166,6 +167,7 @@ class TorchMembers:
         fp16 = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
         hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
         self.register_comm_hook(self._replica.link.group, hook)
+        self._builtin_hook = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -216,6 +218,7 @@ class TorchMembers:
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What is set and what was measured, by torch's names; times in nanoseconds."""
         replica, options = self._replica, self._options
+        hook = self._builtin_hook or replica.comm_hook_name
         data: dict[str, Any] = {
             "module_name": type(self.module).__name__,
             "device_ids": ", ".join(map(str, self.device_ids or ())),
@@ -231,7 +234,7 @@ class TorchMembers:
             "has_sync_bn": int(
                 any(isinstance(one, nn.SyncBatchNorm) for one in self.module.modules())
             ),
-            **({"comm_hook": replica.comm_hook_name} if replica.comm_hook_name else {}),
+            **({"comm_hook": hook} if hook else {}),
             **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
         }
         if replica.connected:
