@@ -80,3 +80,43 @@ def test_what_is_no_average_is_refused() -> None:
         assert "average is 'mean'" in text
         assert "average is None" in none
         assert "add up to 0.0" in zero
+
+
+def looks_at_gradients_alone(average) -> bool:
+    rank, module = dist.get_rank(), net()
+    model = DDP(module, average=average if average == "sum" else lambda: 1.0)
+    if rank == 0:
+        # Nothing is added to `.grad`, so nothing is to be sent, and no other rank waits.
+        torch.autograd.grad(loss_of(model, torch.arange(5)), list(module.parameters()))
+    loss_of(model, torch.arange(5)).backward()
+    twin = net()
+    (loss_of(twin, torch.arange(5)) * (2 if average == "sum" else 1)).backward()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    return True
+
+
+@pytest.mark.parametrize("average", ["sum", "weight"])
+def test_gradients_that_are_only_looked_at_open_no_step(average: str) -> None:
+    assert run_ranks(looks_at_gradients_alone, 2, average, timeout=60) == [True] * 2
+
+
+def unfreezes_between(average: str) -> bool:
+    rank, module = dist.get_rank(), net()
+    module[1].requires_grad_(False)
+    twin, model = copy.deepcopy(module), DDP(module, average=average)
+    for step in range(3):
+        # Gradients are kept from step to step: what lies there is a sum over the ranks already.
+        tokens = tokens_of(2, step)
+        loss_of(model, tokens[rank][0]).backward()
+        sum(loss_of(twin, parts[0]) for parts in tokens).backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        for one in (module, twin):
+            one[1].requires_grad_(True)
+    return True
+
+
+def test_sums_stay_sums_when_parameters_are_unfrozen() -> None:
+    assert run_ranks(unfreezes_between, 2, "sum") == [True] * 2

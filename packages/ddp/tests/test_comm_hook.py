@@ -132,3 +132,27 @@ def test_hooks_that_cannot_be_right_are_refused() -> None:
         assert "like the bucket's buffer()" in short
         assert "only be called once" in twice
         assert "pass one of them" in both
+
+
+def sparse_and_hooked(halves: bool) -> bool:
+    torch.manual_seed(0)
+    rank, module = dist.get_rank(), nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    twin, model = copy.deepcopy(module), DDP(module)
+
+    def mean(group, bucket):
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] / (4 if halves else 2))
+
+    model.register_comm_hook(dist.group.WORLD, mean)
+    tokens = torch.tensor([[1, 2, 2], [2, 3, 4]])
+    model(tokens[rank]).square().sum().backward()
+    (sum(twin(one).square().sum() for one in tokens) / (4 if halves else 2)).backward()
+    for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        assert ours.grad.layout == theirs.grad.layout
+        torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
+    return True
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_hooks_sum_sparse_gradients_too(halves: bool) -> None:
+    assert run_ranks(sparse_and_hooked, 2, halves) == [True] * 2

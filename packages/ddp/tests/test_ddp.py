@@ -82,7 +82,9 @@ def train(
     if callable(DESIGNS[design]):
         wrapped, sync = model, lambda: DESIGNS[design](model, all_reduce=all_reduce)
     else:
-        wrapped = ddp.DDP(model, DESIGNS[design], all_reduce=all_reduce)
+        wrapped = ddp.DDP(
+            model, DESIGNS[design], all_reduce=all_reduce, find_unused_parameters=True
+        )
         sync = wrapped.finish_gradient_synchronization
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     for step in range(steps):

@@ -554,6 +554,22 @@ def test_one_backward_pass_or_step_more_on_one_rank_is_an_error_on_every_rank(wh
         assert "on ranks [0], but not on ranks [1]" in str(outcome.error)
 
 
+def looks_at_other_weights() -> bool:
+    model = DDP(net())
+    for _ in range(3):
+        model(torch.ones(1, 5)).sum().backward()
+        if dist.get_rank() == 0:
+            # As with an average of weights: in for an evaluation, and out again.
+            kept = copy.deepcopy(model.module.state_dict())
+            model.module.load_state_dict({k: 0.9 * v for k, v in kept.items()})
+            model.module.load_state_dict(kept)
+    return True
+
+
+def test_weights_that_one_rank_changed_and_changed_back_are_no_step() -> None:
+    assert run_ranks(looks_at_other_weights, 2) == [True] * 2
+
+
 def fails_in_backward() -> list[str]:
     model, said = DDP(net()), []
     x = torch.ones(1, 5)

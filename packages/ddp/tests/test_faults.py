@@ -19,7 +19,7 @@ SMALL = 100 / 2**20  # MiB: a bucket or two a layer
 
 
 class Branches(nn.Module):
-    """Uses `left` or `right`."""
+    """Uses `left` or `right`, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,8 +28,9 @@ class Branches(nn.Module):
         self.left = nn.Linear(5, 5)
         self.right = nn.Linear(5, 5)
 
-    def forward(self, x: torch.Tensor, right: bool = False) -> torch.Tensor:
-        return (self.right if right else self.left)(self.trunk(x)).square().mean()
+    def forward(self, x: torch.Tensor, right: bool | None = None) -> torch.Tensor:
+        used = [self.left, self.right] if right is None else [self.right if right else self.left]
+        return sum(branch(self.trunk(x)) for branch in used).square().mean()
 
 
 def messages(function, world, *args, timeout=TIMEOUT) -> list[str]:
@@ -98,7 +99,7 @@ def uses_different_parts(design: str) -> list[str]:
     module, said = Branches(), []
     model = DDP(module, SMALL) if design == "ddp" else module
     functions = {"naive": all_reduce_gradients, "flat": all_reduce_gradients_flat}
-    for take_right in (right, False):
+    for take_right in (right, None):
         model.zero_grad()
         try:
             model(torch.ones(2, 5), right=take_right).backward()

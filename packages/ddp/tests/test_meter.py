@@ -190,11 +190,11 @@ def real_link() -> tuple:
     model = DDP(nn.Linear(100, 100), None)
     turned_to, finish = [], model._replica.reducer.finish
 
-    def finishes_late(**options) -> None:
-        while not all(pending._ended for pending in model._replica.reducer._pending):
+    def finishes_late(**options) -> set[int]:
+        while not all(pending._ended for pending in model._replica.exchange._pending):
             time.sleep(0.001)
         turned_to.append(time.perf_counter())
-        finish(**options)
+        return finish(**options)
 
     model._replica.reducer.finish = finishes_late
     model(torch.ones(1, 100)).sum().backward()

@@ -57,13 +57,13 @@ programs = st.tuples(
 
 
 class Net(nn.Module):
-    def __init__(self, seed: int, drawn: dict) -> None:
+    def __init__(self, seed: int, drawn: dict, experts: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         width = drawn["width"]
         self.embed = nn.Embedding(9, width, sparse=drawn["sparse"])
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(drawn["depth"]))
-        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(experts))
         self.norm = nn.BatchNorm1d(width, track_running_stats=True)
         self.norm.eval()
         self.head = nn.Linear(width, 9, bias=False)
@@ -88,7 +88,7 @@ class Net(nn.Module):
                 x = x + layer(x).tanh()
         if hasattr(self, "phase"):
             x = (x * self.phase).abs()
-        x = self.norm(x + self.experts[route](x))
+        x = self.norm(x + self.experts[route % len(self.experts)](x))
         return self.head(x).logsumexp(-1)
 
 
@@ -97,15 +97,16 @@ class Run:
 
     def __init__(self, seed: int, drawn: dict, chosen: dict) -> None:
         self.rank, self.world, self.weight = dist.get_rank(), dist.get_world_size(), 1.0
-        self.module = Net(seed, drawn)
+        self.routed = chosen["find_unused_parameters"]
+        # Of three experts one is never used, and ranks use different ones, where that is announced.
+        self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
         self.average = chosen["average"]
-        self.routed = chosen["find_unused_parameters"]
         average = self.average if self.average != "weight" else lambda: self.weight
         self.model = DDP(self.module, **{**chosen, "average": average})
         self.draw = torch.Generator().manual_seed(seed)
         self.make_optimizers()
-        self.sparse = drawn["sparse"]
+        self.sparse, self.alone = drawn["sparse"], False
 
     def make_optimizers(self) -> None:
         self.optimizers = [
@@ -149,6 +150,8 @@ class Run:
         total.backward()
 
     def do(self, action: str, *details) -> None:
+        if action in ("freeze", "unfreeze", "assign", "data", "copy"):
+            self.meet()
         getattr(self, action)(*details)
 
     def step(self, unsynchronized: int, synchronized: int, zeroing: str, clip: bool) -> None:
@@ -165,6 +168,12 @@ class Run:
             optimizer.step()
         self.compare()
 
+    def meet(self) -> None:
+        """After parameters changed, ranks meet in the next forward pass: `look` is one rank's."""
+        if self.alone:
+            self.model(torch.arange(3), 0)
+        self.alone = False
+
     def freeze(self, at: int) -> None:
         for module in (self.module, self.twin):
             layer = module.layers[at % len(module.layers)].requires_grad_(False)
@@ -179,6 +188,7 @@ class Run:
             self.model(torch.arange(3), 0)
 
     def look(self) -> None:
+        self.alone = True
         if self.rank == 0:
             self.model(torch.arange(3), 0)
 
@@ -210,8 +220,7 @@ class Run:
         torch.autograd.grad(self.model(x, 0).sum(), [self.module.norm.bias])
 
     def finish(self, uneven: bool) -> None:
-        # After parameters changed, ranks meet in the next forward pass: `look` is one rank's.
-        self.model(torch.arange(3), 0)
+        self.meet()
         if not uneven or self.average == "weight" or self.sparse:
             return
         for module in (self.module, self.twin):

@@ -53,7 +53,7 @@ def runs_out(by_initial: bool, accumulate: bool) -> dict:
     inputs = torch.randn(world, world, 2, 4, generator=torch.Generator().manual_seed(7))
     module = Experts()
     alone = copy.deepcopy(module)
-    model = DDP(module, 50 / MIB)
+    model = DDP(module, 50 / MIB, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = torch.optim.SGD(alone.parameters(), lr=0.1)
     with model.join(divide_by_initial_world_size=by_initial):

@@ -3,14 +3,19 @@
 Not collected by itself: `test_torch_distributed` runs it in a process of its own, with ORACLE
 (torch or ddp), ORACLE_TESTS (a regular expression), WORLD_SIZE and ORACLE_FOLDER set. Most of
 torch's tests ask for GPUs and would be right without: what puts something on a device here leaves
-it where it is. Events of torch's profiler and entries of its DDP's private log are not compared.
+it where it is. Events of torch's profiler are not compared.
+
+The tests are those of torch's wheel, or with TORCH_TESTS (the folder test/distributed of a checkout
+of torch's repository) those of its files.
 """
 
 import functools
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 FOLDER = Path(os.environ["ORACLE_FOLDER"])
 for name in ("init_dir", "barrier", "test_dir"):
@@ -84,11 +89,6 @@ class OnCPU(Judged):
         super().__init__(module, *args, **kwargs)
 
 
-if os.environ["ORACLE"] == "ddp":
-    # Private switches of torch's DDP that have nothing to switch here.
-    OnCPU._set_ddp_sink_clone = OnCPU._remove_autograd_hooks = lambda *_: None
-    OnCPU._get_ddp_logging_data = lambda _: {"join_uneven_inputs": True}
-
 nn.parallel.DistributedDataParallel = nn.parallel.distributed.DistributedDataParallel = OnCPU
 
 from torch.testing._internal import common_distributed  # noqa: E402
@@ -98,25 +98,54 @@ common_distributed.skip_if_no_gpu = lambda test: test
 for name in ("skip_if_lt_x_gpu", "nccl_skip_if_lt_x_gpu", "requires_nccl_version"):
     setattr(common_distributed, name, lambda *_, **__: lambda test: test)
 
-from torch.testing._internal.distributed import distributed_test as torchs  # noqa: E402
-
-BASE = torchs.DistributedTest._DistTestBase
-call_dist_op = BASE.call_dist_op
-BASE.call_dist_op = lambda self, *args, **kwargs: call_dist_op(
-    self, *args, **kwargs | {"expect_event": False}
-)
-
-
-class TestTorchs(torchs.TestDistBackend, BASE):
-    """torch's class of tests, a process a rank."""
-
-    def setUp(self):
-        super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("fork").Process)
-
-
 WANTED = re.compile(os.environ["ORACLE_TESTS"])
-for name in dir(TestTorchs):
-    if name.startswith("test_") and not WANTED.search(name):
-        # torch's class looks at `__wrapped__` of one of them.
-        setattr(TestTorchs, name, SimpleNamespace(__wrapped__=None))
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+def fork(self):
+    """Start a process a rank that has imported everything already."""
+    self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+def only_wanted(case):
+    """The tests of a class that were asked for; torch's class looks at `__wrapped__` of one."""
+    for name in dir(case):
+        if name.startswith("test_") and not WANTED.search(name):
+            setattr(case, name, SimpleNamespace(__wrapped__=None))
+    return case
+
+
+common_distributed.MultiProcessTestCase._spawn_processes = fork
+
+if folder := os.environ.get("TORCH_TESTS"):
+    sys.path.insert(0, folder)
+    # Of another release than torch's wheel, maybe: what went since then is not used by these tests.
+    sys.modules.setdefault("torch.distributed._spmd", mock.MagicMock())
+    sys.modules.setdefault("torch.distributed._spmd.comm_tensor", mock.MagicMock())
+    import test_c10d_common
+    import test_c10d_gloo
+    import test_c10d_spawn_gloo
+
+    for module in (test_c10d_common, test_c10d_gloo):
+        module.gpus_for_rank = lambda world: [[rank] for rank in range(world)]
+    test_c10d_common.CommonDistributedDataParallelTest.world_size = property(lambda _: WORLD)
+
+    TestGloo = only_wanted(test_c10d_gloo.DistributedDataParallelTest)
+    TestOneProcess = only_wanted(test_c10d_spawn_gloo.DistributedDataParallelSingleProcessTest)
+else:
+    from torch.testing._internal.distributed import distributed_test as torchs
+
+    BASE = torchs.DistributedTest._DistTestBase
+    call_dist_op = BASE.call_dist_op
+    BASE.call_dist_op = lambda self, *args, **kwargs: call_dist_op(
+        self, *args, **kwargs | {"expect_event": False}
+    )
+
+    class TestTorchs(torchs.TestDistBackend, BASE):
+        """torch's class of tests."""
+
+        def setUp(self):
+            super().setUp()
+            fork(self)
+
+    only_wanted(TestTorchs)

@@ -35,19 +35,27 @@ class Weighing:
         self._since_last_step = 0.0
         self._share = 1.0
         self._in_step = False
+        self._nodes: list[Any] = []
         # Parameters whose `.grad` came from a synchronized pass.
         self._synchronized: set[nn.Parameter] = set()
 
-    def hook(self, parameter: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
-        """A hook on `parameter` that runs before its gradient is added to `.grad`."""
+    def hook(self, parameter: nn.Parameter) -> Any:
+        """Have its gradients weighed before they are added to `.grad`; returns what ends that.
 
-        def before(gradient: Tensor) -> Tensor | None:
-            if not self._in_step:
-                self._opens()
-            self.make_room(parameter)
-            return gradient * self._weight_now() if self._weight else None
+        A hook on the node that adds, not on the parameter: that would also run for
+        `torch.autograd.grad`, which adds nothing and need not be called on every rank.
+        """
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        # The parameter forgets its node unless somebody else remembers it.
+        self._nodes.append(node)
+        return node.register_prehook(lambda gradients: (self.weigh(parameter, *gradients),))
 
-        return before
+    def weigh(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """What goes before the accumulation of `gradient`: what is added to `.grad` instead."""
+        if not self._in_step:
+            self._opens()
+        self.make_room(parameter)
+        return gradient * self._weight_now() if self._weight else gradient
 
     def make_room(self, parameter: nn.Parameter) -> None:
         """Turn an average that lies in `.grad` into this rank's share of it."""

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -32,19 +31,20 @@ from ddp.average import Average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.compression.mixed_precision import MixedPrecision, call, cast_buffers
 from ddp.compression.ways import Compression, Uncompressed
-from ddp.consistency.agreement import BROADCAST_BYTES
 from ddp.consistency.join import Shadow
 from ddp.exchange import MOST_EXACT_RANKS
 from ddp.metering.meter import Meter
 from ddp.options import Options, check_module, device_of, group_of, refuse, size_of
 from ddp.replica import Replica
+from ddp.torch_members import TorchMembers, nodes
 
 # What belongs to the ranks of one run, and is made anew for a copy.
 _OF_THIS_RUN = ("_replica", "meter")
 
 
-class DDP(nn.Module, Joinable):
+class DDP(TorchMembers, nn.Module, Joinable):
     """Wrap `module`; after `backward()` gradients are means over the ranks.
 
         model = DDP(module)
@@ -68,13 +68,13 @@ class DDP(nn.Module, Joinable):
     - `static_graph`: every step computes the same, so that a gradient may be made in several parts
       (reentrant checkpoints of a shared layer): the first step counts them.
     - `gradient_as_bucket_view=False`: `.grad` is memory of its own, a second set of gradients.
+    - `mixed_precision`: torch's `_MixedPrecision`: forward and backward passes in `param_dtype`,
+      sums in `reduce_dtype`, over weights and gradients that keep theirs.
     - the other arguments of torch's DDP have its names and meaning; those without a meaning here
       are refused by name.
 
     Raises ValueError on every rank if modules or options differ across ranks.
     """
-
-    broadcast_bucket_size = BROADCAST_BYTES
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class DDP(nn.Module, Joinable):
         init_sync: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        mixed_precision: MixedPrecision | None = None,
         process_group: dist.ProcessGroup | None = None,
         device_mesh: Any = None,
         device_ids: Sequence[Any] | None = None,
@@ -129,9 +130,13 @@ class DDP(nn.Module, Joinable):
             broadcast_buffers=next(given for given in synced if given is not None),
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            mixed_precision=mixed_precision,
             device=device_of(device_ids, output_device, module),
         )
+        if mixed_precision is not None:
+            cast_buffers(module, mixed_precision, self._ignored)
         self.module = module
+        self.mixed_precision = mixed_precision
         self.require_backward_grad_sync = True
         self.device_mesh = device_mesh
         self._group = group_of(group, process_group, device_mesh)
@@ -147,12 +152,14 @@ class DDP(nn.Module, Joinable):
         if self._options.device is not None:
             args, kwargs = _moved((args, kwargs), self._options.device)
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            return call(self.module, self.mixed_precision, self._ignored, args, kwargs)
         self._replica.look()
+        self._call_buffer_hook(before_forward=True)
         with self.meter.forward():
-            output = self.module(*args, **kwargs)
+            output = call(self.module, self.mixed_precision, self._ignored, args, kwargs)
+        self._call_buffer_hook(before_forward=False)
         if self.require_backward_grad_sync or self._options.average != "ranks":
-            for node in _nodes(output):
+            for node in nodes(output):
                 node.register_prehook(self._replica.queue_finish)
         return output
 
@@ -225,6 +232,7 @@ class DDP(nn.Module, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: Any) -> JoinHook:
         """For `torch.distributed.algorithms.Join`."""
         replica = self._replica
+        replica.has_joined = True
         replica.meet_late()
         replica.look()
         world = replica.link.world
@@ -246,50 +254,6 @@ class DDP(nn.Module, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """For `torch.distributed.algorithms.Join`."""
         return self._replica.link.group
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
-        return self._replica.link.group
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether buffers are kept equal; `broadcast_buffers` is its older name."""
-        return self._options.broadcast_buffers
-
-    broadcast_buffers = forward_sync_buffers
-
-    @property
-    def static_graph(self) -> bool:
-        """Whether every step computes the same."""
-        return self._options.static_graph
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Whether a gradient that some ranks lack counts as zero."""
-        return self._options.find_unused_parameters
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Parameters and buffers that are left to the caller."""
-        return self._ignored
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """The sizes of the buckets, where they differ."""
-        sizes = self._options.bucket_bytes
-        return [int(size) for size in sizes] if len(sizes) > 1 else []
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, names: Iterable[str]
-    ) -> None:
-        """Leave these parameters and buffers to the caller, as torch's method of that name does."""
-        module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Lightning asks torch's log whether it had better pass static_graph: never."""
-        return {"can_set_static_graph": False}
 
     # ----- copies -----
 
@@ -328,14 +292,6 @@ def _moved(inputs: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
-def _nodes(output: Any) -> set[Any]:
-    """The nodes of autograd's graph that made the tensors in `output`."""
-    if isinstance(output, Tensor):
-        return {output.grad_fn} if output.grad_fn is not None else set()
-    if isinstance(output, Mapping):
-        return set().union(*map(_nodes, output.values()))
-    if isinstance(output, list | tuple):
-        return set().union(*map(_nodes, output))
-    if is_dataclass(output):
-        return set().union(*(_nodes(getattr(output, field.name)) for field in fields(output)))
-    return set()
+# So that `isinstance(model, torch.nn.parallel.DistributedDataParallel)` says what checkpoints and
+# trainers want to know: there is a `.module` to unwrap.
+nn.parallel.DistributedDataParallel.register(DDP)

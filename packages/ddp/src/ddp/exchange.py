@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,14 @@ from torch import nn
 from ddp.bucket import RANK_FLAGS, Bucket
 from ddp.collective import Link
 from ddp.compression.ways import Call, Compression
-from ddp.consistency.agreement import Missing, check_same_gradients
+from ddp.consistency.agreement import Missing, check_same_gradients, checksum
 from ddp.consistency.blame import Blame
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
 
+# The second call of a bucket's exchange starts when this many later buckets have been sent: by then
+# the first has most likely ended, and every rank starts its calls in the same order.
+LAG = 2
 # Above this a sum of flags may be rounded in bfloat16, so that names are compared instead.
 MOST_EXACT_RANKS = 256
 
@@ -39,6 +42,8 @@ class Exchange:
     find_unused_parameters: bool = False
     check_nan: bool = False
     divide_by_initial_world_size: bool = True
+    # On how many ranks each parameter lacked a gradient in the last step, where it did on any.
+    lacking: dict[int, int] = field(default_factory=dict)
     _parameters: Sequence[nn.Parameter] = ()
     _versions: int | None = None
     _stepped: bool = False
@@ -66,16 +71,20 @@ class Exchange:
         told: list[int] = agreed.tolist()
         return told
 
-    def send(self, bucket: Bucket, *, taking_part: bool) -> PendingBucket:
+    def send(self, bucket: Bucket, *, taking_part: bool) -> None:
         """Start the sum of `bucket` over the ranks."""
         if self.check_nan:
             bucket.look_for_nan()
         bucket.write_flags(taking_part=taking_part, stepped=self._stepped)
         self._pending.append(PendingBucket(bucket, self))
-        return self._pending[-1]
+        if len(self._pending) > LAG and self._pending[-1 - LAG].has_more:
+            self._pending[-1 - LAG].advance()
 
-    def record(self, begin: float) -> None:
-        """Close a step whose wait began at `begin`."""
+    def wait(self, begin: float) -> None:
+        """Wait, since `begin`, until every sum that was started has ended."""
+        while under_way := [pending for pending in self._pending if not pending.done]:
+            for pending in under_way:
+                pending.advance()
         records = [pending.record() for pending in self._pending]
         self._pending.clear()
         self.meter.record(records, (begin, time.perf_counter()))
@@ -88,6 +97,7 @@ class Exchange:
         if not getattr(self.compression, "carries_flags", True):
             self._sum_flags(buckets)
         world, stepped = self.link.world, self._stepped
+        self.lacking = {}
         if took_part and all(bucket.says_nothing(world, stepped=stepped) for bucket in buckets):
             return set()
         flags = [bucket.flags.tolist() for bucket in buckets]
@@ -103,18 +113,32 @@ class Exchange:
             for index, flag in zip(bucket.indices, told[RANK_FLAGS:], strict=True)
             if flag
         }
+        self.lacking = {index: round(flag) for index, flag in missing.items()}
         partly = {index for index, flag in missing.items() if flag != active}
         inexact = world > MOST_EXACT_RANKS and bool(missing)
         nan = any(told[2] for told in flags)
-        disagree = told_stepped not in (0, active) or (partly and not self.find_unused_parameters)
+        some_stepped = told_stepped not in (0, active)
+        disagree = some_stepped or (partly and not self.find_unused_parameters)
         if not (inexact or nan or disagree):
             return set(missing) - partly
-        own = self._own(buckets) if took_part else None
+        own = self._own(buckets, with_weights=some_stepped) if took_part else None
         everywhere = check_same_gradients(own, self.link.group, allow=self.find_unused_parameters)
         names = {
             index: name for b in buckets for index, name in zip(b.indices, b.names, strict=True)
         }
         return {index for index in missing if names[index] in everywhere}
+
+    def refuse_parts(self, bucket: Bucket, slot: int) -> NoReturn:
+        """Raise RuntimeError, here and on the other ranks: a gradient came in several parts."""
+        reason = (
+            f"one backward pass made the gradient of {bucket.names[slot]!r} in several parts, "
+            "and the first was taken for all of it"
+        )
+        self.blame.fail(reason)
+        raise RuntimeError(
+            f"Expected to mark a variable ready only once. On rank {self.link.rank} {reason}; pass "
+            "static_graph=True, or use checkpoint(..., use_reentrant=False)"
+        )
 
     def forget_versions(self) -> None:
         """The weights were given by another rank: the next step compares nothing."""
@@ -131,13 +155,14 @@ class Exchange:
         for bucket, told in zip(buckets, flags.split([len(b.flags) for b in buckets]), strict=True):
             bucket.flags.copy_(told)
 
-    def _own(self, buckets: Sequence[Bucket]) -> Missing:
+    def _own(self, buckets: Sequence[Bucket], *, with_weights: bool) -> Missing:
         missing = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.missing]
         nan = [(b.indices[slot], b.names[slot]) for b in buckets for slot in b.not_a_number]
         return Missing(
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(nan)),
             self._stepped,
+            checksum(self._parameters) if with_weights else 0,
         )
 
 

@@ -13,11 +13,11 @@ from torch import nn
 from ddp.average import Average, check_average
 from ddp.bucket import Allocate
 from ddp.collective import AllReduce
+from ddp.compression.mixed_precision import MixedPrecision, check_mixed_precision, travels_as
 from ddp.compression.ways import Cast, Compression, Uncompressed
 
 # What torch's DDP also takes, with why it is not taken here. They may be given with these values.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "mixed_precision": ((None,), "pass gradient_dtype, and use torch.autocast for the rest"),
     "dim": ((0,), "inputs are not scattered: each process has one device"),
     "check_reduction": ((False, True), ""),
     "skip_all_reduce_unused_params": ((False, True), ""),
@@ -43,6 +43,7 @@ class Options:
     broadcast_buffers: bool
     static_graph: bool
     gradient_as_bucket_view: bool
+    mixed_precision: MixedPrecision | None
     device: torch.device | None
 
     def __post_init__(self) -> None:
@@ -52,17 +53,24 @@ class Options:
                 f"bucket_size_mb is {self.bucket_size_mb}; it must be above zero, or None to send "
                 "each parameter by itself"
             )
-        if self.gradient_dtype is not None and self.compression is not None:
+        if self.mixed_precision is not None:
+            check_mixed_precision(self.mixed_precision)
+        ways = {
+            "gradient_dtype": self.gradient_dtype,
+            "compression": self.compression,
+            "mixed_precision": travels_as(self.mixed_precision),
+        }
+        given = [f"{name} {value!r}" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
             raise ValueError(
-                f"gradient_dtype {self.gradient_dtype} and compression {self.compression!r} are "
-                "two ways to send the same gradients; pass one"
+                f"{' and '.join(given)} are two ways to send the same gradients; pass one"
             )
 
     @property
     def way_to_send(self) -> Compression:
         """How a bucket is summed."""
-        if self.gradient_dtype:
-            return Cast(self.gradient_dtype)
+        if dtype := self.gradient_dtype or travels_as(self.mixed_precision):
+            return Cast(dtype)
         return self.compression or Uncompressed()
 
     @property
@@ -91,6 +99,7 @@ class Options:
             "check_nan",
             "broadcast_buffers",
             "static_graph",
+            "mixed_precision",
         )
         average = self.average if isinstance(self.average, str) else "by weight"
         return {name: getattr(self, name) for name in names} | {"average": average}

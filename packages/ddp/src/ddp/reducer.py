@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from ddp.bucket import Bucket
 from ddp.consistency.parts import Parts
-from ddp.exchange import Exchange, PendingBucket
+from ddp.exchange import Exchange
 from ddp.layout import Layout
 
-# The second call of a bucket's exchange starts when this many later buckets have been sent: by then
-# the first has most likely ended, and every rank starts its calls in the same order.
-LAG = 2
 # Gradients up to this size are moved into their bucket together, when the last of them is there:
 # one call for all costs less than one each. Larger ones go at once, so that memory holds no second
 # set of gradients.
@@ -26,7 +23,11 @@ SMALL_BYTES = 2**16
 
 
 class Reducer:
-    """The state of a model's current step: open from the first gradient to be sent to `finish`."""
+    """The state of a model's current step: open from the first gradient to be sent to `finish`.
+
+    `opens()` begins a step if a gradient that arrives now is to be sent; `make_room(parameter)`
+    goes before a gradient that was there already is taken.
+    """
 
     def __init__(
         self,
@@ -38,12 +39,13 @@ class Reducer:
         static_graph: bool = False,
     ) -> None:
         self.layout, self.exchange, self.open = layout, exchange, False
+        self._opens, self._make_room = opens, make_room
         # What each gradient is multiplied by before the sum.
         self.share = 1.0
-        self._opens, self._make_room = opens, make_room
-        self.steps, self._follows = 0, False
+        self.steps, self._sent, self._follows = 0, 0, False
         self._arrivals: dict[int, None] = {}
-        self._pending: list[PendingBucket] = []
+        # What the last step brought no gradient for, here.
+        self.absent: list[int] = []
         self._parts = Parts(len(layout.parameters)) if static_graph else None
 
     def arrive(self, index: int, _: Tensor) -> None:
@@ -56,7 +58,7 @@ class Reducer:
                 return
         bucket, slot = self.layout.place[index]
         if slot in bucket.arrived:
-            self._refuse_late(bucket, slot)
+            self.exchange.refuse_parts(bucket, slot)
         bucket.adopt(slot)
 
     def begin(self, share: float | None = None) -> None:
@@ -64,7 +66,7 @@ class Reducer:
 
         Each is multiplied by `share` before the sum: so that it is the mean, if none is given.
         """
-        self.open = True
+        self.open, self._sent, self.absent = True, 0, []
         self.follow_order()
         mean = self.exchange.begin(self.layout.parameters)
         self.share = mean if share is None else share
@@ -75,15 +77,14 @@ class Reducer:
         """After the first step, order buckets as rank 0's gradients became ready. A collective."""
         if self.steps == 1 and not self._follows and self.layout.order:
             self._follows = True
-            seen = list(self._arrivals)
-            order = seen + [index for index in self.layout.order if index not in self._arrivals]
+            others = (index for index in self.layout.order if index not in self._arrivals)
             device = self.layout.parameters[0].device
-            self.layout.follow(self.exchange.agree_on(order, device))
+            self.layout.follow(self.exchange.agree_on([*self._arrivals, *others], device))
 
     def _collect(self, bucket: Bucket, slot: int) -> None:
         """Take a final gradient, scaled to its share of the mean, into its bucket; send if full."""
         if slot in bucket.arrived:
-            self._refuse_late(bucket, slot)
+            self.exchange.refuse_parts(bucket, slot)
         bucket.arrived.add(slot)
         if bucket.bytes_of[slot] > SMALL_BYTES:
             bucket.take(slot, self.share)
@@ -92,60 +93,50 @@ class Reducer:
         if len(bucket.arrived) == len(bucket.indices):
             self._send_complete()
 
-    def finish(self, *, taking_part: bool = True) -> None:
-        """Send what was not sent yet, wait for everything, look at the flags, close the step.
+    def _send_complete(self, taking_part: bool = True) -> None:
+        """Start the sums in one order, the same on every rank, or they would be mixed up."""
+        for bucket in self.layout.buckets[self._sent :]:
+            if len(bucket.arrived) < len(bucket.indices):
+                return
+            bucket.take_waiting(self.share)
+            self.exchange.send(bucket, taking_part=taking_part)
+            self._sent += 1
+
+    def finish(self, *, taking_part: bool = True) -> set[int]:
+        """Send what was not sent yet, wait for all, close the step; return what no rank used.
 
         With `taking_part=False` this rank has no gradients and only makes the others' calls.
         """
         begin, buckets = time.perf_counter(), self.layout.buckets
-        if not taking_part:
-            # Its own last gradients stay what they are.
-            self.layout.release()
-            for bucket in buckets:
+        for bucket in buckets:
+            if taking_part:
+                self._take_what_did_not_arrive(bucket)
+            else:
+                # Its own last gradients stay what they are.
+                bucket.release()
                 bucket.gradients.zero_()
                 bucket.arrived.update(range(len(bucket.indices)))
-        for index in self.layout.order:
-            bucket, slot = self.layout.place[index]
-            if slot not in bucket.arrived:
-                if self._make_room is not None:
-                    self._make_room(bucket.parameters[slot])
-                if bucket.parameters[slot].grad is None:
-                    bucket.lack(slot)
-                else:
-                    self._collect(bucket, slot)
         self._send_complete(taking_part)
-        while under_way := [pending for pending in self._pending if not pending.done]:
-            for pending in under_way:
-                pending.advance()
-        self.exchange.record(begin)
-        self._pending.clear()
-        self.steps += 1
-        self.open = False
+        self.exchange.wait(begin)
+        self.steps, self.open = self.steps + 1, False
         try:
             unused = self.exchange.unused(buckets, taking_part)
             for bucket in buckets if taking_part else ():
                 bucket.give_back(unused)
+            return unused
         finally:
             for bucket in buckets:
                 bucket.clear()
 
-    def _send_complete(self, taking_part: bool = True) -> None:
-        """Start the sums in one order, the same on every rank, or they would be mixed up."""
-        for bucket in self.layout.buckets[len(self._pending) :]:
-            if len(bucket.arrived) < len(bucket.indices):
-                return
-            bucket.take_waiting(self.share)
-            self._pending.append(self.exchange.send(bucket, taking_part=taking_part))
-            if len(self._pending) > LAG and self._pending[-1 - LAG].has_more:
-                self._pending[-1 - LAG].advance()
-
-    def _refuse_late(self, bucket: Bucket, slot: int) -> None:
-        reason = (
-            f"one backward pass made the gradient of {bucket.names[slot]!r} in several parts, "
-            "and the first was taken for all of it"
-        )
-        self.exchange.blame.fail(reason)
-        raise RuntimeError(
-            f"rank {self.exchange.link.rank}: {reason}; pass static_graph=True, or use "
-            "checkpoint(..., use_reentrant=False)"
-        )
+    def _take_what_did_not_arrive(self, bucket: Bucket) -> None:
+        """Gradients of earlier passes, which no hook brought in this one, or none at all."""
+        for slot in range(len(bucket.indices) if len(bucket.arrived) < len(bucket.indices) else 0):
+            if slot in bucket.arrived:
+                continue
+            self.absent.append(bucket.indices[slot])
+            if self._make_room is not None:
+                self._make_room(bucket.parameters[slot])
+            if bucket.parameters[slot].grad is None:
+                bucket.lack(slot)
+            else:
+                self._collect(bucket, slot)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.average import Weighing
 from ddp.collective import Link, link
+from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
 from ddp.compression.ways import Compression
 from ddp.consistency.agreement import (
@@ -83,7 +84,16 @@ class Replica:
         self.synchronized = False
         # Whether a forward pass looked at the parameters since the last step.
         self._looked = False
+        self._forward_of_all = True
         self._finish_queued = False
+        # What no rank used in the last step, though that was not announced.
+        self._unused: list[str] = []
+        # The first two different ones of what was not used: a second one tells a dynamic graph.
+        self.patterns: set[tuple[int, ...]] = set()
+        # Whether a hook makes buffers equal, and what it said would be waited for.
+        self.buffers_by_hook = False
+        self.futures: list[torch.futures.Future[Any]] = []
+        self.has_joined = False
         self._handles: list[Any] = []
         self._waiting_for: list[nn.Parameter] = []
         # Those that took some of these parameters over, because their module was wrapped again.
@@ -125,6 +135,19 @@ class Replica:
         if self.connected:
             self.exchange.compression = compression
 
+    def change(self, options: Options) -> None:
+        """Other options from the first step on."""
+        self.options = options
+        if self.connected:
+            self.remove_hooks()
+            self._make_reducer()
+
+    @property
+    def comm_hook_name(self) -> str:
+        """The function that sums buckets, if one was registered."""
+        hook = getattr(self.compression, "hook", None)
+        return getattr(hook, "__qualname__", "")
+
     def meet_late(self) -> None:
         """Meet the other ranks, as the copy of a wrapper: weights must be the same already."""
         if not self.connected:
@@ -146,8 +169,7 @@ class Replica:
         self.meet_late()
         if self.weighing is not None and parameter.grad is not None:
             # What should have gone before its accumulation.
-            weighted = self.weighing.hook(cast(nn.Parameter, parameter))(parameter.grad)
-            parameter.grad = parameter.grad if weighted is None else weighted
+            parameter.grad = self.weighing.weigh(cast(nn.Parameter, parameter), parameter.grad)
         for index, one in enumerate(self.reducer.layout.parameters):
             if one is parameter:
                 self.reducer.arrive(index, parameter)
@@ -156,7 +178,8 @@ class Replica:
 
     def _make_reducer(self) -> None:
         dense = self.inventory.dense
-        if self.options.average != "ranks":
+        if self.options.average != "ranks" and self.weighing is None:
+            # One for all reducers: it knows which gradients are averages already.
             self.weighing = Weighing(self.options.average, self.link, self._opens)
         layout = Layout(
             list(dense.values()),
@@ -185,7 +208,7 @@ class Replica:
     def _hook(self, parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
         self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         if self.weighing is not None:
-            self._handles.append(parameter.register_hook(self.weighing.hook(parameter)))
+            self._handles.append(self.weighing.hook(parameter))
 
     def remove_hooks(self) -> None:
         """Average nothing any more."""
@@ -273,20 +296,49 @@ class Replica:
     def finish(self, *, taking_part: bool = True) -> None:
         """Wait for all gradients, then make the buffers equal."""
         share, sparse = self.reducer.share, self.inventory.sparse
-        self.reducer.finish(taking_part=taking_part)
+        self._note_unused(self.reducer.finish(taking_part=taking_part))
         weighing = self.weighing
         if weighing is not None:
             for parameter in sparse.values():
                 weighing.make_room(parameter)
-        average_sparse(sparse, self.link, self.blame, share if taking_part else 0.0)
+        hook = self.compression if isinstance(self.compression, CommHook) else None
+        average_sparse(sparse, self.link, self.blame, share if taking_part else 0.0, hook)
         if weighing is not None:
             weighing.end([*self.reducer.layout.parameters, *sparse.values()])
-        if not self.options.broadcast_buffers:
+        for future in self.futures:
+            future.wait()
+        self.futures.clear()
+        if not self.options.broadcast_buffers or self.buffers_by_hook:
             return
-        if buffers := self.inventory.buffers():
+        if buffers := list(self.inventory.named_buffers().values()):
             joining = self._ddp._join_config.enable
             source = common_rank(self, candidate=taking_part) if joining else 0
             broadcast_buffers(buffers, self.link, self.blame, source)
+
+    def _note_unused(self, unused: Collection[int]) -> None:
+        options = self.options
+        allowed = options.find_unused_parameters or options.static_graph or not self._forward_of_all
+        layout = self.reducer.layout
+        if len(self.patterns) < 2:
+            self.patterns.add(tuple(self.reducer.absent))
+        # What was frozen since is not meant to have a gradient.
+        found = () if allowed else (i for i in unused if layout.parameters[i].requires_grad)
+        self._unused = [layout.names[index] for index in sorted(found)]
+
+    def _refuse_unused(self) -> NoReturn:
+        """As torch's DDP does, in its words, but with names."""
+        names, rank = list(self.inventory.trained), self.link.rank
+        lacking = f"did not receive grad for rank {rank}: "
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration before starting a new one: "
+            "its loss did not depend on every parameter, on any rank. Make sure that all "
+            "`forward` function outputs participate in calculating loss; freeze what is not "
+            "trained; or allow it, at no cost, by passing the keyword argument "
+            "`find_unused_parameters=True`. (Names are shown without having to set the environment "
+            "variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.) "
+            f"Parameters which {lacking}{', '.join(self._unused)}. Parameter indices which "
+            f"{lacking}{' '.join(str(names.index(name)) for name in self._unused)}"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -295,14 +347,17 @@ class Replica:
 
     # ----- parameters that come and go -----
 
-    def look(self) -> None:
-        """Before a forward pass: is the last step over, are the parameters still the same?"""
+    def look(self, *, of_all: bool = True) -> None:
+        """Before a forward pass: is the last step over, are the parameters still the same?
+
+        The pass may be one of an older wrapper, and not of all that is averaged here.
+        """
         if not self.connected:
             self.wait_for_gradients()
             return
         self.blame.check()
         if (newer := self.left_to) is not None:
-            newer.look()
+            newer.look(of_all=False)
             return
         if self.reducer.open and torch._C._current_graph_task_id() == -1:
             reason = "the last backward pass ended in an error before its gradients were averaged"
@@ -310,6 +365,9 @@ class Replica:
             raise RuntimeError(f"rank {self.link.rank}: {reason}; this step cannot be mended")
         if self.inventory.changed():
             self._adopt_changes()
+        self._forward_of_all = of_all
+        if self._unused and self._ddp.require_backward_grad_sync:
+            self._refuse_unused()
         self._looked = True
 
     @property
@@ -343,6 +401,7 @@ class Replica:
         with self.blame.naming("the broadcast of new weights"):
             broadcast_tensors(added, self.link.group)
         self.remove_hooks()
+        self._unused = []
         self._make_reducer()
 
 

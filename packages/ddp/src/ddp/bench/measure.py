@@ -34,7 +34,7 @@ from ddp.bench.designs import Design, Timing, Workload, designs
 from ddp.bench.rows import Link, Measured, Row
 from ddp.metering.trace import svg, write
 
-SIZES_MB = (1.0, 10.0, 100.0, 1000.0)
+SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,37 @@ from ddp.compression.ways import Call, Exchange
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
+class SparseGradBucket:
+    """What a hook is handed for a sparse gradient: it alone."""
+
+    def __init__(self, place: int, parameter: nn.Parameter, gradient: Tensor, last: bool) -> None:
+        self._place, self._parameter, self._gradient, self._last = place, parameter, gradient, last
+
+    def index(self) -> int:
+        """Its place among the sparse ones."""
+        return self._place
+
+    def buffer(self) -> Tensor:
+        """The gradient, coalesced, not divided by the number of ranks."""
+        return self._gradient
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another tensor in the place of the gradient."""
+        self._gradient = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The one gradient."""
+        return [self._gradient]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The one parameter."""
+        return [self._parameter]
+
+    def is_last(self) -> bool:
+        """Whether nothing follows in this step."""
+        return self._last
+
+
 class GradBucket:
     """What a hook is handed: `torch.distributed.GradBucket`'s methods (only C++ can make that)."""
 
@@ -69,15 +100,9 @@ class CommHook:
 
     def exchange(self, bucket: Bucket, link: Link) -> Exchange:
         """Call the hook; what its future holds becomes the gradients."""
-        future = self.hook(self.state, GradBucket(bucket))
-        if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise RuntimeError(
-                "callback must return a torch.futures.Future object, but got "
-                f"{type(future).__name__}; its future holds the summed gradients, one tensor"
-            )
+        future = self._called(GradBucket(bucket))
         yield Call(future, bucket.gradients.numel() * bucket.gradients.element_size(), 0)
-        value = future.value()
-        summed = value[0] if isinstance(value, list | tuple) else value
+        summed = _only(future.value())
         gradients = GradBucket(bucket).buffer()
         if not isinstance(summed, Tensor) or summed.numel() != gradients.numel():
             found = tuple(summed.shape) if isinstance(summed, Tensor) else type(summed).__name__
@@ -86,6 +111,29 @@ class CommHook:
                 f"{gradients.numel()} elements, like the bucket's buffer()"
             )
         gradients.copy_(summed.view(-1))
+
+    def sum_sparse(self, bucket: SparseGradBucket) -> Tensor:
+        """What the hook makes of a sparse gradient."""
+        summed = _only(self._called(bucket).wait())
+        if not isinstance(summed, Tensor) or summed.shape != bucket.buffer().shape:
+            raise TypeError(
+                "the future of the communication hook must hold one tensor of the shape of the "
+                f"sparse gradient, {tuple(bucket.buffer().shape)}"
+            )
+        return summed.coalesce() if summed.is_sparse else summed
+
+    def _called(self, bucket: GradBucket | SparseGradBucket) -> Any:
+        future = self.hook(self.state, bucket)
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise RuntimeError(
+                "callback must return a torch.futures.Future object, but got "
+                f"{type(future).__name__}; its future holds the summed gradients, one tensor"
+            )
+        return future
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list | tuple) else value
 
 
 def check_hook(hook: Any) -> None:

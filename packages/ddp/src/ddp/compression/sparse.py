@@ -9,20 +9,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.collective import Link
+from ddp.compression.comm_hook import CommHook, SparseGradBucket
 from ddp.consistency.blame import Blame
 
 
 def average_sparse(
-    parameters: Mapping[str, nn.Parameter], link: Link, blame: Blame, share: float
+    parameters: Mapping[str, nn.Parameter],
+    link: Link,
+    blame: Blame,
+    share: float,
+    hook: CommHook | None = None,
 ) -> None:
-    """Sum each gradient, times `share`, over the ranks; one that is missing counts as zero."""
-    for name, parameter in parameters.items():
+    """Sum each gradient, times `share`, over the ranks; one that is missing counts as zero.
+
+    A communication hook is handed each as a bucket of its own, as by torch's DDP.
+    """
+    for place, (name, parameter) in enumerate(parameters.items()):
         doing = f"the sum of the sparse gradient of {name!r}"
         gradient = _gradient(parameter) * share
-        with blame.naming(doing):
-            handle = dist.all_reduce(gradient, group=link.group, async_op=True)
-        blame.wait(handle, doing, poll=gradient.device.type == "cpu")
-        if parameter.grad is not None or gradient._nnz():
+        if hook is not None:
+            last = place == len(parameters) - 1
+            gradient = hook.sum_sparse(SparseGradBucket(place, parameter, gradient, last))
+        else:
+            with blame.naming(doing):
+                handle = dist.all_reduce(gradient, group=link.group, async_op=True)
+            blame.wait(handle, doing, poll=gradient.device.type == "cpu")
+        if parameter.grad is not None or not gradient.is_sparse or gradient._nnz():
             parameter.grad = gradient
 
 

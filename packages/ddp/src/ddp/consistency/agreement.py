@@ -49,11 +49,16 @@ def check_same(everyone: Sequence[Sequence[str]]) -> None:
 
 def check_same_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank, naming rank and parameter, if weights differ in any bit."""
-    own = [
-        f"{name!r} with checksum {zlib.crc32(_as_bytes(tensor).cpu().numpy().tobytes())}"
-        for name, tensor in module.named_parameters()
-    ]
+    own = [f"{name!r} with checksum {checksum([p])}" for name, p in module.named_parameters()]
     check_same(_gather(own, group))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A number that differs where any bit does."""
+    total = 0
+    for tensor in tensors:
+        total = zlib.crc32(_as_bytes(tensor).cpu().numpy().tobytes(), total)
+    return total
 
 
 def broadcast_state(
@@ -100,11 +105,12 @@ def broadcast_tensors(
 @dataclass(frozen=True)
 class Missing:
     """Parameters without a gradient on this rank, those whose gradient holds NaN, and whether the
-    weights were changed since the last synchronization."""
+    weights were changed since the last synchronization, with a checksum of what they are now."""
 
     missing: tuple[str, ...] = ()
     not_a_number: tuple[str, ...] = ()
     stepped: bool = False
+    weights: int = 0
 
 
 def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow: bool) -> set[str]:
@@ -112,7 +118,8 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
 
     A collective: every rank calls it; a rank that has run out of inputs passes None. Raises
     RuntimeError on every rank where a gradient holds NaN, where the weights were changed on some
-    ranks only, or (unless `allow`) where a parameter got a gradient on some ranks only.
+    ranks only (and not back, as by who looks at other weights for a moment), or (unless `allow`)
+    where a parameter got a gradient on some ranks only.
     """
     gathered: list[Missing | None] = _gather(own, group)
     everyone = {rank: theirs for rank, theirs in enumerate(gathered) if theirs is not None}
@@ -123,7 +130,8 @@ def check_same_gradients(own: Missing | None, group: dist.ProcessGroup, *, allow
                 "optimizer's step on every rank, or look at that rank's batch"
             )
     stepped = [rank for rank, theirs in everyone.items() if theirs.stepped]
-    if stepped and len(stepped) < len(everyone):
+    differ = len({theirs.weights for theirs in everyone.values()}) > 1
+    if stepped and len(stepped) < len(everyone) and differ:
         others = [rank for rank in everyone if rank not in stepped]
         raise RuntimeError(
             f"the weights were changed between this backward pass and the one before on ranks "

@@ -34,13 +34,13 @@ class Inventory:
             for layer in modules
             if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
         }
-        trained = {
+        self.trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad and name not in self._ignored
         }
-        self.dense = {name: p for name, p in trained.items() if p not in sparse}
-        self.sparse = {name: p for name, p in trained.items() if p in sparse}
+        self.dense = {name: p for name, p in self.trained.items() if p not in sparse}
+        self.sparse = {name: p for name, p in self.trained.items() if p in sparse}
 
     def changed(self) -> bool:
         """Whether other parameters are to be averaged than when they were last written down.
@@ -72,12 +72,12 @@ class Inventory:
         """What is averaged."""
         return [*self.dense.values(), *self.sparse.values()]
 
-    def buffers(self) -> list[Tensor]:
+    def named_buffers(self) -> dict[str, Tensor]:
         """The buffers to keep equal: looked up anew, because modules replace them."""
         if not any(self._buffers):
-            return []
+            return {}
         named = self._module.named_buffers()
-        return [b for name, b in named if name not in self._ignored and b.numel()]
+        return {name: b for name, b in named if name not in self._ignored and b.numel()}
 
     def _look(self) -> tuple[_Identities, list[bool], list[object], _Identities]:
         # Keeping the tensors keeps their ids from being given to others.
