@@ -20,13 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paramserver.consistency import (
-    Asynchronous,
-    BulkSynchronous,
-    Consistency,
-    LocalSteps,
-    OptimizerFactory,
-)
+from paramserver.consistency import BulkSynchronous, Consistency, OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
@@ -77,18 +71,8 @@ class Server:
             raise ValueError(f"drop_after is {drop_after!r}; give seconds, or None for never")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
-        compression = None
-        if isinstance(self.consistency, LocalSteps):
-            optimizer, compression = self.consistency.outer, self.consistency.compression
         self.core = Core(
-            Replica(
-                self.shard,
-                parameters,
-                optimizer,
-                compression,
-                scale_by_staleness=isinstance(self.consistency, Asynchronous)
-                and self.consistency.scale_by_staleness,
-            ),
+            Replica(self.shard, parameters, optimizer, self.consistency),
             self.consistency,
             workers=workers,
             timeout=timeout,

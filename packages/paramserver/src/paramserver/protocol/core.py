@@ -26,7 +26,7 @@ from paramserver.protocol.replica import Replica
 
 @dataclass(frozen=True)
 class Staged:
-    """A server holds the gradients of a push."""
+    """A server holds the gradients of a push, in the bytes in which they came."""
 
     push: Push
     gradients: Tensor
@@ -163,7 +163,9 @@ class Core:
             match record:
                 case Staged(push, gradients):
                     if self.replica.wants(push):
-                        self.replica.stage(push, gradients)
+                        self.replica.stage(
+                            push, self.replica.unpack(push, gradients), len(gradients)
+                        )
                 case Followed(log, own):
                     if own:
                         self.ledger.replay(log)
@@ -188,12 +190,11 @@ class Core:
                             f"worker {worker} pushed twice in one bulk-synchronous step; "
                             "pull in between"
                         )
-                    if self.replica.compression and m.size:
-                        data = self.replica.expand(data[: m.size])
-                    self.replica.check(worker, data)
+                    data = data[: m.size] if m.size else data
+                    gradients = self.replica.unpack(push, data)
                     if self.journal:
                         self.journal.record(Staged(push, data))
-                    self.replica.stage(push, data)
+                    self.replica.stage(push, gradients, len(data))
                 if m.kind is Kind.STAGE:
                     return Message(Kind.OK)
                 self.ledger.commit(push)
@@ -236,11 +237,11 @@ class Core:
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:
-        if m.text != self.replica.shard.digest():
+        if m.text != self.replica.layout:
             raise ValueError(
                 f"worker {worker} has parameters of layout {m.text}, the server of layout "
-                f"{self.replica.shard.digest()}; build the same module (names, shapes, types, "
-                "requires_grad) on every rank"
+                f"{self.replica.layout}; build the same module (names, shapes, types, "
+                "requires_grad) on every rank, and give the same policy"
             )
         replica = self.replica
         if self._elastic:
@@ -280,8 +281,8 @@ class Core:
         position = self.replica.position
         if fetched is None:
             return Message(Kind.AGAIN, position=position)
-        version, size = fetched
-        return Message(Kind.OK, number=version, position=position, size=size)
+        version, size, fragment = fetched
+        return Message(Kind.OK, number=version, position=position, size=size, have=fragment)
 
     def _admit(self, worker: int, m: Message) -> None:
         if self.failure:

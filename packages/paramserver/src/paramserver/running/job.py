@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
@@ -67,11 +68,13 @@ class Job:
             drop_after=self.drop_after,
         )
 
-    def worker(self, rank: int, connections: Sequence[Any]) -> Worker:
+    def worker(
+        self, rank: int, connections: Sequence[Any], site: dist.ProcessGroup | None = None
+    ) -> Worker:
         """The worker of a rank, once it is connected."""
         return Worker(
             self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, site=site,
         )  # fmt: skip
 
 
