@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Cut = tuple[str, Tensor, int, int]  # a parameter, from which element to which
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for any element type
 
@@ -134,7 +135,7 @@ def partition(
 def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]
-    builders = [_Builder() for _ in range(servers)]
+    cuts: list[list[Cut]] = [[] for _ in range(servers)]
     position = server = 0  # position in bytes, over all parameters
     for name, tensor in parameters.items():
         start = 0
@@ -143,10 +144,10 @@ def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
                 server += 1
             room = -(-(ends[server] - position) // tensor.dtype.itemsize)  # never half an element
             stop = min(tensor.numel(), start + room)
-            builders[server].add(name, tensor, start, stop)
+            cuts[server].append((name, tensor, start, stop))
             position += (stop - start) * tensor.dtype.itemsize
             start = stop
-    return [builder.shard() for builder in builders]
+    return [_laid_out(cut) for cut in cuts]
 
 
 def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
@@ -154,26 +155,19 @@ def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
     for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):
         owner[name] = held.index(min(held))
         held[owner[name]] += parameters[name].nbytes
-    builders = [_Builder(whole=True) for _ in range(servers)]
+    cuts: list[list[Cut]] = [[] for _ in range(servers)]
     for name, tensor in parameters.items():
-        builders[owner[name]].add(name, tensor, 0, tensor.numel())
-    return [builder.shard() for builder in builders]
+        cuts[owner[name]].append((name, tensor, 0, tensor.numel()))
+    return [_laid_out(cut, whole=True) for cut in cuts]
 
 
-class _Builder:
-    def __init__(self, *, whole: bool = False) -> None:
-        self._pieces: list[Piece] = []
-        self._end, self._whole = 0, whole
-
-    def add(self, name: str, tensor: Tensor, start: int, stop: int) -> None:
-        if start == stop:
-            return
-        piece = Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, self._end)
-        self._pieces.append(piece)
-        self._end = _aligned(piece.offset + piece.nbytes)
-
-    def shard(self) -> Shard:
-        return Shard(tuple(self._pieces), self._whole)
+def _laid_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
+    pieces, end = [], 0
+    for name, tensor, start, stop in cuts:
+        if start < stop:
+            pieces.append(Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, end))
+            end = _aligned(end + pieces[-1].nbytes)
+    return Shard(tuple(pieces), whole)
 
 
 def _aligned(nbytes: int) -> int:

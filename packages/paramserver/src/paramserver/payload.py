@@ -23,11 +23,9 @@ class Gradients:
     """Gradients go to the servers, parameters come back."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        shards: Sequence[Shard],
+        self, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard],
         connections: Sequence[Connection],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._parameters, self._shards, self._connections = parameters, shards, connections
         self.flat = {name: _flattened(name, p) for name, p in parameters.items()}
         if any(flat.is_cuda for flat in self.flat.values()):
@@ -82,12 +80,9 @@ class Changes(Gradients):
     """A fragment of what local steps have changed goes to the servers, its update comes back."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        shards: Sequence[Shard],
-        connections: Sequence[Connection],
-        policy: LocalSteps,
-    ) -> None:
+        self, policy: LocalSteps, parameters: Mapping[str, nn.Parameter],
+        shards: Sequence[Shard], connections: Sequence[Connection],
+    ) -> None:  # fmt: skip
         super().__init__(parameters, shards, connections)
         self._compression = policy.compression
         self._fragments = [shard.fragments(policy.fragments) for shard in shards]

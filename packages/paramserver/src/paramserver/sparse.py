@@ -64,7 +64,11 @@ def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
             places, elements = rows, elements.view(count, *piece.shape[1:])
         else:
             places = places[inside] - piece.start
-        gradients.append(torch.sparse_coo_tensor(places[None], elements, piece.viewed))
+        gradients.append(
+            torch.sparse_coo_tensor(
+                places[None], elements, piece.viewed, is_coalesced=True, check_invariants=False
+            )
+        )
     if reader.at != len(data):
         raise ValueError(f"{len(data)} bytes came where sparse gradients take {reader.at}")
     return gradients

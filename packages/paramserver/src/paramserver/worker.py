@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -56,16 +56,10 @@ class Worker:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        servers: Server | Sequence[Server | Connection],
-        *,
-        rank: int = 0,
-        whole: bool = False,
-        local: LocalSteps | None = None,
-        optimizer: OptimizerFactory | None = None,
-        site: dist.ProcessGroup | None = None,
-    ) -> None:
+        self, module: nn.Module, servers: Server | Sequence[Server | Connection], *,
+        rank: int = 0, whole: bool = False, local: LocalSteps | None = None,
+        optimizer: OptimizerFactory | None = None, site: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self._speaks, self._site = site is None or dist.get_rank(site) == 0, site
         servers = [servers] if isinstance(servers, Server) else servers if self._speaks else []
         if local is None and servers and isinstance(servers[0], Server):
@@ -77,11 +71,8 @@ class Worker:
         self._parameters = trainable(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
-        self._payload: Gradients = (
-            Changes(self._parameters, shards, self._connections, local)
-            if local
-            else Gradients(self._parameters, shards, self._connections)
-        )
+        give = partial(Changes, local) if local else Gradients
+        self._payload: Gradients = give(self._parameters, shards, self._connections)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
         self.bytes_pushed = self.bytes_pulled = 0
         """Bytes of gradients and of parameters that went to and came from the servers."""
@@ -122,12 +113,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
         else:

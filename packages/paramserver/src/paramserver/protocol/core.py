@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,17 +60,10 @@ class Core:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        consistency: Consistency,
-        *,
-        workers: int,
-        timeout: float,
-        survives: bool,
-        elastic: bool,
-        drop_after: float | None = None,
+        self, replica: Replica, consistency: Consistency, *, workers: int, timeout: float,
+        survives: bool, elastic: bool, drop_after: float | None = None,
         journal: Journal | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.replica = replica
         self.ledger = Ledger(workers, consistency)
         self.timeout, self._drop_after = timeout, drop_after
@@ -80,6 +74,8 @@ class Core:
         self._lost: dict[int, str] = {}
         self._heard = dict.fromkeys(range(workers), 0.0)
         self._waiting: dict[int, tuple[float, Message]] = {}
+        self.told: dict[int, tuple[float, int]] = {}
+        """By worker, its last loss and the bytes that it has pushed, as it says."""
 
     def handle(
         self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
@@ -92,6 +88,10 @@ class Core:
         self._admit(worker, message)
         self._heard[worker] = now
         reply = self._answer(worker, message, data, out)
+        if message.kind in (Kind.PUSH, Kind.COMMIT):
+            with suppress(ValueError, TypeError):
+                loss, pushed = json.loads(message.text)
+                self.told[worker] = float(loss), int(pushed)
         if reply is None:
             since = waited[0] if waited and waited[1] == message else now
             self._waiting[worker] = since, message
@@ -231,9 +231,9 @@ class Core:
             case Kind.END:
                 assert out is not None
                 self._follow(Log.from_text(m.text))
-                staleness = json.dumps(self.replica.staleness)
+                counts = json.dumps([self.replica.staleness, self.replica.push_bytes])
                 version = self.replica.newest(out)
-                return Message(Kind.OK, number=version, size=out.numel(), text=staleness)
+                return Message(Kind.OK, number=version, size=out.numel(), text=counts)
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:
@@ -256,13 +256,9 @@ class Core:
         if member is None:
             raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
         return Message(
-            Kind.OK,
-            epoch=member.epoch,
-            clock=member.clock,
-            number=replica.base_version,
-            position=replica.position,
+            Kind.OK, member.epoch, member.clock, replica.base_version, replica.position,
             text=str(member.pushes),
-        )
+        )  # fmt: skip
 
     def _read(self, worker: int, m: Message, out: Tensor | None) -> Message | None:
         self._check_clock(worker, m)

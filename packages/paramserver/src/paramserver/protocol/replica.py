@@ -28,12 +28,9 @@ class Replica:
     """The parameters of a shard at one position of the log."""
 
     def __init__(
-        self,
-        shard: Shard,
-        parameters: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
+        self, shard: Shard, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
         policy: Consistency | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         local = policy if isinstance(policy, LocalSteps) else None
         self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard

@@ -25,11 +25,10 @@ from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job
 from paramserver.running.serving import serve
-from paramserver.transport.connection import Channel, Connection, RemoteConnection
+from paramserver.transport.connection import GRACE, Channel, Connection, RemoteConnection
 from paramserver.worker import Worker
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
-_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
 
 class DistributedChannel:
@@ -68,7 +67,7 @@ class DistributedChannel:
         try:
             dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
         except RuntimeError as error:
-            raise ConnectionResetError(_first_line(error)) from error
+            raise ConnectionResetError(str(error).splitlines()[0]) from error
 
     def receive_data(self, data: Tensor) -> None:
         """Fill a tensor."""
@@ -86,23 +85,16 @@ class DistributedChannel:
         except RuntimeError as error:
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s") from error
-            raise ConnectionResetError(_first_line(error)) from error
+            raise ConnectionResetError(str(error).splitlines()[0]) from error
 
 
 @contextmanager
 def join(
-    module: nn.Module,
-    optimizer: OptimizerFactory,
-    consistency: Consistency | None = None,
-    *,
-    servers: Sequence[int] = (0,),
-    group: dist.ProcessGroup | None = None,
-    timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False,
-    drop_after: float | None = None,
-    site: dist.ProcessGroup | None = None,
-) -> Iterator[Worker]:
+    module: nn.Module, optimizer: OptimizerFactory, consistency: Consistency | None = None, *,
+    servers: Sequence[int] = (0,), group: dist.ProcessGroup | None = None, timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop", whole: bool = False,
+    drop_after: float | None = None, site: dist.ProcessGroup | None = None,
+) -> Iterator[Worker]:  # fmt: skip
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
     Every rank of `group` calls it with the same module (names and shapes) and arguments. The
@@ -145,7 +137,7 @@ def join(
             if host != rank:
                 name = f"server {number} (rank {host})"
                 channel = DistributedChannel(name, host, (request, reply), nbytes, private)
-                connections.append(RemoteConnection(channel, timeout + _GRACE))
+                connections.append(RemoteConnection(channel, timeout + GRACE))
                 continue
             server = job.server(shard)
             connections.append(server.connect(rank))
@@ -161,7 +153,7 @@ def join(
             yield worker
     finally:
         for thread in threads:
-            thread.join(timeout + _GRACE)
+            thread.join(timeout + GRACE)
         # A thread that still waits for a rank that hangs needs the group until the process ends.
         if not any(thread.is_alive() for thread in threads):
             dist.destroy_process_group(private)
@@ -180,12 +172,9 @@ class Endpoint:
         """Join the group, and connect to every peer."""
         servers = len(self.sizes)
         world = servers + self.workers
+        store = dist.FileStore(self.store, world)
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(self.store, world),
-            rank=self.rank,
-            world_size=world,
-            timeout=_IDLE,
+            "gloo", store=store, rank=self.rank, world_size=world, timeout=_IDLE
         )
         group = dist.group.WORLD
         assert group is not None
@@ -215,7 +204,3 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     made: Any = dist.new_group(ranks, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
