@@ -275,11 +275,32 @@ def test_compressed_garbage_is_refused():
         server.core.replica.unpack((0, 0, 0), bomb)
 
 
+def test_a_worker_of_another_policy_is_refused():
+    policy = LocalSteps(4, OUTER, fragments=2)
+    server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
+    with pytest.raises(ValueError, match="need a worker's own `optimizer`"):
+        Worker(model(), server)  # would push gradients where changes are expected
+    for other in (LocalSteps(4, OUTER), LocalSteps(4, OUTER, Integers(8), fragments=2)):
+        with pytest.raises(ValueError, match="give the same policy"):
+            Worker(model(), server, local=other, optimizer=INNER)
+    worker = Worker(model(), server, optimizer=INNER)  # its server's policy
+    with pytest.raises(RuntimeError, match="pull before each step"):
+        worker.push()
+
+
 def test_local_steps_need_an_optimizer_and_a_number():
     with pytest.raises(ValueError, match="0 local steps"):
         LocalSteps(0)
     with pytest.raises(ValueError, match="need a worker's own `optimizer`"):
         Worker(model(), [], local=LocalSteps(2))
+    with pytest.raises(ValueError, match="5 local steps cannot be divided evenly among 2"):
+        LocalSteps(5, fragments=2)
+    with pytest.raises(ValueError, match="overlap of 2 steps with an exchange every 2; give at mo"):
+        LocalSteps(4, fragments=2, overlap=2)
+    with pytest.raises(ValueError, match="alpha is 2"):
+        LocalSteps(4, alpha=2)
+    with pytest.raises(ValueError, match="cannot be cut into 90 fragments"):
+        Server(dict(model().named_parameters()), SGD, LocalSteps(90, fragments=90), workers=1)
     with pytest.raises(ValueError, match="5 bits"):
         Integers(5)
     with pytest.raises(ValueError, match="a share of 0"):
