@@ -204,7 +204,7 @@ def test_only_those_whose_keys_are_known_may_come(served):
 
 
 def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
-    policy = LocalSteps(6, fragments=2, overlap=1)
+    policy = LocalSteps(6, fragments=2)
     job = Job(local_steps, nn.Linear(2, 2), ONE, policy, workers=0, timeout=5.0)
     server = served(job)
     with join_servers(job, 3, [server.address]) as worker:
@@ -222,7 +222,6 @@ def local_steps(worker, steps):
         worker.pull()
         worker.module(torch.ones(1, 2)).sum().backward()
         worker.push()
-    worker.pull() if worker._courier and worker._travels else None
 
 
 def test_progress_shows_members_version_staleness_bytes_and_loss():
@@ -233,7 +232,7 @@ def test_progress_shows_members_version_staleness_bytes_and_loss():
     )  # fmt: skip
     said, line = lines[-1]
     assert said.version > 0
-    assert set(said.members) <= {0, 1}
+    assert {0, 1} in [set(some.members) for some, _ in lines]
     assert said.pushed_bytes > 0
     assert said.loss == pytest.approx(7)
     for word in ("version", "workers", "staleness", "MB pushed", "loss 7"):

@@ -76,8 +76,8 @@ def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
 
 def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether sparse gradients make it do what dense ones would, or what it is made for."""
-    plain = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not any(
-        group.get("momentum") or group["weight_decay"] for group in optimizer.param_groups
+    plain = isinstance(optimizer, torch.optim.SGD) and not any(
+        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
     )
     return plain or isinstance(optimizer, torch.optim.SparseAdam)
 

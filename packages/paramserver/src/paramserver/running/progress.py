@@ -18,7 +18,7 @@ class Progress:
     staleness: float
     """Versions by which a gradient was late, on average."""
     pushed_bytes: int
-    """By these workers, to all servers."""
+    """By all workers, to all servers."""
     loss: float
     """The mean of what they gave to `push`; NaN if none did."""
 
@@ -33,12 +33,11 @@ class Progress:
 def progress_of(core: Core) -> Progress:
     """Of a run whose first server has this core."""
     ages = core.replica.staleness
-    told = [core.told[worker] for worker in core.ledger.active if worker in core.told]
-    losses = [loss for loss, _ in told if not math.isnan(loss)]
+    losses = [loss for loss, _ in core.told.values() if not math.isnan(loss)]
     return Progress(
         core.replica.version,
         {worker: member.clock for worker, member in core.ledger.active.items()},
         sum(age * count for age, count in ages.items()) / max(1, sum(ages.values())),
-        sum(nbytes for _, nbytes in told),
+        sum(nbytes for _, nbytes in core.told.values()),
         sum(losses) / len(losses) if losses else math.nan,
     )
