@@ -92,20 +92,24 @@ def held_out(model: Decoder, corpus: Corpus) -> float:
 def train(worker, steps: int) -> tuple[float, float, int]:
     """Of one worker: seconds that it computed, seconds that all took, bytes that it exchanged."""
     torch.set_num_threads(1)
-    corpus, computed, optimizer = load_corpus(), 0.0, worker._optimizer
+    corpus, exchanging, optimizer = load_corpus(), 0.0, worker._optimizer
     base = optimizer.param_groups[0]["lr"]
     begin = None
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = base * rate_at(step, steps)
-        tokens, targets = batch(corpus, step, worker.rank)
-        worker.pull()
-        begin = begin or time.perf_counter()  # the first pull is of the whole model
         start = time.perf_counter()
+        worker.pull()
+        pulled = time.perf_counter()
+        if begin is None:
+            begin = start = pulled  # the first pull is of the whole model
+        tokens, targets = batch(corpus, step, worker.rank)
         worker.module.loss(tokens, targets).backward()
-        computed += time.perf_counter() - start
+        computed = time.perf_counter()
         worker.push()
+        exchanging += pulled - start + time.perf_counter() - computed
     total, moved = time.perf_counter() - begin, worker.bytes_pushed + worker.bytes_pulled
-    return computed + TimedAdamW.seconds, total, moved
+    # The optimizer's step is a part of `push`.
+    return total - exchanging + TimedAdamW.seconds, total, moved
 
 
 def together(corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
