@@ -17,7 +17,7 @@ from paramserver.partition import partition
 from paramserver.protocol.core import Core, Followed, Staged
 from paramserver.protocol.ledger import Accept, Join, Leave, Read, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
-from paramserver.protocol.replica import Replica
+from paramserver.protocol.replica import Replica, layout
 from paramserver.protocol.session import Session
 
 ONE = partial(torch.optim.SGD, lr=1.0)
@@ -139,8 +139,9 @@ class SimulatedServer:
         world, shard = self.world, self.world.shards[self.number]
         self.up, self.waiting = True, {}
         self.core = Core(
-            Replica(shard, world.parameters, ONE), world.consistency, workers=world.founders,
-            timeout=TIMEOUT, survives=True, elastic=True, drop_after=world.drop_after, journal=self,
+            Replica(shard, world.parameters, ONE, world.consistency), world.consistency,
+            workers=world.founders, timeout=TIMEOUT, survives=True, elastic=True,
+            drop_after=world.drop_after, journal=self,
         )  # fmt: skip
         journal, self.journal = self.journal, []  # what is restored is not recorded again
         # A restored tensor may be written to; what is on the disk stays as it is.
@@ -213,7 +214,7 @@ class SimulatedWorker:
             return
         self.life += 1
         self.state, self.version = "well", 0
-        layouts = [shard.digest() for shard in self.world.shards]
+        layouts = [layout(shard, self.world.consistency) for shard in self.world.shards]
         self.session = Session(self.number, layouts, self.world.random.getrandbits(48))
         self.steps, self.open = self.program(), {}
         self.beat(self.life)

@@ -1,41 +1,59 @@
-"""The bench runs, and its machine-independent figures are right."""
+"""What is measured is measured, and drawn."""
 
-import os
+import sys
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from paramserver.bench.rows import _consistency, _local_steps, bench, table
-from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import study
+from paramserver.bench import bench, table
 
 
-def test_consistency_rows():
-    rows = _consistency(6)
-    by_kind = {row["kind"]: row for row in rows}
-    assert by_kind["BulkSynchronous()"]["updates"] == 6
-    assert by_kind["BulkSynchronous()"]["staleness_max_versions"] == 0
-    assert by_kind["Asynchronous()"]["updates"] == 3 * 6
-    for bound in (1, 4):
-        oldest = by_kind[f"StaleSynchronous(bound={bound})"]["staleness_max_versions"]
-        assert oldest <= 2 * (2 * bound + 1)  # each of the 2 others is within bound on both sides
-    assert len(table(rows).splitlines()) == 1 + len(rows)
+def test_a_scale_is_measured_and_drawn(tmp_path):
+    scales = [("size", 1, 1, 1), ("workers", 1, 2, 1), ("servers", 1, 1, 2)]
+    rows = [study._scale(*scale, rounds=1) for scale in scales]
+    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
+    assert len(table(rows).splitlines()) == 1 + 3
+    pytest.importorskip("matplotlib", reason="plots need it")
+    target = {"case": "target", "kind": "this", "seconds": 1.0}
+    loss = {"case": "loss", "kind": "this", "worker_bytes": 10, "held_out_loss": 2.0}
+    study.plot([*rows, target, loss], str(tmp_path / "plot"))
+    assert len([*tmp_path.glob("plot-*.png")]) == 3
 
 
-def bench_in_group():
-    os.environ["RANK"] = str(dist.get_rank())
-    return bench(quick=True)
-
-
-def test_rows_of_a_group_come_from_rank_0():
-    rows, others = run_ranks(bench_in_group, 2)
-    assert others == []
-    assert rows[0]["case"] == "exchange_in_group"
-    assert rows[0]["push_gbps"] > 0
+def test_a_device_that_servers_are_not_on_is_refused():
+    with pytest.raises(ValueError, match="device is 'cuda'"):
+        bench(device="cuda")
 
 
 @pytest.mark.exhaustive
-def test_local_steps_rows():
-    every, local, _, four, _ = _local_steps(50)
-    assert every["times_fewer_bytes"] == 1
-    assert local["times_fewer_bytes"] > 45
-    assert four["times_fewer_bytes"] > local["times_fewer_bytes"]
-    assert all(row["held_out_loss"] < 5 for row in (every, local))
+@pytest.mark.timing
+def test_the_exchange_is_faster_than_rpc_by_what_is_claimed():
+    ratios = {row["transport"]: row["rpc_over_this_p50"] for row in bench()}
+    assert ratios["shared_memory"] >= 6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timing
+def test_a_bound_lets_four_reach_the_target_before_the_slow_one_would():
+    by_kind = {row["kind"]: row for row in study._target(quick=False)}
+    assert by_kind["StaleSynchronous(bound=4)"]["over_bulk_p50"] <= 0.6
+
+
+@pytest.mark.exhaustive
+def test_four_bits_save_400_times_the_bytes_and_cost_one_percent():
+    rows = {row["kind"]: row for row in study.loss_rows("mini", 2000, 3e-3)}
+    streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]
+    assert streaming["loss_over_data_parallel"] <= 1.01
+    assert streaming["times_fewer_bytes"] >= 400
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timing
+@pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
+def test_workers_compute_95_percent_of_their_time_on_a_link_of_100_mbit():
+    rows = {row["kind"]: row for row in study.link_rows("tiny", 150, 3e-3, "100mbit")}
+    assert rows["data-parallel"]["computing_share"] < 0.8
+    assert rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]["computing_share"] >= 0.95

@@ -27,6 +27,7 @@ from paramserver import (
     plain,
     run,
 )
+from paramserver.protocol.replica import flatten
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model, train
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
@@ -66,6 +67,67 @@ def test_local_steps_are_diloco(transport, servers):
     )  # fmt: skip
     assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
     assert result.versions == [3] * servers
+
+
+def streaming_diloco_in_plain_lines(workers, steps, policy, servers):
+    theta = dict(model().named_parameters())
+    replicas = [model() for _ in range(workers)]
+    inners = [INNER(replica.parameters()) for replica in replicas]
+    cuts = [[] for _ in range(policy.fragments)]  # of each fragment: parameters, and from where to
+    for shard in partition(theta, servers):
+        for number, fragment in enumerate(shard.fragments(policy.fragments)):
+            cuts[number] += [(p.name, slice(p.start, p.stop)) for p in fragment.shard.pieces]
+    held = [[theta[n].detach().view(-1)[cut].requires_grad_() for n, cut in part] for part in cuts]
+    outers = [OUTER(part) for part in held]
+
+    def exchange(number):
+        for mine, (name, cut) in zip(held[number], cuts[number], strict=True):
+            theirs = [r.get_parameter(name).detach().view(-1)[cut] for r in replicas]
+            mine.grad = sum(mine.detach() - each for each in theirs) / workers
+        outers[number].step()
+        return number, [mine.detach().clone() for mine in held[number]]
+
+    arrives = {}
+    for step in range(1, steps + 1):
+        for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
+            inner.zero_grad()
+            loss_of_step(replica, worker, step - 1).backward()
+            inner.step()
+        if step % policy.interval == 0:
+            arrives[step + policy.overlap] = exchange(
+                step // policy.interval % policy.fragments - 1
+            )
+        number, came = arrives.pop(step, (0, []))
+        alpha = policy.alpha if policy.overlap else 0
+        for (name, cut), update in zip(cuts[number], came or [], strict=False):
+            for replica in replicas:
+                mine = replica.get_parameter(name).data.view(-1)
+                mine[cut] = alpha * mine[cut] + (1 - alpha) * update
+    assert steps % policy.steps == 0
+    for number in range(policy.fragments - 1):  # what changed since they were sent
+        exchange(number)
+    return {name: p.detach() for name, p in theta.items()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "servers", "transport"),
+    [
+        (LocalSteps(4, OUTER, fragments=2), 2, "shared_memory"),
+        (LocalSteps(6, OUTER, fragments=3, overlap=1), 1, "shared_memory"),
+        (LocalSteps(6, OUTER, fragments=2, overlap=2, alpha=0.25), 2, "zeromq"),
+        (LocalSteps(4, OUTER, overlap=2, alpha=0.0), 1, "distributed"),
+    ],
+)
+def test_fragments_are_streaming_diloco(policy, servers, transport):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    result = run(
+        train, model(), INNER, policy, args=(12,), workers=2, servers=servers, transport=transport
+    )
+    expected = streaming_diloco_in_plain_lines(2, 12, policy, servers)
+    assert_equal_parameters(result.parameters, expected)
+    exchanges = 12 // policy.interval + policy.fragments - 1
+    assert result.versions == [exchanges] * servers
 
 
 def test_the_plain_file_is_diloco():
@@ -155,10 +217,11 @@ def test_with_compression_all_workers_hold_the_same_and_errors_are_made_good(com
     first, second = (torch.cat([p.flatten() for p in w.module.parameters()]) for w in group)
     assert torch.equal(first, second)
     for host in hosts:  # what is held out differs from what is true by one rounding, not by ten
-        true, held_out = host.core.replica._flat(), host.core.replica._published
-        change = host.core.replica.compression.decode(
-            host.core.replica._changes[host.version], len(true)
+        replica = host.core.replica
+        true, held_out = (
+            flatten(replica.shard.views(buffer)) for buffer in (replica._buffer, replica._published)
         )
+        change = replica.compression.decode(replica._change, len(true))
         assert (true - held_out).abs().max() <= 2 * change.abs().max() + 1e-3
     assert all(host.version == 10 for host in hosts)
 
@@ -206,12 +269,23 @@ def test_error_feedback_sends_the_sum_in_the_end():
 
 def test_compressed_garbage_is_refused():
     policy = LocalSteps(1, OUTER, Integers(4))
-    server = Server(dict(nn.Linear(3, 3).named_parameters()), INNER, policy, workers=1)
-    worker = Worker(nn.Linear(3, 3), server, local=policy, optimizer=INNER)
-    worker.pull()
-    bomb = Integers(4).encode(torch.zeros(10**6))
-    with pytest.raises(ValueError, match=r"12 compressed elements|bytes where 12 elements take"):
-        server.core.replica.expand(bomb)
+    server = Server(dict(nn.Linear(99, 99).named_parameters()), INNER, policy, workers=1)
+    bomb = Integers(4).encode(torch.zeros(10**5))
+    with pytest.raises(ValueError, match=r"9900 compressed elements|bytes where 9900 elements"):
+        server.core.replica.unpack((0, 0, 0), bomb)
+
+
+def test_a_worker_of_another_policy_is_refused():
+    policy = LocalSteps(4, OUTER, fragments=2)
+    server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
+    with pytest.raises(ValueError, match="need a worker's own `optimizer`"):
+        Worker(model(), server)  # would push gradients where changes are expected
+    for other in (LocalSteps(4, OUTER), LocalSteps(4, OUTER, Integers(8), fragments=2)):
+        with pytest.raises(ValueError, match="give the same policy"):
+            Worker(model(), server, local=other, optimizer=INNER)
+    worker = Worker(model(), server, optimizer=INNER)  # its server's policy
+    with pytest.raises(RuntimeError, match="pull before each step"):
+        worker.push()
 
 
 def test_local_steps_need_an_optimizer_and_a_number():
@@ -219,6 +293,14 @@ def test_local_steps_need_an_optimizer_and_a_number():
         LocalSteps(0)
     with pytest.raises(ValueError, match="need a worker's own `optimizer`"):
         Worker(model(), [], local=LocalSteps(2))
+    with pytest.raises(ValueError, match="5 local steps cannot be divided evenly among 2"):
+        LocalSteps(5, fragments=2)
+    with pytest.raises(ValueError, match="overlap of 2 steps with an exchange every 2; give at mo"):
+        LocalSteps(4, fragments=2, overlap=2)
+    with pytest.raises(ValueError, match="alpha is 2"):
+        LocalSteps(4, alpha=2)
+    with pytest.raises(ValueError, match="cannot be cut into 90 fragments"):
+        Server(dict(model().named_parameters()), SGD, LocalSteps(90, fragments=90), workers=1)
     with pytest.raises(ValueError, match="5 bits"):
         Integers(5)
     with pytest.raises(ValueError, match="a share of 0"):

@@ -18,7 +18,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
-from paramserver import Asynchronous, BulkSynchronous, Job, PeerLost, StaleSynchronous, run
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    Job,
+    LocalSteps,
+    PeerLost,
+    StaleSynchronous,
+    run,
+)
 from paramserver.running.supervise import final, join_servers, open_server
 from paramserver.transport.zeromq import Keys
 from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
@@ -46,7 +54,7 @@ def count(worker, steps, seconds):
         worker.module.x.grad = torch.zeros_like(rows)
         worker.module.x.grad[:, worker.rank] = -1.0
         time.sleep(seconds)
-        worker.push()
+        worker.push(loss=7.0)
     return worker.pushes
 
 
@@ -193,6 +201,42 @@ def test_only_those_whose_keys_are_known_may_come(served):
             join_servers(job_of(), 1, [server.address], keys=keys),
         ):
             pass
+
+
+def test_a_worker_that_comes_back_goes_on_at_its_place_in_the_data(served):
+    policy = LocalSteps(6, fragments=2)
+    job = Job(local_steps, nn.Linear(2, 2), ONE, policy, workers=0, timeout=5.0)
+    server = served(job)
+    with join_servers(job, 3, [server.address]) as worker:
+        local_steps(worker, 7)  # two exchanges of three steps, and one step that is lost
+        worker.leave()
+        worker.finish = lambda: None
+    with join_servers(job, 3, [server.address]) as worker:
+        assert worker.position == 6
+        local_steps(worker, 12)
+        assert worker.position == 12
+
+
+def local_steps(worker, steps):
+    for _ in range(worker.position, steps):
+        worker.pull()
+        worker.module(torch.ones(1, 2)).sum().backward()
+        worker.push()
+
+
+def test_progress_shows_members_version_staleness_bytes_and_loss():
+    lines = []
+    run(
+        count, Vector(2), ONE, Asynchronous(), args=(30, 0.1), workers=2, transport="zeromq",
+        progress=lambda said: lines.append((said, str(said))),
+    )  # fmt: skip
+    said, line = lines[-1]
+    assert said.version > 0
+    assert {0, 1} in [set(some.members) for some, _ in lines]
+    assert said.pushed_bytes > 0
+    assert said.loss == pytest.approx(7)
+    for word in ("version", "workers", "staleness", "MB pushed", "loss 7"):
+        assert word in line
 
 
 def test_an_open_address_needs_keys():

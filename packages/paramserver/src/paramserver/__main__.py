@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.zeromq import Keys
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.set_defaults(call=_serve)
     join = commands.add_parser("join", help="train as one worker")
     join.add_argument("--rank", type=int, required=True, help="the worker's number")
+    join.add_argument("--site", action="store_true", help="one of the ranks that are this worker")
     join.set_defaults(call=_join)
     for command in (serve, join):
         command.add_argument("job", help="module:function")
@@ -65,8 +68,12 @@ def _serve(arguments: argparse.Namespace) -> None:
 
 
 def _join(arguments: argparse.Namespace) -> None:
-    job = _job(arguments.job)
-    with join_servers(job, arguments.rank, arguments.address, keys=_read(arguments)) as worker:
+    job, site = _job(arguments.job), None
+    if arguments.site:  # by torchrun, say
+        dist.init_process_group()
+        site = dist.group.WORLD
+    keys = _read(arguments)
+    with join_servers(job, arguments.rank, arguments.address, keys=keys, site=site) as worker:
         print(job.train(worker, *job.args), flush=True)
 
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -45,15 +45,8 @@ class Consistency(Protocol):
 class BulkSynchronous:
     """Everyone waits for everyone; the mean of their gradients is one update."""
 
-    @property
-    def bound(self) -> float:
-        """Zero: nobody reads until all have written."""
-        return 0
-
-    @property
-    def averages(self) -> bool:
-        """One update a step."""
-        return True
+    bound: ClassVar[float] = 0  # nobody reads until all have written
+    averages: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -65,17 +58,13 @@ class StaleSynchronous:
     """
 
     bound: int
+    averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.bound, bool) or not isinstance(self.bound, int):
             raise TypeError(f"the staleness bound is {self.bound!r}; give a whole number of clocks")
         if self.bound < 0:
             raise ValueError(f"the staleness bound is {self.bound}; it is 0 or more")
-
-    @property
-    def averages(self) -> bool:
-        """A gradient is an update."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -88,19 +77,11 @@ class Asynchronous:
     """
 
     scale_by_staleness: bool = False
+    bound: ClassVar[float] = math.inf
+    averages: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return f"Asynchronous({'scale_by_staleness=True' if self.scale_by_staleness else ''})"
-
-    @property
-    def bound(self) -> float:
-        """Infinity: no wait."""
-        return math.inf
-
-    @property
-    def averages(self) -> bool:
-        """A gradient is an update."""
-        return False
 
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -115,22 +96,45 @@ class LocalSteps:
     2023, algorithm 1): with theta the parameters pulled and theta_i those of worker i after `steps`
     steps, the servers' optimizer is given mean_i(theta - theta_i). `compression` encodes what goes
     to the servers and what comes back.
+
+    Streaming DiLoCo (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
+    algorithm 2): of `fragments` equal parts of the model one is exchanged every `steps / fragments`
+    steps, in turn. With `overlap`, while it travels a worker takes so many steps more; then
+    parameters are `alpha` times its own plus 1 - `alpha` times what came (section 2.3).
     """
 
     steps: int
     outer: OptimizerFactory = NESTEROV
     compression: Compression | None = None
+    fragments: int = 1
+    overlap: int = 0
+    alpha: float = 0.5
+    bound: ClassVar[float] = 0  # a round begins when all have ended the last one
+    averages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
-            raise ValueError(f"{self.steps!r} local steps; give a whole number from 1 on")
+        _whole_number("local steps", self.steps, 1)
+        _whole_number("fragments", self.fragments, 1)
+        _whole_number("steps of overlap", self.overlap, 0)
+        if self.steps % self.fragments:
+            raise ValueError(
+                f"{self.steps} local steps cannot be divided evenly among {self.fragments} "
+                "fragments; give a multiple"
+            )
+        if self.overlap >= self.interval:
+            raise ValueError(
+                f"an overlap of {self.overlap} steps with an exchange every {self.interval}; give "
+                f"at most {self.interval - 1}: one has to arrive before the next one leaves"
+            )
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha}, a share; give 0 to 1")
 
     @property
-    def bound(self) -> float:
-        """Zero: a round begins when all have ended the last one."""
-        return 0
+    def interval(self) -> int:
+        """Local steps from one exchange to the next."""
+        return self.steps // self.fragments
 
-    @property
-    def averages(self) -> bool:
-        """One update a round."""
-        return True
+
+def _whole_number(what: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{value!r} {what}; give a whole number from {least} on")

@@ -3,16 +3,18 @@
 Notable:
 - before an answer is given, what it says is in the journal (write-ahead): a `kill -9` loses only
   what nobody was told. What is written survives the process; `fsync=True` also the machine;
-- a snapshot is written beside the last one and renamed when it is whole. It begins a new journal:
-  a disk holds one snapshot and what came after;
+- a snapshot begins a new journal at once, and is written by a thread while the server goes on:
+  beside the last one, and renamed when it is whole. Until then the last one and both journals stay;
 - a record has its length and a checksum: a half-written last one, of a server that died while it
   wrote, was never answered, and is cut off.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from paramserver.protocol.core import Core, Followed, Record, Staged
 from paramserver.protocol.ledger import Log
 
+_LOG = logging.getLogger(__name__)
 _HEAD = struct.Struct("<cQI")  # what it is, bytes, checksum
 _PUSH = struct.Struct("<qqq")
 
@@ -43,19 +46,31 @@ class DiskJournal:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RuntimeError(f"no journal can be kept in {self.folder}: {error}") from error
-        self._number = max(self._numbers("snapshot"), default=0)
+        self._number = max([*self._numbers("snapshot"), *self._numbers("journal")], default=0)
         self._file: BinaryIO | None = None
         self._written = 0
+        self._writer: threading.Thread | None = None
+        self.error: OSError | RuntimeError | None = None
+        """Why the last snapshot could not be written; the journal goes on without it."""
 
     def load(self, core: Core) -> bool:
         """Bring `core` to where the journal ends, and go on from there. False if it is empty."""
-        path = self._path("snapshot", self._number)
+        first = max(self._numbers("snapshot"), default=0)
+        path = self._path("snapshot", first)
         snapshot = torch.load(path, weights_only=True) if path.exists() else None
-        journal = self._path("journal", self._number)
-        records, end = _records(journal.read_bytes()) if journal.exists() else ([], 0)
+        records: list[Record] = []
+        for number in sorted(n for n in self._numbers("journal") if n >= first):
+            journal = self._path("journal", number)
+            found, end = _records(journal.read_bytes())
+            records += found
+            if end < journal.stat().st_size:
+                # Of a last record, perhaps a half. What comes later has lost what it builds on.
+                os.truncate(journal, end)
+                for later in (n for n in self._numbers("journal") if n > number):
+                    self._path("journal", later).unlink()
+                self._number = number
+                break
         core.restore(snapshot, records)
-        if journal.exists():
-            os.truncate(journal, end)  # of a last record, perhaps a half
         self._open()
         core.journal = self
         return snapshot is not None or bool(records)
@@ -81,35 +96,54 @@ class DiskJournal:
         self._written += size
 
     def is_long(self) -> bool:
-        """Whether it is time for a snapshot."""
-        return self._written > self._snapshot_bytes
+        """Whether it is time for a snapshot, and the last one is done."""
+        return self._written > self._snapshot_bytes and not self.is_writing()
+
+    def is_writing(self) -> bool:
+        """Whether a snapshot is on its way to the disk."""
+        return self._writer is not None and self._writer.is_alive()
 
     def snapshot(self, core: Core) -> None:
-        """Write the whole state, and begin a new journal."""
-        new = self._number + 1
-        unfinished = self._path("unfinished", new)
-        try:
-            with unfinished.open("wb") as file:
-                torch.save(core.snapshot(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(self._path("snapshot", new))
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            self._written = 0  # the journal is whole: try again when as much has come again
-            raise RuntimeError(f"no snapshot can be written in {self.folder}: {error}") from error
-        old, self._number = self._number, new
+        """Copy the whole state and begin a new journal; a thread writes the copy."""
+        self.wait()
+        self._number += 1
         self._open()
-        for name in ("snapshot", "journal"):
-            self._path(name, old).unlink(missing_ok=True)
+        self._writer = threading.Thread(target=self._write, args=(core.snapshot(), self._number))
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until no snapshot is on its way."""
+        if self._writer:
+            self._writer.join()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, when all is written."""
+        self.wait()
         if self._file:
             self._file.close()
 
+    def _write(self, state: dict[str, Any], number: int) -> None:
+        unfinished = self._path("unfinished", number)
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(self._path("snapshot", number))
+            self.error = None
+        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+            # The journals are whole: another is tried when as much has come again.
+            self.error = error
+            unfinished.unlink(missing_ok=True)
+            _LOG.error("no snapshot can be written in %s: %s", self.folder, error)
+            return
+        for name in ("snapshot", "journal"):
+            for old in (n for n in self._numbers(name) if n < number):
+                self._path(name, old).unlink(missing_ok=True)
+
     def _open(self) -> None:
-        self.close()
+        if self._file:
+            self._file.close()
         self._file = self._path("journal", self._number).open("ab", buffering=0)
         self._written = self._file.tell()
 

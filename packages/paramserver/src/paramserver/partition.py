@@ -11,11 +11,16 @@ Notable:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+Cut = tuple[str, Tensor, int, int]  # a parameter, from which element to which
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for any element type
 
@@ -36,12 +41,20 @@ class Piece:
         """Bytes of the elements, without padding."""
         return (self.stop - self.start) * self.dtype.itemsize
 
+    @property
+    def viewed(self) -> tuple[int, ...]:
+        """The shape in which it is seen: a whole parameter's own, else flat."""
+        numel = self.stop - self.start
+        return self.shape if numel == torch.Size(self.shape).numel() else (numel,)
+
 
 @dataclass(frozen=True)
 class Shard:
     """What one server holds: pieces laid out in one buffer of `buffer_bytes`."""
 
     pieces: tuple[Piece, ...]
+    whole: bool = False
+    """Whether no parameter may be cut."""
 
     @property
     def nbytes(self) -> int:
@@ -55,15 +68,51 @@ class Shard:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Each piece as a tensor that shares the buffer's memory; whole parameters are shaped."""
-        flat = (buffer[p.offset : p.offset + p.nbytes].view(p.dtype) for p in self.pieces)
         return [
-            view.view(p.shape) if view.numel() == _numel(p.shape) else view
-            for p, view in zip(self.pieces, flat, strict=True)
+            buffer[p.offset : p.offset + p.nbytes].view(p.dtype).view(p.viewed) for p in self.pieces
         ]
+
+    def fragments(self, count: int) -> list[Fragment]:
+        """The buffer in `count` parts, equal in bytes but for alignment, each a shard by itself.
+
+        ValueError if there is not enough for each to have something.
+        """
+        places = [_aligned(i * self.buffer_bytes // count) for i in range(count + 1)]
+        if self.whole and count > 1:
+            starts = [*(p.offset for p in self.pieces), self.buffer_bytes]
+            places = [min(starts, key=lambda start: abs(start - place)) for place in places]
+        cut = itertools.pairwise(places)
+        found = [Fragment(a, b, Shard(tuple(self._between(a, b)), self.whole)) for a, b in cut]
+        if count > 1 and not all(fragment.shard.pieces for fragment in found):
+            raise ValueError(
+                f"a shard of {self.nbytes} bytes cannot be cut into {count} fragments; give fewer"
+            )
+        return found
+
+    def _between(self, start: int, stop: int) -> Iterator[Piece]:
+        """What lies in a part of the buffer, by its place there."""
+        for p in self.pieces:
+            first, last = max(start, p.offset), min(stop, p.offset + p.nbytes)
+            if first < last:  # both at a multiple of the alignment, or at an end of the piece
+                a, b = ((at - p.offset) // p.dtype.itemsize + p.start for at in (first, last))
+                yield replace(p, start=a, stop=b, offset=first - start)
 
     def digest(self) -> str:
         """A short text that is equal only for equal layouts."""
         return hashlib.sha256(repr(self.pieces).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Bytes `start` to `stop` of a shard's buffer: what is exchanged at one time."""
+
+    start: int
+    stop: int
+    shard: Shard
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """This part of a buffer of the whole shard."""
+        return buffer[self.start : self.stop]
 
 
 def partition(
@@ -75,6 +124,7 @@ def partition(
     one server, the largest first onto the server with the least: use it for an optimizer that needs
     whole tensors.
     """
+    parameters = {name: part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
         raise ValueError(f"{servers} servers cannot hold parameters; give 1 or more")
     if not parameters:
@@ -85,7 +135,7 @@ def partition(
 def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
     total = sum(tensor.nbytes for tensor in parameters.values())
     ends = [(server + 1) * total // servers for server in range(servers)]
-    builders = [_Builder() for _ in range(servers)]
+    cuts: list[list[Cut]] = [[] for _ in range(servers)]
     position = server = 0  # position in bytes, over all parameters
     for name, tensor in parameters.items():
         start = 0
@@ -94,10 +144,10 @@ def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
                 server += 1
             room = -(-(ends[server] - position) // tensor.dtype.itemsize)  # never half an element
             stop = min(tensor.numel(), start + room)
-            builders[server].add(name, tensor, start, stop)
+            cuts[server].append((name, tensor, start, stop))
             position += (stop - start) * tensor.dtype.itemsize
             start = stop
-    return [builder.shard() for builder in builders]
+    return [_laid_out(cut) for cut in cuts]
 
 
 def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
@@ -105,31 +155,28 @@ def _whole(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:
     for name in sorted(parameters, key=lambda name: -parameters[name].nbytes):
         owner[name] = held.index(min(held))
         held[owner[name]] += parameters[name].nbytes
-    builders = [_Builder() for _ in range(servers)]
+    cuts: list[list[Cut]] = [[] for _ in range(servers)]
     for name, tensor in parameters.items():
-        builders[owner[name]].add(name, tensor, 0, tensor.numel())
-    return [builder.shard() for builder in builders]
+        cuts[owner[name]].append((name, tensor, 0, tensor.numel()))
+    return [_laid_out(cut, whole=True) for cut in cuts]
 
 
-class _Builder:
-    def __init__(self) -> None:
-        self._pieces: list[Piece] = []
-        self._end = 0
-
-    def add(self, name: str, tensor: Tensor, start: int, stop: int) -> None:
-        if start == stop:
-            return
-        piece = Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, self._end)
-        self._pieces.append(piece)
-        self._end = _aligned(piece.offset + piece.nbytes)
-
-    def shard(self) -> Shard:
-        return Shard(tuple(self._pieces))
+def _laid_out(cuts: list[Cut], *, whole: bool = False) -> Shard:
+    pieces, end = [], 0
+    for name, tensor, start, stop in cuts:
+        if start < stop:
+            pieces.append(Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, end))
+            end = _aligned(end + pieces[-1].nbytes)
+    return Shard(tuple(pieces), whole)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def part(tensor: T) -> T:
+    """A tensor, or this rank's part of a DTensor."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    mine: T = tensor.to_local()
+    return mine

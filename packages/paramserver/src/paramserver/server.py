@@ -20,17 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from paramserver.consistency import (
-    Asynchronous,
-    BulkSynchronous,
-    Consistency,
-    LocalSteps,
-    OptimizerFactory,
-)
+from paramserver.consistency import BulkSynchronous, Consistency, OptimizerFactory
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
+from paramserver.running.progress import Progress, progress_of
 
 _SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 
@@ -54,18 +49,11 @@ class Server:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
-        consistency: Consistency | None = None,
-        *,
-        workers: int,
-        shard: Shard | None = None,
-        timeout: float = 60.0,
-        on_worker_loss: Literal["stop", "continue"] = "stop",
-        elastic: bool = False,
-        drop_after: float | None = None,
-    ) -> None:
+        self, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
+        consistency: Consistency | None = None, *, workers: int, shard: Shard | None = None,
+        timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
+        elastic: bool = False, drop_after: float | None = None,
+    ) -> None:  # fmt: skip
         if workers < (0 if elastic else 1):
             raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
         if on_worker_loss not in ("stop", "continue"):
@@ -77,25 +65,11 @@ class Server:
             raise ValueError(f"drop_after is {drop_after!r}; give seconds, or None for never")
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
-        compression = None
-        if isinstance(self.consistency, LocalSteps):
-            optimizer, compression = self.consistency.outer, self.consistency.compression
         self.core = Core(
-            Replica(
-                self.shard,
-                parameters,
-                optimizer,
-                compression,
-                scale_by_staleness=isinstance(self.consistency, Asynchronous)
-                and self.consistency.scale_by_staleness,
-            ),
-            self.consistency,
-            workers=workers,
-            timeout=timeout,
-            survives=survives,
-            elastic=elastic,
+            Replica(self.shard, parameters, optimizer, self.consistency), self.consistency,
+            workers=workers, timeout=timeout, survives=survives, elastic=elastic,
             drop_after=drop_after,
-        )
+        )  # fmt: skip
         self._changed = threading.Condition()
         self._told: dict[int, Exception] = {}
 
@@ -109,18 +83,19 @@ class Server:
         """How many gradients were applied to parameters that many versions newer than they saw."""
         return self.core.replica.staleness
 
+    @property
+    def push_bytes(self) -> Counter[int]:
+        """How many gradients were applied that came in so many bytes."""
+        return self.core.replica.push_bytes
+
     def connect(self, worker: int) -> LocalConnection:
         """How a worker in this process speaks to this server."""
         return LocalConnection(self, worker)
 
     def ask(
-        self,
-        worker: int,
-        message: Message,
-        data: Tensor | None = None,
-        out: Tensor | None = None,
-        alive: Callable[[], None] | None = None,
-    ) -> Message:
+        self, worker: int, message: Message, data: Tensor | None = None,
+        out: Tensor | None = None, alive: Callable[[], None] | None = None,
+    ) -> Message:  # fmt: skip
         """Answer a request, as soon as that can be done.
 
         Gradients are taken from `data`, which belongs to the server until the worker's next pull
@@ -154,6 +129,11 @@ class Server:
         with self._changed:
             self.core.lose(worker, reason)
             self._changed.notify_all()
+
+    def progress(self) -> Progress:
+        """How far training is, for the first of several servers."""
+        with self._changed:
+            return progress_of(self.core)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters, the optimizer's state and the version."""

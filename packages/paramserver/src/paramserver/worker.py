@@ -1,24 +1,31 @@
 """Computes gradients with parameters that it pulls, and pushes them.
 
-Notable: with several servers, one thread each, so that their links are used at the same time.
+Notable:
+- with several servers, one thread each, so that their links are used at the same time;
+- with local steps and overlap, one thread more, in which a fragment travels while the next steps
+  are computed;
+- a worker may be many ranks: the first one of its `site` speaks to the servers for all.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import TracebackType
+from functools import partial
 from typing import TypeVar
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
-from paramserver.partition import Piece, partition
-from paramserver.protocol.messages import Message
-from paramserver.protocol.replica import add_flat, flatten
+from paramserver.partition import partition
+from paramserver.payload import Changes, Gradients
+from paramserver.protocol.messages import Kind, Message
+from paramserver.protocol.replica import layout
 from paramserver.protocol.session import Request, Session, Steps
 from paramserver.server import Server
 from paramserver.transport.connection import SENDS, Connection
@@ -39,43 +46,48 @@ class Worker:
             loss(module(inputs), targets).backward()
             worker.push()
         worker.finish()
+
+    With `LocalSteps`, `local` is that policy and `optimizer` the worker's own.
+
+    With `site`, a process group, its ranks are one worker: all make one, and call the same methods
+    at the same times, with gradients that they have averaged (by DDP, say); only the first one's
+    `servers` are used. Where the ranks of a site hold different parameters (FSDP), each is a worker
+    by itself, with those that hold the same of the other sites.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        servers: Server | Sequence[Server | Connection],
-        *,
-        rank: int = 0,
-        whole: bool = False,
-        local: LocalSteps | None = None,
-        optimizer: OptimizerFactory | None = None,
-    ) -> None:
+        self, module: nn.Module, servers: Server | Sequence[Server | Connection], *,
+        rank: int = 0, whole: bool = False, local: LocalSteps | None = None,
+        optimizer: OptimizerFactory | None = None, site: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
+        self._speaks, self._site = site is None or dist.get_rank(site) == 0, site
+        servers = [servers] if isinstance(servers, Server) else servers if self._speaks else []
+        if local is None and servers and isinstance(servers[0], Server):
+            local = local_of(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("local steps need a worker's own `optimizer`: give one")
-        servers = [servers] if isinstance(servers, Server) else servers
         self.module = module
         self.rank = rank
-        parameters = trainable(module)
+        self._parameters = trainable(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
-        self._shards = partition(parameters, len(servers), whole=whole)
-        self._flat = {name: _flattened(name, tensor) for name, tensor in parameters.items()}
-        self._parameters = parameters
+        shards = partition(self._parameters, len(servers), whole=whole) if servers else []
+        give = partial(Changes, local) if local else Gradients
+        self._payload: Gradients = give(self._parameters, shards, self._connections)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
         self.bytes_pushed = self.bytes_pulled = 0
         """Bytes of gradients and of parameters that went to and came from the servers."""
+        self.loss = math.nan
+        """What `push` was told last."""
         self._local = local
-        self._compression = local.compression if local else None
-        self._optimizer = optimizer(parameters.values()) if local and optimizer else None
-        self._local_steps = 0  # since the last pull
-        empty = [torch.zeros(0)] * len(servers)
-        self._held = list(empty)
-        """With local steps, what was pulled last: a buffer of each server."""
-        self._residual = list(empty)
-        """With compression, what was not sent yet of the changes, flat."""
-        layouts = [shard.digest() for shard in self._shards]
+        self._optimizer = optimizer(self._parameters.values()) if local and optimizer else None
+        self._steps = 0  # of its own
+        self._sent_at = [0] * (local.fragments if local else 1)  # steps when a fragment was sent
+        self._due: int | None = 0  # steps from which the next pull waits; None: not in this round
+        self._courier = ThreadPoolExecutor(1) if local and local.overlap else None
+        self._travels: Future[None] | None = None
+        layouts = [layout(shard, local) for shard in shards]
         self._session = Session(rank, layouts, secrets.randbits(48))
-        self._drive(self._session.join())
+        self._together(lambda: self._drive(self._session.join()))
 
     @property
     def clock(self) -> int:
@@ -84,9 +96,14 @@ class Worker:
 
     @property
     def pushes(self) -> int:
-        """Gradients of this rank that were accepted, also before it joined again: its place in its
-        data."""
+        """Gradients of this rank that were accepted, also before it joined again."""
         return self._session.pushes
+
+    @property
+    def position(self) -> int:
+        """Steps of this rank that are in what was accepted, also before it joined again: where it
+        is in its data. (A last round that is cut short counts as a whole one.)"""
+        return self.pushes * (self._local.interval if self._local else 1)
 
     @property
     def version(self) -> int:
@@ -96,12 +113,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
         else:
@@ -110,50 +122,74 @@ class Worker:
     def pull(self) -> int:
         """Copy the servers' parameters into the module, waiting as the consistency demands.
 
-        Returns their version, which is the same at all servers.
+        Returns their version, which is the same at all servers. In the middle of a round of local
+        steps it does nothing.
         """
-        if self._local_steps:
-            return self.version  # in the middle of a round
-        version = self._drive(self._session.pull())
-        self._load()
-        return version
+        if self._due is not None and self._steps >= self._due:
+            self._take()
+        return self.version
 
-    def push(self) -> None:
+    def push(self, loss: float | Tensor = math.nan) -> None:
         """Hand the gradients to the servers and set them to None; a missing gradient is zero.
 
         All servers take them or none does. ValueError if one is not finite: nothing is applied
-        anywhere, the gradients stay where they are and the others notice nothing.
+        anywhere, the gradients stay where they are and the others notice nothing. The progress of a
+        run shows `loss`.
         """
-        if self._local and self._optimizer:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            self._local_steps += 1
-            if self._local_steps == self._local.steps:
-                self._push()
+        self.loss = float(loss)
+        if self._local is None or self._optimizer is None:
+            self._together(self._push)
+            for parameter in self._parameters.values():
+                parameter.grad = None
             return
-        self._push()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        if self._due is not None and self._steps >= self._due:
+            raise RuntimeError(f"worker {self.rank} has an update to take: pull before each step")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._steps += 1
+        if self._steps % self._local.interval == 0:
+            self._send(self._local.overlap)
 
     def finish(self) -> int:
         """Push no more, wait until all have finished and copy the final parameters into the module.
 
         Returns their version. However long the others take: only one that is silent ends the wait.
         """
-        if self._local_steps:
-            self._push()  # a round that is shorter than the others
-        version = self._drive(self._session.finish())
+        if self._courier and self._steps and self._due is not None:
+            self._take()  # what still travels
+        while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
+            if self._due is not None:
+                self._take()
+            self._send()  # what has changed of this fragment since it was sent
+        self._together(lambda: self._drive(self._session.finish()))
         self._load()
-        return version
+        return self.version
 
     def leave(self) -> None:
         """Push no more, and wait for nobody: the others go on."""
-        self._drive(self._session.leave())
+        self._together(lambda: self._drive(self._session.leave()))
 
     def abort(self, reason: str) -> None:
         """Tell the servers that this worker is lost, so that nobody waits for it."""
         for connection in self._connections:
             connection.abort(reason)
+
+    def _together(self, act: Callable[[], object]) -> None:
+        """What the site's first rank does for all of it: what it raises, all raise."""
+        if self._site is None:
+            act()
+            return
+        session, told = self._session, [None]
+        if self._speaks:
+            try:
+                act()
+                told = [(self.rank, session.clock, session.pushes, session.version)]  # type: ignore[list-item]
+            except Exception as error:
+                told = [error]  # type: ignore[list-item]
+        dist.broadcast_object_list(told, group_src=0, group=self._site)
+        if isinstance(told[0], Exception):
+            raise told[0]
+        self.rank, session.clock, session.pushes, session.version = told[0]  # type: ignore[misc]
 
     def _drive(self, steps: Steps[T]) -> T:
         """Send the requests of a session to their servers, and the answers to the session."""
@@ -165,87 +201,61 @@ class Worker:
             except StopIteration as end:
                 result: T = end.value
                 return result
-            answers = list(map_all(self._ask, requests))
+            answers, pushed = zip(*map_all(self._ask, requests), strict=True)  # type: ignore[assignment]
+            self.bytes_pushed += sum(pushed)
+            self.bytes_pulled += sum(answer.size for answer in answers or ())
+
+    def _ask(self, request: Request) -> tuple[Message, int]:
+        """The answer, and the bytes that were pushed for it."""
+        server, message = request.server, request.message
+        connection, pushed = self._connections[server], 0
+        if message.kind in SENDS:
+            message = replace(message, size=self._payload.write(server))
+            pushed = message.size or len(connection.gradients)
+        if message.kind in (Kind.PUSH, Kind.COMMIT):
+            message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
+        answer = connection.ask(message)
+        if answer.size:
+            self._payload.read(server, answer)
+        return answer, pushed
 
     def _push(self) -> None:
         self._drive(self._session.prepare_push())
         self._drive(self._session.push())
-        self._local_steps = 0
+        self._payload.accepted()
 
-    def _ask(self, request: Request) -> Message:
-        server, message = request.server, request.message
-        connection = self._connections[server]
-        if message.kind not in SENDS:
-            answer = connection.ask(message)
-            if answer.size:
-                self.bytes_pulled += answer.size
-                self._take(server, answer.size)
-            return answer
-        unsent = None
-        if self._local is None:
-            self._fill(server)
+    def _send(self, overlap: int = 0) -> None:
+        """Send a fragment of what local steps have changed, in another thread if it may overlap."""
+        number = self.clock % len(self._sent_at)
+        self._payload.take_down(number)
+        if overlap and self._courier and self._speaks:
+            self._travels = self._courier.submit(self._exchange)
+        elif not overlap:
+            self._together(self._push)
+        self._sent_at[number] = self._steps
+        self._due = self._steps + overlap
+
+    def _exchange(self) -> None:
+        self._push()
+        self._drive(self._session.pull())
+
+    def _take(self) -> None:
+        self._together(self._receive)
+        self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
+        self._due = None if self._local else 0
+
+    def _receive(self) -> None:
+        if self._travels:
+            self._travels.result()
+            self._travels = None
         else:
-            size, unsent = self._fill_change(server)
-            message = replace(message, size=size)
-        answer = connection.ask(message)
-        if unsent is not None:
-            self._residual[server] = unsent
-        self.bytes_pushed += message.size or len(connection.gradients)
-        return answer
+            self._drive(self._session.pull())
 
-    def _take(self, server: int, size: int) -> None:
-        """Keep what was pulled: all of it, or a change of what was pulled before."""
-        if self._local is None:
-            return
-        shard, pulled = self._shards[server], self._connections[server].parameters
-        if self._compression and size < len(pulled):
-            held = flatten(shard, self._held[server])
-            add_flat(shard, self._held[server], self._compression.decode(pulled[:size], len(held)))
-            pulled.copy_(self._held[server])
-        else:
-            self._held[server] = pulled.clone()
-
-    def _fill_change(self, server: int) -> tuple[int, Tensor | None]:
-        """Write what the local steps have changed, as a gradient; its bytes and what is left."""
-        shard, buffer = self._shards[server], self._connections[server].gradients
-        held = shard.views(self._held[server])
-        for piece, view, old in zip(shard.pieces, shard.views(buffer), held, strict=True):
-            torch.sub(old.view(-1), self._slice(piece), out=view.view(-1))
-        if self._compression is None:
-            return 0, None
-        change = flatten(shard, buffer)
-        if not change.isfinite().all():
-            raise ValueError(
-                f"worker {self.rank}'s parameters are not finite after its local steps; nothing "
-                "was sent: lower the learning rate"
-            )
-        if len(self._residual[server]):
-            change += self._residual[server]
-        data = self._compression.encode(change)
-        if len(data) >= len(buffer):  # a few elements: better as they are
-            add_flat(shard, buffer.zero_(), change)
-            return 0, torch.zeros(0)
-        buffer[: len(data)] = data
-        return len(data), change - self._compression.decode(data, len(change))
-
-    def _fill(self, server: int) -> None:
-        """Copy this server's part of the gradients into the buffer that goes to it."""
-        shard, buffer = self._shards[server], self._connections[server].gradients
-        for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
-            gradient = self._parameters[piece.name].grad
-            if gradient is None:
-                view.zero_()
-            else:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                view.view(-1).copy_(gradient.reshape(-1)[piece.start : piece.stop])
-
-    def _load(self) -> None:
-        for connection, shard in zip(self._connections, self._shards, strict=True):
-            for piece, view in zip(shard.pieces, shard.views(connection.parameters), strict=True):
-                self._slice(piece).copy_(view.view(-1))
-
-    def _slice(self, piece: Piece) -> Tensor:
-        return self._flat[piece.name][piece.start : piece.stop]
+    def _load(self, alpha: float = 0.0) -> None:
+        self._payload.load(alpha)
+        if self._site is not None:
+            for flat in self._payload.flat.values():
+                dist.broadcast(flat, group_src=0, group=self._site)
 
 
 def local_of(consistency: Consistency | None) -> LocalSteps | None:
@@ -256,13 +266,3 @@ def local_of(consistency: Consistency | None) -> LocalSteps | None:
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that servers hold: those that require a gradient, each once, by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _flattened(name: str, tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"parameter {name} is not contiguous (strides {tuple(tensor.stride())}); "
-            "make it so before the worker: parameter.data = parameter.data.contiguous()"
-        )
-    with torch.no_grad():
-        return tensor.detach().view(-1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ from paramserver.protocol.replica import Replica
 
 @dataclass(frozen=True)
 class Staged:
-    """A server holds the gradients of a push."""
+    """A server holds the gradients of a push, in the bytes in which they came."""
 
     push: Push
     gradients: Tensor
@@ -59,17 +60,10 @@ class Core:
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        consistency: Consistency,
-        *,
-        workers: int,
-        timeout: float,
-        survives: bool,
-        elastic: bool,
-        drop_after: float | None = None,
+        self, replica: Replica, consistency: Consistency, *, workers: int, timeout: float,
+        survives: bool, elastic: bool, drop_after: float | None = None,
         journal: Journal | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.replica = replica
         self.ledger = Ledger(workers, consistency)
         self.timeout, self._drop_after = timeout, drop_after
@@ -80,6 +74,8 @@ class Core:
         self._lost: dict[int, str] = {}
         self._heard = dict.fromkeys(range(workers), 0.0)
         self._waiting: dict[int, tuple[float, Message]] = {}
+        self.told: dict[int, tuple[float, int]] = {}
+        """By worker, its last loss and the bytes that it has pushed, as it says."""
 
     def handle(
         self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
@@ -92,6 +88,10 @@ class Core:
         self._admit(worker, message)
         self._heard[worker] = now
         reply = self._answer(worker, message, data, out)
+        if message.kind in (Kind.PUSH, Kind.COMMIT):
+            with suppress(ValueError, TypeError):
+                loss, pushed = json.loads(message.text)
+                self.told[worker] = float(loss), int(pushed)
         if reply is None:
             since = waited[0] if waited and waited[1] == message else now
             self._waiting[worker] = since, message
@@ -163,7 +163,9 @@ class Core:
             match record:
                 case Staged(push, gradients):
                     if self.replica.wants(push):
-                        self.replica.stage(push, gradients)
+                        self.replica.stage(
+                            push, self.replica.unpack(push, gradients), len(gradients)
+                        )
                 case Followed(log, own):
                     if own:
                         self.ledger.replay(log)
@@ -188,12 +190,11 @@ class Core:
                             f"worker {worker} pushed twice in one bulk-synchronous step; "
                             "pull in between"
                         )
-                    if self.replica.compression and m.size:
-                        data = self.replica.expand(data[: m.size])
-                    self.replica.check(worker, data)
+                    data = data[: m.size] if m.size else data
+                    gradients = self.replica.unpack(push, data)
                     if self.journal:
                         self.journal.record(Staged(push, data))
-                    self.replica.stage(push, data)
+                    self.replica.stage(push, gradients, len(data))
                 if m.kind is Kind.STAGE:
                     return Message(Kind.OK)
                 self.ledger.commit(push)
@@ -230,17 +231,17 @@ class Core:
             case Kind.END:
                 assert out is not None
                 self._follow(Log.from_text(m.text))
-                staleness = json.dumps(self.replica.staleness)
+                counts = json.dumps([self.replica.staleness, self.replica.push_bytes])
                 version = self.replica.newest(out)
-                return Message(Kind.OK, number=version, size=out.numel(), text=staleness)
+                return Message(Kind.OK, number=version, size=out.numel(), text=counts)
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:
-        if m.text != self.replica.shard.digest():
+        if m.text != self.replica.layout:
             raise ValueError(
                 f"worker {worker} has parameters of layout {m.text}, the server of layout "
-                f"{self.replica.shard.digest()}; build the same module (names, shapes, types, "
-                "requires_grad) on every rank"
+                f"{self.replica.layout}; build the same module (names, shapes, types, "
+                "requires_grad) on every rank, and give the same policy"
             )
         replica = self.replica
         if self._elastic:
@@ -255,13 +256,9 @@ class Core:
         if member is None:
             raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
         return Message(
-            Kind.OK,
-            epoch=member.epoch,
-            clock=member.clock,
-            number=replica.base_version,
-            position=replica.position,
+            Kind.OK, member.epoch, member.clock, replica.base_version, replica.position,
             text=str(member.pushes),
-        )
+        )  # fmt: skip
 
     def _read(self, worker: int, m: Message, out: Tensor | None) -> Message | None:
         self._check_clock(worker, m)
@@ -280,8 +277,8 @@ class Core:
         position = self.replica.position
         if fetched is None:
             return Message(Kind.AGAIN, position=position)
-        version, size = fetched
-        return Message(Kind.OK, number=version, position=position, size=size)
+        version, size, fragment = fetched
+        return Message(Kind.OK, number=version, position=position, size=size, have=fragment)
 
     def _admit(self, worker: int, m: Message) -> None:
         if self.failure:

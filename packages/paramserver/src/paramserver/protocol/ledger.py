@@ -269,17 +269,7 @@ class Ledger:
 
 
 def _to_list(entry: Entry) -> list[object]:
-    match entry:
-        case Join(worker, epoch, clock, session):
-            return ["join", worker, epoch, clock, session]
-        case Accept(push):
-            return ["accept", push]
-        case Write(pushes, staleness):
-            return ["write", pushes, staleness]
-        case Read(worker, epoch, number):
-            return ["read", worker, epoch, number]
-        case Leave(worker):
-            return ["leave", worker]
+    return [type(entry).__name__.lower(), *vars(entry).values()]
 
 
 def _from_list(fields: list[Any]) -> Entry:

@@ -10,8 +10,9 @@ Notable:
 from __future__ import annotations
 
 import json
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 
 class PeerLost(RuntimeError):
@@ -57,13 +58,18 @@ class Message:
     size: int = 0
     """Bytes of data that come with it."""
     have: int = -1
-    """The version that the asker holds, if a change of it will do."""
+    """The version that the asker holds, if a change of it will do; in an answer, the fragment that
+    has changed since, or -1: all of the shard comes."""
     text: str = ""
     """A layout, a log, an error."""
 
+    def fields(self) -> tuple[Any, ...]:
+        """Its numbers and its text, in order."""
+        return tuple(vars(self).values())  # `astuple` copies deeply: most of a message's time
+
     def to_text(self) -> str:
         """JSON, for transports that carry text."""
-        return json.dumps(astuple(self), separators=(",", ":"))
+        return json.dumps(self.fields(), separators=(",", ":"))
 
     @staticmethod
     def from_text(text: str | bytes) -> Message:

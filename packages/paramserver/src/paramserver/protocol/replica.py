@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paramserver.compression import Compression
-from paramserver.consistency import OptimizerFactory
-from paramserver.partition import Shard
+from paramserver import sparse
+from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
+from paramserver.partition import Shard, part
 from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
 
 
@@ -28,15 +28,13 @@ class Replica:
     """The parameters of a shard at one position of the log."""
 
     def __init__(
-        self,
-        shard: Shard,
-        parameters: Mapping[str, Tensor],
-        optimizer: OptimizerFactory,
-        compression: Compression | None = None,
-        *,
-        scale_by_staleness: bool = False,
-    ) -> None:
+        self, shard: Shard, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
+        policy: Consistency | None = None,
+    ) -> None:  # fmt: skip
+        local = policy if isinstance(policy, LocalSteps) else None
+        self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard
+        self.layout = layout(shard, policy)
         self.position = 0
         """Entries of the log that it has followed."""
         self.base_version = 0
@@ -45,40 +43,63 @@ class Replica:
         """Updates applied so far."""
         self.staleness: Counter[int] = Counter()
         """How many gradients were applied to parameters that many versions newer than they saw."""
+        self.push_bytes: Counter[int] = Counter()
+        """How many of the gradients that were applied came in so many bytes."""
+        self._fragments = shard.fragments(local.fragments if local else 1)
         self._buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
-        self._parameters = [nn.Parameter(view) for view in shard.views(self._buffer)]
+        # By fragment: what is pushed, and updated, at one time.
+        self._by_fragment = [
+            [nn.Parameter(view) for view in fragment.shard.views(fragment.of(self._buffer))]
+            for fragment in self._fragments
+        ]
+        self._parameters = [each for some in self._by_fragment for each in some]
+        pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
         with torch.no_grad():
-            for piece, mine in zip(shard.pieces, self._parameters, strict=True):
-                flat = parameters[piece.name].detach().reshape(-1)
+            for piece, mine in zip(pieces, self._parameters, strict=True):
+                flat = part(parameters[piece.name].detach()).reshape(-1)
                 mine.view(-1).copy_(flat[piece.start : piece.stop])
-        self._optimizer = optimizer(self._parameters) if self._parameters else None
-        self.compression, self._scale_by_staleness = compression, scale_by_staleness
+        make = local.outer if local else optimizer
+        self._optimizer = make(self._parameters) if self._parameters else None
+        self.compression = local.compression if local else None
         # With compression, readers hold `_buffer` plus a rounding error that is made good with the
-        # next change: what they hold, and the changes that made it from one version to the next.
-        self._published = self._flat() if compression else None
-        self._changes: dict[int, Tensor] = {}
-        self._staged: dict[Push, Tensor] = {}
+        # next change: what they hold, and the last fragment of it that changed, and the change.
+        self._published = self._buffer.clone() if self.compression else None
+        self._changed, self._change = 0, self._buffer
+        self._staged: dict[Push, tuple[list[Tensor], int]] = {}  # gradients; bytes that came
         self._accepted: set[Push] = set()  # staged pushes that an update to come will name
         self._next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
         # The epoch and number of the read that a worker was promised, the version, and its copy,
         # once it is not the newest any more.
         self._promised: dict[int, tuple[tuple[int, int], int, Tensor | None]] = {}
 
-    def check(self, worker: int, gradients: Tensor) -> None:
-        """Raise ValueError unless `gradients` (flat bytes) are of this shard, and finite."""
-        if gradients.dtype != torch.uint8 or gradients.numel() != self.shard.buffer_bytes:
+    def unpack(self, push: Push, data: Tensor) -> list[Tensor]:
+        """The gradients of a push. ValueError unless its bytes are of this shard, and finite."""
+        fragment = self._fragments[push[2] % len(self._fragments)]
+        shard, size = fragment.shard, fragment.stop - fragment.start
+        if len(data) == size and data.dtype == torch.uint8:
+            gradients = shard.views(data)
+        elif len(data) > size or data.dtype != torch.uint8:
             raise ValueError(
-                f"worker {worker} pushed {gradients.numel()} elements of {gradients.dtype}, the "
-                f"shard is {self.shard.buffer_bytes} of torch.uint8; fill a buffer of the shard"
+                f"worker {push[0]} pushed {data.numel()} elements of {data.dtype}, the "
+                f"shard is {size} of torch.uint8; fill a buffer of the shard"
             )
-        for piece, view in zip(self.shard.pieces, self.shard.views(gradients), strict=True):
-            if not _is_finite(view):
-                bad = int((~view.isfinite()).sum())
+        elif self.compression:
+            numel = sum(piece.stop - piece.start for piece in shard.pieces)
+            flat = self.compression.decode(data, numel)
+            gradients = shard.views(torch.zeros(size, dtype=torch.uint8))
+            add_flat(gradients, flat)
+        else:
+            gradients = sparse.unpack(shard, data)
+        for piece, gradient in zip(shard.pieces, gradients, strict=True):
+            values = gradient._values() if gradient.is_sparse else gradient
+            if not _is_finite(values):
+                bad = int((~values.isfinite()).sum())
                 raise ValueError(
-                    f"worker {worker}'s gradient of {piece.name} is not finite in {bad} of "
-                    f"{view.numel()} elements; nothing was applied: skip the batch or lower the "
+                    f"worker {push[0]}'s gradient of {piece.name} is not finite in {bad} of "
+                    f"{values.numel()} elements; nothing was applied: skip the batch or lower the "
                     "learning rate"
                 )
+        return gradients
 
     def wants(self, push: Push) -> bool:
         """Whether a push of this name is the worker's next; not if it is accepted, or void.
@@ -94,10 +115,10 @@ class Replica:
             )
         return (epoch, clock) == expected
 
-    def stage(self, push: Push, gradients: Tensor) -> None:
-        """Hold `gradients` until the log says what becomes of them."""
+    def stage(self, push: Push, gradients: list[Tensor], nbytes: int) -> None:
+        """Hold `gradients`, which came in `nbytes`, until the log says what becomes of them."""
         self._drop(push[0])  # a worker has one push under way
-        self._staged[push] = gradients
+        self._staged[push] = gradients, nbytes
 
     def follow(self, log: Log) -> None:
         """Apply what is new in `log`."""
@@ -112,12 +133,13 @@ class Replica:
                     self._next[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._keep_promises()
-                    gradients = [self._staged.pop(push) for push in pushes]
+                    gradients, nbytes = zip(*map(self._staged.pop, pushes), strict=True)
                     if self._scale_by_staleness and staleness[0]:
-                        for view in self.shard.views(gradients[0]):
-                            view.div_(1 + staleness[0])
-                    self._apply(gradients)
+                        for gradient in gradients[0]:
+                            gradient.div_(1 + staleness[0])
+                    self._apply(pushes[0][2] % len(self._fragments), gradients)
                     self._accepted.clear()
+                    self.push_bytes.update(nbytes)
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
                         later = (epoch, clock + 1)
@@ -136,22 +158,22 @@ class Replica:
 
     def fetch(
         self, worker: int, read: tuple[int, int], have: int, out: Tensor
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, int, int] | None:
         """Write the version that was promised to the `read` of `worker` into `out`.
 
-        Returns that version, and the bytes that were written: with compression only the change, if
-        the worker has the version before. None without such a promise: it was fetched before.
+        Returns that version, the bytes that were written, and of which fragment they are a change
+        if the worker has the version before, else -1: all. None without such a promise: it was
+        fetched before.
         """
         found, version, kept = self._promised.get(worker, (None, 0, None))
         if found != read:
             return None
         del self._promised[worker]
-        if have >= 0 and have == version - 1 and version in self._changes:
-            change = self._changes[version]
-            out[: len(change)] = change
-            return version, len(change)
-        out.copy_(self._newest() if kept is None else kept)
-        return version, len(out)
+        fragment, data = -1, self._newest() if kept is None else kept
+        if have == version - 1 >= self.base_version and version == self.version:
+            fragment, data = self._changed, self._change
+        out[: len(data)] = data
+        return version, len(data), fragment
 
     def newest(self, out: Tensor) -> int:
         """Write the newest version into `out`, and return it."""
@@ -187,20 +209,26 @@ class Replica:
         self.version = self.base_version = state["version"]
         self.position = 0
         self._staged, self._accepted, self._next, self._promised = {}, set(), {}, {}
-        self._published = self._flat() if self.compression else None
-        self._changes = {}
+        self._published = self._buffer.clone() if self.compression else None
+        self._changed, self._change = 0, self._newest()
 
     def snapshot(self) -> dict[str, Any]:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
+        raw = len(self._change) == len(self._fragments[self._changed].of(self._buffer))
         return self.state_dict() | {
             "position": self.position,
             "base_version": self.base_version,
             "staleness": dict(self.staleness),
-            "staged": {push: gradients.clone() for push, gradients in self._staged.items()},
+            "push_bytes": dict(self.push_bytes),
+            "staged": {
+                push: ([gradient.clone() for gradient in gradients], nbytes)
+                for push, (gradients, nbytes) in self._staged.items()
+            },
             "accepted": sorted(self._accepted),
             "next": dict(self._next),
             "published": None if self._published is None else self._published.clone(),
-            "changes": dict(self._changes),
+            # A change that was not compressed is a part of what readers get.
+            "changed": (self._changed, None if raw else self._change),
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
@@ -210,7 +238,11 @@ class Replica:
         self.staleness = Counter(state["staleness"])
         self._staged, self._next = dict(state["staged"]), dict(state["next"])
         self._accepted = set(state["accepted"])
-        self._published, self._changes = state["published"], dict(state["changes"])
+        self.push_bytes = Counter(state["push_bytes"])
+        self._published = state["published"]
+        self._changed, change = state["changed"]
+        fragment = self._fragments[self._changed]
+        self._change = fragment.of(self._newest()) if change is None else change
 
     def _drop(self, worker: int) -> None:
         """Forget what `worker` staged and nobody accepted."""
@@ -224,56 +256,54 @@ class Replica:
             kept = self._newest().clone()
             self._promised |= {w: (read, self.version, kept) for w, read in waiting.items()}
 
-    def _apply(self, pushes: list[Tensor]) -> None:
-        # The sum is made in the buffers in which the gradients came: no memory of its own.
-        total, *others = map(self.shard.views, pushes)
-        for other in others:
-            torch._foreach_add_(total, other)
-        if others:
-            torch._foreach_div_(total, len(pushes))
-        for parameter, gradient in zip(self._parameters, total, strict=True):
-            parameter.grad = gradient
+    def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
+        fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
+        # In the order of the workers, the dense ones first: only they can take up the others. The
+        # sum is made in the buffers in which the gradients came: no memory of its own.
+        for parameter, each in zip(
+            self._by_fragment[number], zip(*pushes, strict=True), strict=True
+        ):
+            total, *others = sorted(each, key=lambda gradient: gradient.is_sparse)
+            for other in others:
+                total.add_(other)
+            if others:
+                total.div_(len(pushes))
+            parameter.grad = total if keeps or not total.is_sparse else total.to_dense()
         if self._optimizer:
             self._optimizer.step()
+            self._optimizer.zero_grad()  # the other fragments' momentum stays as it is
         self.version += 1
+        self._changed, self._change = number, fragment.of(self._newest())
         if self.compression and self._published is not None:
-            change = self.compression.encode(self._flat() - self._published)
-            self._published += self.compression.decode(change, len(self._published))
-            # A few elements may be better as they are.
-            small = len(change) < self.shard.buffer_bytes
-            self._changes = {self.version: change} if small else {}
-
-    def expand(self, data: Tensor) -> Tensor:
-        """A compressed push as a buffer of this shard."""
-        assert self.compression is not None
-        return _unflatten(
-            self.shard, self.compression.decode(data, sum(p.numel() for p in self._parameters))
-        )
-
-    def _flat(self) -> Tensor:
-        return flatten(self.shard, self._buffer)
+            mine, theirs = (
+                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self._newest())
+            )
+            change = self.compression.encode(flatten(mine) - flatten(theirs))
+            add_flat(theirs, self.compression.decode(change, sum(view.numel() for view in mine)))
+            if len(change) < len(self._change):  # a few elements may be better as they are
+                self._change = change
 
     def _newest(self) -> Tensor:
         """What readers get: the parameters, up to the rounding of what was sent of them."""
-        return self._buffer if self._published is None else _unflatten(self.shard, self._published)
+        return self._buffer if self._published is None else self._published
 
 
-def flatten(shard: Shard, buffer: Tensor) -> Tensor:
-    """The elements of a shard's buffer as one float32 vector."""
-    views = [view.reshape(-1).float() for view in shard.views(buffer)]
-    return torch.cat(views) if views else torch.empty(0)
+def layout(shard: Shard, policy: Consistency | None) -> str:
+    """A text that is equal for those whose shards, and what they send of them, are alike."""
+    if isinstance(policy, LocalSteps):
+        return f"{shard.digest()} (changes in {policy.fragments} fragments, {policy.compression})"
+    return f"{shard.digest()} (gradients)"
 
 
-def _unflatten(shard: Shard, flat: Tensor) -> Tensor:
-    buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
-    add_flat(shard, buffer, flat)
-    return buffer
+def flatten(views: Iterable[Tensor]) -> Tensor:
+    """Their elements as one float32 vector."""
+    return torch.cat([torch.empty(0), *(view.reshape(-1).float() for view in views)])
 
 
-def add_flat(shard: Shard, buffer: Tensor, flat: Tensor) -> None:
-    """Add a float32 vector to the elements of a shard's buffer."""
+def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:
+    """Add a float32 vector to their elements."""
     start = 0
-    for view in shard.views(buffer):
+    for view in views:
         view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))
         start += view.numel()
 

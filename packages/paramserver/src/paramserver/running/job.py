@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
@@ -29,6 +30,8 @@ class Result:
     """Updates that each server applied."""
     staleness: Counter[int]
     """How many gradients were applied to parameters that many versions newer than they saw."""
+    push_bytes: Counter[int]
+    """How many gradients came to a server in so many bytes."""
     lost: dict[int, str] = field(default_factory=dict)
     """Why each lost worker was lost (only with on_worker_loss="continue")."""
 
@@ -56,22 +59,18 @@ class Job:
     def server(self, shard: Shard, *, elastic: bool = False) -> Server:
         """The server of one shard."""
         return Server(
-            trainable(self.module),
-            self.optimizer,
-            self.consistency,
-            workers=self.workers,
-            shard=shard,
-            timeout=self.timeout,
-            on_worker_loss=self.on_worker_loss,
-            elastic=elastic,
+            trainable(self.module), self.optimizer, self.consistency, workers=self.workers,
+            shard=shard, timeout=self.timeout, on_worker_loss=self.on_worker_loss, elastic=elastic,
             drop_after=self.drop_after,
-        )
+        )  # fmt: skip
 
-    def worker(self, rank: int, connections: Sequence[Any]) -> Worker:
+    def worker(
+        self, rank: int, connections: Sequence[Any], site: dist.ProcessGroup | None = None
+    ) -> Worker:
         """The worker of a rank, once it is connected."""
         return Worker(
             self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, site=site,
         )  # fmt: skip
 
 
@@ -97,18 +96,24 @@ class ServerReport:
     buffer: bytes
     version: int
     staleness: Counter[int]
+    push_bytes: Counter[int]
 
 
 def report(server: Server) -> ServerReport:
     """The final state of a server, in a form that pickles cheaply."""
     buffer = server.state_dict()["parameters"].numpy().tobytes()
-    return ServerReport(buffer, server.version, server.staleness)
+    return ServerReport(buffer, server.version, server.staleness, server.push_bytes)
 
 
-def assemble(
-    job: Job, shards: list[Shard], servers: list[Outcome], workers: list[Outcome]
-) -> Result:
-    """One result from all outcomes, or the error that caused the others."""
+def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
+    """One result from all outcomes, or the error that caused the others.
+
+    Whoever was still at it when the run failed has no say.
+    """
+    servers, workers = (
+        [outcomes.get(f"{kind} {i}", Outcome("")) for i in range(count)]
+        for kind, count in (("server", job.servers), ("worker", job.workers))
+    )
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
     dead = [outcome for outcome in failed if outcome.exit_code is not None]
     lost = {w: why(outcome) for w, outcome in enumerate(workers) if outcome.failed}
@@ -131,6 +136,7 @@ def assemble(
         {name: tensor.detach() for name, tensor in parameters.items()},
         [server.version for server in reports],
         sum((server.staleness for server in reports), Counter()),
+        sum((server.push_bytes for server in reports), Counter()),
         lost,
     )
 

@@ -21,32 +21,22 @@ from torch import nn
 from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.partition import Shard
 from paramserver.running.job import Job, Result, ServerReport, assemble, report
-from paramserver.running.processes import collect, start
+from paramserver.running.processes import Tell, collect, start
 from paramserver.running.serving import serve
 from paramserver.transport import distributed, shared_memory
-from paramserver.transport.connection import Channel, RemoteConnection
-
-_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
+from paramserver.transport.connection import GRACE, Channel, RemoteConnection
 
 
 def run(
-    train: Callable[..., Any],
-    module: nn.Module,
-    optimizer: OptimizerFactory,
-    consistency: Consistency | None = None,
-    *,
-    args: Sequence[Any] = (),
-    workers: int = 2,
+    train: Callable[..., Any], module: nn.Module, optimizer: OptimizerFactory,
+    consistency: Consistency | None = None, *, args: Sequence[Any] = (), workers: int = 2,
     servers: int = 1,
     transport: Literal["shared_memory", "distributed", "zeromq", "ray"] = "shared_memory",
-    timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False,
-    drop_after: float | None = None,
-    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver",
-    restarts: int = 0,
-    journal: str | Path | None = None,
-) -> Result:
+    timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
+    whole: bool = False, drop_after: float | None = None,
+    start_method: Literal["forkserver", "spawn", "fork"] = "forkserver", restarts: int = 0,
+    journal: str | Path | None = None, progress: Tell | None = None,
+) -> Result:  # fmt: skip
     """Call `train(worker, *args)` on every worker, against servers that start from `module`.
 
     Each server and each worker is a process of this machine, or a Ray actor. `train` pulls and
@@ -60,6 +50,9 @@ def run(
     With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
     calls `train` anew (`worker.pushes` says how many of its gradients were accepted), a server goes
     on from its `journal`, a folder. What an earlier run left there is gone on from.
+
+    `progress` is called every second or so with how far the run is: `progress=print` prints a line
+    of members, version, staleness, bytes and loss (the one that workers give to `push`).
     """
     job = Job(
         train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
@@ -71,11 +64,11 @@ def run(
     if transport == "ray":
         from paramserver.transport.ray import run_on_ray
 
-        return run_on_ray(job, shards)
+        return run_on_ray(job, shards, progress)
     if transport == "zeromq":
         from paramserver.running.supervise import run_on_zeromq
 
-        return run_on_zeromq(job, restarts, journal, start_method)
+        return run_on_zeromq(job, restarts, journal, start_method, progress)
     sizes = [shard.buffer_bytes for shard in shards]
     with tempfile.TemporaryDirectory() as folder:
         ends: tuple[Sequence[Endpoint], Sequence[Endpoint]]
@@ -94,16 +87,17 @@ def run(
         # Pickled here, because torch would put the module's parameters into shared memory for
         # processes that it starts: they would be one and the same in all workers.
         packed = pickle.dumps(job)
-        started = [
-            start(context, f"server {i}", _serve, (packed, shard, end))
+        running = {
+            f"server {i}": start(context, f"server {i}", _serve, packed, shard, end, tells=i == 0)
             for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True))
-        ] + [
-            start(context, f"worker {w}", _work, (packed, w, end)) for w, end in enumerate(ends[1])
-        ]
+        } | {
+            f"worker {w}": start(context, f"worker {w}", _work, packed, w, end)
+            for w, end in enumerate(ends[1])
+        }
         for end in (*ends[0], *ends[1]):
             end.close()
-        outcomes = collect(started, timeout + _GRACE)
-    return assemble(job, shards, outcomes[:servers], outcomes[servers:])
+        outcomes = collect(running, timeout + GRACE, progress)
+    return assemble(job, shards, outcomes)
 
 
 class Endpoint(Protocol):
@@ -116,17 +110,19 @@ class Endpoint(Protocol):
         """Let go of it in the process that handed it on."""
 
 
-def _serve(packed: bytes, shard: Shard, end: Endpoint) -> ServerReport:
+def _serve(packed: bytes, shard: Shard, end: Endpoint, tell: Tell | None = None) -> ServerReport:
     job: Job = pickle.loads(packed)
-    channels = end.open()
     server = job.server(shard)
-    for thread in serve(server, dict(enumerate(channels))):
-        thread.join()
+    for thread in serve(server, dict(enumerate(end.open()))):
+        while thread.is_alive():
+            thread.join(1.0)
+            if tell:
+                tell(server.progress())
     return report(server)
 
 
 def _work(packed: bytes, rank: int, end: Endpoint) -> Any:
     job: Job = pickle.loads(packed)
-    connections = [RemoteConnection(channel, job.timeout + _GRACE) for channel in end.open()]
+    connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in end.open()]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -14,23 +15,34 @@ from typing import Any
 import torch.distributed as dist
 
 from paramserver.running.job import Outcome
+from paramserver.running.progress import Progress
+
+Tell = Callable[[Progress], object]
+
+
+Running = dict[str, tuple[BaseProcess, Connection]]
+"""By name, a process and where its outcome will come from."""
 
 
 def start(
-    context: BaseContext, name: str, target: Callable[..., Any], args: tuple[Any, ...]
-) -> tuple[str, BaseProcess, Connection]:
-    """Start a process that calls `target`; its name, itself, and where its outcome will come."""
+    context: BaseContext, name: str, target: Callable[..., Any], *args: Any, tells: bool = False
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that calls `target`; it `tells` its progress by one more argument."""
     ours, theirs = context.Pipe(duplex=False)
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-        target=_process, args=(theirs, name, target, args), name=name, daemon=True
+        target=_process, args=(theirs, name, target, args, tells), name=name, daemon=True
     )
     process.start()
     theirs.close()
-    return name, process, ours
+    return process, ours
 
 
-def _process(pipe: Connection, name: str, target: Callable[..., Any], args: Any) -> None:
+def _process(
+    pipe: Connection, name: str, target: Callable[..., Any], args: Any, tells: bool
+) -> None:
     try:
+        if tells:
+            args = (*args, lambda said: pipe.send_bytes(pickle.dumps(said)))
         message = pickle.dumps(Outcome(name, value=target(*args)))
     except BaseException as error:
         message = _pickled_failure(name, error)
@@ -51,29 +63,39 @@ def _pickled_failure(name: str, error: BaseException) -> bytes:
     return message
 
 
-def collect(started: list[tuple[str, BaseProcess, Connection]], patience: float) -> list[Outcome]:
+def ends(running: Running, seconds: float | None, progress: Tell | None) -> Iterator[Outcome]:
+    """How processes have ended that do so in `seconds`; they run no more."""
+    by_pipe = {pipe: name for name, (_, pipe) in running.items()}
+    for pipe in wait(list(by_pipe), seconds):
+        assert isinstance(pipe, Connection)
+        name = by_pipe[pipe]
+        try:
+            said = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            running[name][0].join()
+            said = Outcome(name, exit_code=running[name][0].exitcode)
+        if isinstance(said, Outcome):
+            del running[name]
+            pipe.close()
+            yield said
+        elif progress:
+            progress(said)
+
+
+def collect(running: Running, patience: float, progress: Tell | None) -> dict[str, Outcome]:
     """How each process ended. After a failure, those still there in `patience` s are killed."""
     outcomes: dict[str, Outcome] = {}
-    open_pipes = {pipe: (name, process) for name, process, pipe in started}
-    deadline = None
-    while open_pipes:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(open_pipes), left)
-        if not ready:
-            for _, process in open_pipes.values():
+    processes = [process for process, _ in running.values()]
+    deadline = math.inf
+    while running:
+        for outcome in ends(running, min(1.0, max(0.0, deadline - time.monotonic())), progress):
+            outcomes[outcome.name] = outcome
+            if outcome.failed:
+                deadline = min(deadline, time.monotonic() + patience)
+        if time.monotonic() >= deadline:
+            for process, _ in running.values():
                 process.kill()
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            name, process = open_pipes.pop(pipe)
-            try:
-                outcomes[name] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                process.join()
-                outcomes[name] = Outcome(name, exit_code=process.exitcode)
-            if outcomes[name].failed and deadline is None:
-                deadline = time.monotonic() + patience
-    for _, process, pipe in started:
+    for process in processes:
         process.join()
-        pipe.close()
         process.close()
-    return [outcomes[name] for name, _, _ in started]
+    return outcomes

@@ -14,15 +14,18 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from paramserver.journal import DiskJournal
 from paramserver.protocol.ledger import Log
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
-from paramserver.running.processes import start
+from paramserver.running.processes import Running, Tell, ends, start
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
 from paramserver.worker import Worker
 
@@ -41,9 +44,17 @@ def open_server(
 
 @contextmanager
 def join_servers(
-    job: Job, rank: int, addresses: Sequence[str], *, keys: Keys | None = None
-) -> Iterator[Worker]:
-    """A worker of the servers at these addresses, in the order of their shards."""
+    job: Job, rank: int, addresses: Sequence[str], *, keys: Keys | None = None,
+    site: dist.ProcessGroup | None = None,
+) -> Iterator[Worker]:  # fmt: skip
+    """A worker of the servers at these addresses, in the order of their shards.
+
+    With `site`, its ranks are that worker (see Worker): all call this, the first one connects.
+    """
+    if site is not None and dist.get_rank(site) > 0:
+        with job.worker(rank, [], site) as worker:
+            yield worker
+        return
     life = secrets.randbits(40)
     shards = job.shards()
     if len(addresses) != len(shards):
@@ -56,7 +67,7 @@ def join_servers(
             )
             stack.callback(connection.close)
             connections.append(connection)
-        with job.worker(rank, connections) as worker:
+        with job.worker(rank, connections, site) as worker:
             yield worker
 
 
@@ -72,14 +83,19 @@ def final(job: Job, addresses: Sequence[str], keys: Keys | None = None) -> list[
         if log is None:
             log = Log.from_text(connection.ask(Message(Kind.SYNC)).text)
         answer = connection.ask(Message(Kind.END, text=log.to_text()))
-        staleness = Counter({int(k): count for k, count in json.loads(answer.text).items()})
+        staleness, pushed = (
+            Counter({int(key): count for key, count in counts.items()})
+            for counts in json.loads(answer.text)
+        )
         held = connection.parameters.numpy().tobytes()
-        reports.append(ServerReport(held, answer.number, staleness))
+        reports.append(ServerReport(held, answer.number, staleness, pushed))
         connection.close()
     return reports
 
 
-def run_on_zeromq(job: Job, restarts: int, journal: str | Path | None, start_method: str) -> Result:
+def run_on_zeromq(
+    job: Job, restarts: int, journal: str | Path | None, start_method: str, progress: Tell | None
+) -> Result:
     """What `run` does, with processes that may die and are started again."""
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
@@ -93,56 +109,41 @@ def run_on_zeromq(job: Job, restarts: int, journal: str | Path | None, start_met
             f"server {i}": (_serve, (packed, i, address, kept))
             for i, address in enumerate(addresses)
         } | {f"worker {w}": (_work, (packed, w, addresses)) for w in range(job.workers)}
-        running = {name: start(context, name, *call) for name, call in calls.items()}
+
+        def begin(name: str) -> tuple[BaseProcess, Connection]:
+            call, arguments = calls[name]
+            return start(context, name, call, *arguments, tells=name == "server 0")
+
+        running: Running = {name: begin(name) for name in calls}
         ended: dict[str, Outcome] = {}
         workers = [name for name in calls if name.startswith("worker")]
         try:
             while any(name not in ended for name in workers):
-                for name, outcome in _ends(running):
-                    died = outcome.exit_code is not None
-                    if died and restarts > 0:
+                for outcome in ends(running, 0.5, progress):
+                    if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
-                        running[name] = start(context, name, *calls[name])
+                        running[outcome.name] = begin(outcome.name)
                         continue
-                    ended[name] = outcome
+                    ended[outcome.name] = outcome
                     if outcome.failed and (
-                        job.on_worker_loss == "stop" or not name.startswith("worker")
+                        job.on_worker_loss == "stop" or outcome.name not in workers
                     ):
-                        return assemble(job, shards, *_outcomes(job, ended))
-            for i, report in enumerate(final(job, addresses)):
-                ended[f"server {i}"] = Outcome(f"server {i}", value=report)
+                        return assemble(job, shards, ended)
+            for i, held in enumerate(final(job, addresses)):
+                ended[f"server {i}"] = Outcome(f"server {i}", value=held)
         finally:
-            for _, process, pipe in running.values():
+            for process, pipe in running.values():
                 process.kill()
                 process.join()
                 pipe.close()
-        return assemble(job, shards, *_outcomes(job, ended))
+        return assemble(job, shards, ended)
 
 
-def _ends(running: dict[str, Any]) -> Iterator[tuple[str, Outcome]]:
-    """Who has ended, and how; after a moment, nobody."""
-    by_pipe = {pipe: name for name, (_, _, pipe) in running.items()}
-    for pipe in wait(list(by_pipe), timeout=0.5):
-        name = by_pipe[pipe]
-        process = running.pop(name)[1]
-        try:
-            outcome: Outcome = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-        except EOFError:
-            process.join()
-            outcome = Outcome(name, exit_code=process.exitcode)
-        process.join()
-        yield name, outcome
-
-
-def _outcomes(job: Job, ended: dict[str, Outcome]) -> tuple[list[Outcome], list[Outcome]]:
-    """Of servers and of workers; whoever was still at it when the run failed has no say."""
-    servers = [ended.get(f"server {i}", Outcome("")) for i in range(job.servers)]
-    return servers, [ended.get(f"worker {w}", Outcome("")) for w in range(job.workers)]
-
-
-def _serve(packed: bytes, number: int, address: str, journal: str | None) -> None:
+def _serve(
+    packed: bytes, number: int, address: str, journal: str | None, tell: Tell | None = None
+) -> None:
     server = open_server(pickle.loads(packed), number, address, journal=journal)
-    server.serve()
+    server.serve(tell)
 
 
 def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:

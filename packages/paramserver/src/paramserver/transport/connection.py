@@ -17,6 +17,8 @@ from torch import Tensor
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
+GRACE = 10.0
+"""Seconds, beyond the timeout, for which a server may say nothing."""
 SENDS = (Kind.STAGE, Kind.PUSH)
 """Requests that gradients come with. An answer says by its size whether parameters do."""
 

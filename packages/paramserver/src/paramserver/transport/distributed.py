@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -22,15 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.partition import partition
 from paramserver.protocol.messages import Kind, Message
+from paramserver.running.job import Job
 from paramserver.running.serving import serve
-from paramserver.server import Server
-from paramserver.transport.connection import Channel, Connection, RemoteConnection
-from paramserver.worker import Worker, local_of, trainable
+from paramserver.transport.connection import GRACE, Channel, Connection, RemoteConnection
+from paramserver.worker import Worker
 
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
-_GRACE = 10.0  # seconds, beyond the timeout, for which a server may say nothing
 
 
 class DistributedChannel:
@@ -47,7 +45,7 @@ class DistributedChannel:
 
     def send(self, message: Message) -> None:
         """Send a message: its numbers, then its text if it has one."""
-        *numbers, text = astuple(message)
+        *numbers, text = message.fields()
         raw = text.encode()
         self.send_data(torch.tensor([*numbers, len(raw)]))
         if raw:
@@ -69,7 +67,7 @@ class DistributedChannel:
         try:
             dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
         except RuntimeError as error:
-            raise ConnectionResetError(_first_line(error)) from error
+            raise ConnectionResetError(str(error).splitlines()[0]) from error
 
     def receive_data(self, data: Tensor) -> None:
         """Fill a tensor."""
@@ -87,22 +85,16 @@ class DistributedChannel:
         except RuntimeError as error:
             if timeout is not None and time.monotonic() - start >= timeout:
                 raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s") from error
-            raise ConnectionResetError(_first_line(error)) from error
+            raise ConnectionResetError(str(error).splitlines()[0]) from error
 
 
 @contextmanager
 def join(
-    module: nn.Module,
-    optimizer: OptimizerFactory,
-    consistency: Consistency | None = None,
-    *,
-    servers: Sequence[int] = (0,),
-    group: dist.ProcessGroup | None = None,
-    timeout: float = 60.0,
-    on_worker_loss: Literal["stop", "continue"] = "stop",
-    whole: bool = False,
-    drop_after: float | None = None,
-) -> Iterator[Worker]:
+    module: nn.Module, optimizer: OptimizerFactory, consistency: Consistency | None = None, *,
+    servers: Sequence[int] = (0,), group: dist.ProcessGroup | None = None, timeout: float = 60.0,
+    on_worker_loss: Literal["stop", "continue"] = "stop", whole: bool = False,
+    drop_after: float | None = None, site: dist.ProcessGroup | None = None,
+) -> Iterator[Worker]:  # fmt: skip
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
     Every rank of `group` calls it with the same module (names and shapes) and arguments. The
@@ -117,14 +109,25 @@ def join(
 
     With BulkSynchronous, the default, this is training in a single process on the union of the
     ranks' batches. Raises PeerLost on every rank if one fails, and names it.
+
+    With `site`, a group whose ranks are one worker (see Worker), `group` is of the first ranks of
+    all sites; the others call it too.
     """
+    if site is not None and dist.get_rank(site) > 0:
+        job = Job(lambda: None, module, optimizer, consistency)
+        with job.worker(0, [], site) as worker:
+            yield worker
+        return
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
         raise ValueError(
             f"servers are ranks {list(servers)}; give different ranks of a group of {world}"
         )
-    parameters = trainable(module)
-    shards = partition(parameters, len(servers), whole=whole)
+    job = Job(
+        lambda: None, module, optimizer, consistency, workers=world, servers=len(servers),
+        timeout=timeout, on_worker_loss=on_worker_loss, whole=whole, drop_after=drop_after,
+    )  # fmt: skip
+    shards = job.shards()
     private = _private_group(group)
     threads, connections = [], list[Connection]()
     try:
@@ -134,18 +137,9 @@ def join(
             if host != rank:
                 name = f"server {number} (rank {host})"
                 channel = DistributedChannel(name, host, (request, reply), nbytes, private)
-                connections.append(RemoteConnection(channel, timeout + _GRACE))
+                connections.append(RemoteConnection(channel, timeout + GRACE))
                 continue
-            server = Server(
-                parameters,
-                optimizer,
-                consistency,
-                workers=world,
-                shard=shard,
-                timeout=timeout,
-                on_worker_loss=on_worker_loss,
-                drop_after=drop_after,
-            )
+            server = job.server(shard)
             connections.append(server.connect(rank))
             ends: dict[int, Channel] = {
                 peer: DistributedChannel(
@@ -155,14 +149,11 @@ def join(
                 if peer != rank
             }
             threads += serve(server, ends)
-        local = local_of(consistency)
-        with Worker(
-            module, connections, rank=rank, whole=whole, local=local, optimizer=optimizer
-        ) as worker:
+        with job.worker(rank, connections, site) as worker:
             yield worker
     finally:
         for thread in threads:
-            thread.join(timeout + _GRACE)
+            thread.join(timeout + GRACE)
         # A thread that still waits for a rank that hangs needs the group until the process ends.
         if not any(thread.is_alive() for thread in threads):
             dist.destroy_process_group(private)
@@ -181,12 +172,9 @@ class Endpoint:
         """Join the group, and connect to every peer."""
         servers = len(self.sizes)
         world = servers + self.workers
+        store = dist.FileStore(self.store, world)
         dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(self.store, world),
-            rank=self.rank,
-            world_size=world,
-            timeout=_IDLE,
+            "gloo", store=store, rank=self.rank, world_size=world, timeout=_IDLE
         )
         group = dist.group.WORLD
         assert group is not None
@@ -216,7 +204,3 @@ def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     made: Any = dist.new_group(ranks, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -15,10 +15,12 @@ from torch import Tensor
 from paramserver.partition import Shard
 from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
+from paramserver.running.processes import Tell
+from paramserver.running.progress import Progress
 from paramserver.transport.connection import SENDS
 
 
-def run_on_ray(job: Job, shards: list[Shard]) -> Result:
+def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> Result:
     """What `run` does, on the Ray cluster that is connected, or a new local one."""
     try:
         ray = _ray()
@@ -26,15 +28,18 @@ def run_on_ray(job: Job, shards: list[Shard]) -> Result:
         raise RuntimeError("transport='ray' needs Ray: pip install 'paramserver[ray]'") from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
-    serve: Any = ray.remote(max_concurrency=job.workers + 1)(_ServerActor)
+    serve: Any = ray.remote(max_concurrency=job.workers + 2)(_ServerActor)
     work: Any = ray.remote(_work).options(max_retries=0)
     servers = [serve.remote(job, shard) for shard in shards]
     results = [work.remote(job, rank, servers) for rank in range(job.workers)]
-    workers = [_outcome(f"worker {rank}", result) for rank, result in enumerate(results)]
-    ended = [_outcome(f"server {i}", s.report.remote()) for i, s in enumerate(servers)]
-    for server in servers:
+    while progress and ray.wait(results, num_returns=len(results), timeout=1.0)[1]:
+        progress(ray.get(servers[0].progress.remote()))
+    named = {f"worker {i}": result for i, result in enumerate(results)}
+    outcomes = {name: _outcome(name, result) for name, result in named.items()}
+    for i, server in enumerate(servers):
+        outcomes[f"server {i}"] = _outcome(f"server {i}", server.report.remote())
         ray.kill(server)
-    return assemble(job, shards, ended, workers)
+    return assemble(job, shards, outcomes)
 
 
 def _ray() -> Any:
@@ -67,6 +72,9 @@ class _ServerActor:
 
     def lose(self, worker: int, reason: str) -> None:
         self._server.lose(worker, reason)
+
+    def progress(self) -> Progress:
+        return self._server.progress()
 
     def report(self) -> ServerReport:
         return report(self._server)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from paramserver.journal import DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import SENDS, used
 
 _BEAT = 1.0  # seconds
@@ -44,7 +46,7 @@ class Keys:
 
 
 class ZeroMQServer:
-    """Serves one core at an address, until `stop` or all workers have finished."""
+    """Serves one core at an address, until `stop`."""
 
     def __init__(
         self, core: Core, address: str, *, keys: Keys | None = None,
@@ -69,9 +71,9 @@ class ZeroMQServer:
         self._out = torch.zeros(core.replica.shard.buffer_bytes, dtype=torch.uint8)
         self._stopped = threading.Event()
 
-    def serve(self) -> None:
-        """Answer until everybody who has ever joined is gone and has said so, or `stop`."""
-        zmq = _zmq()
+    def serve(self, tell: Callable[[Progress], object] | None = None) -> None:
+        """Answer until `stop`; `tell` is called about every second with how far training is."""
+        zmq, told = _zmq(), 0.0
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         while not self._stopped.is_set():
@@ -80,7 +82,11 @@ class ZeroMQServer:
                 if not poller.poll(0 if changed else 100):
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
-            self._look(time.monotonic())
+            now = time.monotonic()
+            self._look(now)
+            if tell and now - told > 1:
+                told = now
+                tell(progress_of(self.core))
             if self._journal and self._journal.is_long():
                 self._journal.snapshot(self.core)
 
@@ -153,7 +159,7 @@ class ZeroMQServer:
 
     def _send(self, request: _Waiting, reply: Message) -> None:
         zmq = _zmq()
-        head = json.dumps([*request.number, *json.loads(reply.to_text())]).encode()
+        head = json.dumps([*request.number, *reply.fields()]).encode()
         data = used(self._out, reply).numpy().tobytes() if reply.size else b""
         try:
             self._socket.send_multipart([request.name, head, data], zmq.NOBLOCK, copy=False)
@@ -186,7 +192,7 @@ class ZeroMQConnection:
         self.gradients = torch.zeros_like(self.parameters)
         self._address, self._worker, self._life = address, worker, life
         self._patience, self._number = patience, 0
-        self._context = zmq.Context()
+        self._context, self._keys = zmq.Context(), keys
         self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
@@ -206,7 +212,8 @@ class ZeroMQConnection:
                     )
                 self._send(message)
                 continue
-            life, number, *fields, data = self._parse(self._socket.recv_multipart(copy=False))
+            head, data = self._socket.recv_multipart(copy=False)
+            life, number, *fields = json.loads(head.bytes)
             if (life, number) != (self._life, self._number):
                 continue  # the answer to what was asked twice
             heard = time.monotonic()
@@ -219,9 +226,11 @@ class ZeroMQConnection:
             return answer
 
     def abort(self, reason: str) -> None:
-        """Tell the server why."""
+        """Tell the server why: by a socket of its own, as another thread may use the other."""
         if not self._closed.is_set():
-            self._send(Message(Kind.ABORT, text=reason))
+            socket = self._connect("last words", self._keys)
+            self._send(Message(Kind.ABORT, text=reason), socket)
+            socket.close(linger=500)
 
     def close(self) -> None:
         """Say nothing any more."""
@@ -231,16 +240,16 @@ class ZeroMQConnection:
             self._beating.join()
             self._context.term()
 
-    def _send(self, message: Message) -> None:
-        fields = json.loads(message.to_text())
-        head = json.dumps([self._worker, self._life, self._number, *fields]).encode()
+    def _send(self, message: Message, socket: Any = None) -> None:
+        head = json.dumps([self._worker, self._life, self._number, *message.fields()]).encode()
         parts = [head]
         if message.kind in SENDS:
             parts.append(used(self.gradients, message).numpy().tobytes())
-        _offer(self._socket, parts)
+        _offer(socket or self._socket, parts)
 
     def _beat(self) -> None:
-        head = json.dumps([self._worker, self._life, 0, *json.loads(_BEAT_TEXT)]).encode()
+        beat = Message(Kind.BEAT).fields()
+        head = json.dumps([self._worker, self._life, 0, *beat]).encode()
         while not self._closed.wait(_BEAT):
             _offer(self._beats, [head])
         self._beats.close(linger=0)
@@ -253,20 +262,11 @@ class ZeroMQConnection:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.SNDHWM, 4)
         if keys:
-            socket.curve_publickey, socket.curve_secretkey = (
-                keys.public.encode(),
-                keys.secret.encode(),
-            )
+            socket.curve_publickey = keys.public.encode()
+            socket.curve_secretkey = keys.secret.encode()
             socket.curve_serverkey = keys.peers[0].encode()
         socket.connect(self._address)
         return socket
-
-    @staticmethod
-    def _parse(frames: list[Any]) -> list[Any]:
-        return [*json.loads(frames[0].bytes), frames[1]]
-
-
-_BEAT_TEXT = Message(Kind.BEAT).to_text()
 
 
 def _offer(socket: Any, parts: list[bytes]) -> None:

@@ -1,0 +1,146 @@
+"""Gradients of embeddings cost the rows that they touch, and train like dense ones."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paramserver import Asynchronous, BulkSynchronous, Server, Worker, partition
+from paramserver.sparse import pack, unpack
+from torch import nn
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+
+
+class Words(nn.Module):
+    """An embedding, its projection, and a parameter that no loss reaches."""
+
+    def __init__(self, *, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(200, 6, sparse=sparse)
+        self.head = nn.Linear(6, 2)
+        self.unused = nn.Embedding(50, 3, sparse=sparse)
+
+    def loss(self, step, worker):
+        generator = torch.Generator().manual_seed(10 * step + worker)
+        words = torch.randint(200, (5,), generator=generator)  # some of them twice
+        return self.head(self.embed(words)).square().sum()
+
+
+def alone(optimizer, steps, workers):
+    module = Words(sparse=False).double()
+    step_of = optimizer(module.parameters())
+    for step in range(steps):
+        step_of.zero_grad()
+        (sum(module.loss(step, worker) for worker in range(workers)) / workers).backward()
+        module.unused.weight.grad = torch.zeros_like(module.unused.weight)
+        step_of.step()
+    return module
+
+
+def train(optimizer, servers, steps, workers, policy=None):
+    start = Words(sparse=True).double()
+    shards = partition(dict(start.named_parameters()), servers)
+    hosts = [
+        Server(dict(start.named_parameters()), optimizer, policy, workers=workers, shard=shard)
+        for shard in shards
+    ]
+    group = [Worker(Words(sparse=True).double(), hosts, rank=rank) for rank in range(workers)]
+
+    def work(worker):
+        for step in range(steps):
+            worker.pull()
+            worker.module.loss(step, worker.rank).backward()
+            worker.push()
+        worker.finish()
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return group, hosts
+
+
+@pytest.mark.parametrize("servers", [1, 3])  # cut in the middle of a row
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        SGD,
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.optim.Adagrad, lr=0.1),
+    ],
+    ids=["sgd", "momentum", "adamw", "adagrad"],
+)
+def test_sparse_pushes_train_like_dense_ones_in_fewer_bytes(optimizer, servers):
+    group, hosts = train(optimizer, servers, steps=4, workers=2)
+    expected = dict(alone(optimizer, 4, 2).named_parameters())
+    for name, parameter in group[0].module.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-13)
+    dense = sum(p.nbytes for p in expected.values())
+    assert group[0].bytes_pushed < 4 * dense / 8
+    recorded = sum(size * count for host in hosts for size, count in host.push_bytes.items())
+    assert recorded == sum(worker.bytes_pushed for worker in group)
+
+
+def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "to_dense", None)
+    train(SGD, 2, steps=2, workers=2)
+    train(SGD, 1, steps=2, workers=2, policy=Asynchronous(scale_by_staleness=True))
+
+
+def test_sparse_adam_has_what_it_needs():
+    made = partial(torch.optim.SparseAdam, lr=0.1)
+    module = nn.Embedding(30, 4, sparse=True)
+    reference = nn.Embedding(30, 4, sparse=True)
+    reference.load_state_dict(module.state_dict())
+    worker = Worker(
+        module, Server(dict(module.named_parameters()), made, BulkSynchronous(), workers=1)
+    )
+    optimizer = made(reference.parameters())
+    for step in range(3):
+        worker.pull()
+        for each in (module, reference):
+            each(torch.tensor([step, 7, step + 1])).square().sum().backward()
+        worker.push()
+        optimizer.step()
+        optimizer.zero_grad()
+    worker.finish()
+    torch.testing.assert_close(module.weight, reference.weight)
+
+
+@given(rows=st.lists(st.integers(0, 19), max_size=8), servers=st.integers(1, 7))
+def test_what_is_packed_is_unpacked(rows, servers):
+    dense = torch.zeros(20, 3)
+    dense[rows] = torch.randn(len(rows), 3)
+    parameters = {"a": torch.zeros(20, 3), "b": torch.zeros(7)}
+    gradients = {"a": dense.to_sparse(1), "b": torch.arange(7.0)}
+    whole = {"a": dense, "b": gradients["b"]}
+    for shard in partition(parameters, servers):
+        buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        if size := pack(shard, gradients, buffer):
+            for piece, found in zip(shard.pieces, unpack(shard, buffer[:size]), strict=True):
+                expected = whole[piece.name].view(-1)[piece.start : piece.stop]
+                assert torch.equal(found.to_dense().view(-1), expected)
+
+
+@given(data=st.binary(max_size=200))
+def test_garbage_is_refused_by_name(data):
+    (shard,) = partition({"a": torch.zeros(20, 3), "b": torch.zeros(7)}, 1)
+    raw = torch.frombuffer(bytearray(data or b"0"), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="came"):
+        unpack(shard, raw)
+
+
+def test_rows_that_are_not_are_refused():
+    (shard,) = partition({"a": torch.zeros(20, 3)}, 1)
+    for rows in ([20], [-1], [3, 3], [4, 3]):
+        raw = torch.cat(
+            [torch.tensor([len(rows), *rows]).view(torch.uint8), torch.zeros(24).byte()]
+        )
+        with pytest.raises(ValueError, match="rows of a that came"):
+            unpack(shard, raw)
