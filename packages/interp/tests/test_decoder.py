@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,20 @@ from interp.bench import random_decoder
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.patching import (
+    Node,
+    StreamScan,
+    ablate_parts,
     attribute_parts,
     edge_attribution,
     logit_difference,
+    patch_edges,
     patch_parts,
     patch_streams,
 )
 from interp.patterns import record_patterns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
 
@@ -245,6 +251,94 @@ def test_the_scan_of_heads_equals_one_full_forward_each(name: str, part: str) ->
         assert scan.values[layer, head, position].item() == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match="for 5 heads and 13 tokens"):
         patch_parts(decoder, "blocks.*", part, clean, corrupted, metric, heads=5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_later_positions_alone_give_the_scan_of_whole_rows(name: str) -> None:
+    decoder = describe(peer(name))
+    corrupted = TOKENS[:1].clone()
+    corrupted[0, [3, 7]] = torch.tensor([1, 2])
+    mask = torch.ones(1, 13, dtype=torch.long)
+    mask[0, 11:] = 0
+    clean = {"input_ids": TOKENS[:1], "attention_mask": mask}
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8, position=10)
+    heads = {"attention.q": 4, "attention.k": 2, "attention.v": 2, "attention.o:input": 4}
+    heads["attention.k"] = heads["attention.v"] = decoder.layers[0].attention.kv_heads
+    for part in (":input", "norm1", "norm2", "attention", "mlp", *heads):
+        scan = partial(
+            patch_parts, decoder, "blocks.*", part, clean, {**clean, "input_ids": corrupted}, metric
+        )
+        ours = scan(heads=heads.get(part, 1), batch=17)
+        # Somebody else's hook may look at any row as a whole: then they are computed whole.
+        with record(decoder, "blocks.1.mlp"):
+            whole = scan(heads=heads.get(part, 1))
+        close = {"rtol": 1e-9, "atol": 1e-10 * float(whole.values.abs().max())}
+        torch.testing.assert_close(ours.values, whole.values, **close)
+        assert ours.values.std() > 0
+    for part in ("attention.o:input", "mlp_out"):
+        without = partial(ablate_parts, decoder, "blocks.*", part, clean, metric)
+        with record(decoder, "blocks.1.mlp"):
+            expected = without(how="mean", reference=corrupted).values
+        torch.testing.assert_close(without(how="mean", reference=corrupted).values, expected)
+
+
+@torch.no_grad()
+def test_what_a_patch_cannot_reach_is_not_computed_again() -> None:
+    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3)
+    metric = logit_difference(own.norm, own.unembed, 5, 8)
+    flops = []
+    for whole in (False, True):
+        seen = record(own, *["blocks.1.mlp"] * whole)
+        with seen, FlopCounterMode(display=False) as counter:
+            patch_parts(
+                own, "blocks.*", "attention.o:input", TOKENS[:1], TOKENS[1:], metric, heads=3
+            )
+        flops.append(counter.get_total_flops())
+    assert flops[0] < 0.5 * flops[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_several_pairs_give_the_mean_of_each(name: str) -> None:
+    decoder = describe(peer(name))
+    clean, corrupted = TOKENS, TOKENS.roll(3, 1)
+    metrics = [logit_difference(decoder.norm, decoder.unembed, i, 8) for i in (5, 6)]
+    pairs = [(clean[[i]], corrupted[[i]], metrics[i]) for i in range(2)]
+    scans = {
+        "parts": partial(patch_parts, decoder, "blocks.*", "attention.q", heads=4),
+        "streams": partial(patch_streams, decoder, "blocks.*"),
+        "edges": partial(patch_edges, decoder, receivers=[Node("final"), Node("k", 1, 1)]),
+        "estimates": partial(edge_attribution, decoder, receivers=[Node("final"), Node("k", 1, 1)]),
+    }
+    for run in scans.values():
+        each, both = [run(*pair) for pair in pairs], run(clean, corrupted, metrics)
+        torch.testing.assert_close(both.values, (each[0].values + each[1].values) / 2)
+        torch.testing.assert_close(both.each, torch.stack([one.values for one in each]))
+        if isinstance(both, StreamScan):
+            assert both.clean == pytest.approx((each[0].clean + each[1].clean) / 2)
+            assert both.recovered.shape == both.values.shape
+    parts = [attribute_parts(decoder, *pair) for pair in pairs]
+    found = attribute_parts(decoder, clean, corrupted, metrics)
+    for part, values in found.items():
+        torch.testing.assert_close(values, (parts[0][part] + parts[1][part]) / 2)
+    without = [
+        ablate_parts(decoder, "blocks.*", "mlp_out", pair[0], pair[2]).values for pair in pairs
+    ]
+    ablated = ablate_parts(decoder, "blocks.*", "mlp_out", clean, metrics)
+    torch.testing.assert_close(ablated.each, torch.stack(without))
+    # Each prompt's own padding goes with it.
+    mask = torch.ones_like(clean)
+    mask[1, :4] = 0
+    padded = {"input_ids": clean, "attention_mask": mask}
+    of_padded = patch_streams(
+        decoder, "blocks.*", padded, padded | {"input_ids": corrupted}, metrics
+    )
+    alone = [{k: v[1:] for k, v in x.items()} for x in (padded, padded | {"input_ids": corrupted})]
+    expected = patch_streams(decoder, "blocks.*", *alone, metrics[1]).values
+    torch.testing.assert_close(of_padded.each[1], expected)
+    with pytest.raises(ValueError, match="1 metrics for 2 pairs; give one, or one for each"):
+        patch_streams(decoder, "blocks.*", clean, corrupted, metrics[:1])
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder, Settings
 from interp.decoder.describe import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
-from interp.patching.streams import put_heads
+from interp.patching.waves import put_heads
 from interp.tap import patch, record
 
 Row = dict[str, float | int | str]

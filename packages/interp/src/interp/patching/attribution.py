@@ -30,7 +30,16 @@ from interp.patching.paths import (
     require_repeatable,
     sent,
 )
-from interp.patching.restart import Metric, Prompt, forward, measure, require_a_pair
+from interp.patching.restart import (
+    Metric,
+    Metrics,
+    Prompt,
+    each_pair,
+    forward,
+    is_batch,
+    mean_of,
+    measure,
+)
 from interp.tap import Replacement, patch, record
 
 
@@ -59,7 +68,7 @@ def attribute_parts(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     corrected: bool = True,
     drop_gradients: bool = False,
@@ -71,7 +80,12 @@ def attribute_parts(
     k. `drop_gradients` gives the mean size of the effect over runs that each drop the gradients of
     one other layer's attention and MLP: nothing cancels, and all is positive.
     """
-    require_a_pair(clean, corrupted)
+    if is_batch(clean, corrupted) or isinstance(metric, Sequence):
+        attribute = partial(
+            attribute_parts, model, corrected=corrected, drop_gradients=drop_gradients
+        )
+        each = [attribute(*pair) for pair in each_pair(clean, corrupted, metric)]
+        return {part: torch.stack([one[part] for one in each]).mean(0) for part in each[0]}
     names = {"q": "attention.q", "k": "attention.k", "v": "attention.v", "z": "attention.o:input"}
     names["mlp"] = "mlp_out"
     layers = range(len(model.layers))
@@ -126,7 +140,7 @@ def edge_attribution(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
@@ -139,6 +153,10 @@ def edge_attribution(
     held linear. `exact` measures each edge too, so that `.error` shows what the
     estimate is worth.
     """
+    if is_batch(clean, corrupted) or isinstance(metric, Sequence):
+        estimated = partial(edge_attribution, model, senders=senders, receivers=receivers)
+        pairs = each_pair(clean, corrupted, metric)
+        return mean_of([estimated(*pair, exact=exact, batch=batch) for pair in pairs])
     with torch.no_grad():
         edges, changes = sent(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))

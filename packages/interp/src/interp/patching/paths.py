@@ -21,8 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
-from interp.patching.restart import Metric, Prompt, Restart, forward, measure, require_a_pair
-from interp.patching.streams import put_heads
+from interp.patching.restart import (
+    Metrics,
+    Prompt,
+    Restart,
+    each_pair,
+    forward,
+    is_batch,
+    mean_of,
+    measure,
+)
+from interp.patching.waves import put_heads
 from interp.tap import patch, record
 
 
@@ -53,6 +62,7 @@ class Edges:
     exists: Tensor
     values: Tensor
     exact: Tensor | None = None
+    each: Tensor | None = None  # of several pairs: (pairs, senders, receivers)
 
     @property
     def error(self) -> Tensor:
@@ -105,7 +115,7 @@ def patch_edges(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
@@ -116,6 +126,9 @@ def patch_edges(
     `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`; changes are
     patched at all positions at once.
     """
+    if is_batch(clean, corrupted) or isinstance(metric, Sequence):
+        patched = partial(patch_edges, model, senders=senders, receivers=receivers, batch=batch)
+        return mean_of([patched(*pair) for pair in each_pair(clean, corrupted, metric)])
     edges, changes = sent(model, clean, corrupted, senders, receivers)
     run = Restart(model, "blocks.*", corrupted, batch=batch)
     base = measure(metric, run.end)
@@ -168,7 +181,6 @@ def sent(
         )
     if model.settings.positions_in_attention:
         raise ValueError("edges need positions in the stream; these go into queries and keys alone")
-    require_a_pair(clean, corrupted)
     sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
     with record(model, *sites, clone=True) as seen:
         forward(model, clean)

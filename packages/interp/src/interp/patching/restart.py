@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.decoder import (
+    Decoder,
+    DecoderAttention,
+    DecoderBlock,
+    DecoderMLP,
+    Experts,
+    NoMLP,
+)
 from interp.tap import expand_sites, record
 
 Metric = Callable[[Tensor], Tensor]
-# Token ids (1, seq), or what else the model is called with: attention_mask, past_key_values, ...
+Metrics = Metric | Sequence[Metric]  # of several pairs: that of all, or one for each
+Result = TypeVar("Result", bound=Any)
+# Token ids (1, seq), or (pairs, seq), or what else the model is called with: attention_mask, ...
 Prompt = Tensor | Mapping[str, Any]
+# What makes a Decoder's blocks, of which attention alone looks at other positions.
+_PARTS: set[type] = {DecoderBlock, DecoderAttention, DecoderMLP, Experts, NoMLP}
+_PARTS |= {nn.ModuleList, nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.Identity}
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
@@ -27,13 +41,48 @@ def tokens_of(prompt: Prompt) -> Tensor:
     return tokens
 
 
-def require_a_pair(clean: Prompt, corrupted: Prompt) -> None:
-    """One row each, of the same length."""
+def is_batch(clean: Prompt, corrupted: Prompt) -> bool:
+    """Whether there are several pairs, to be taken one by one; they must be of one shape."""
     one, other = tokens_of(clean), tokens_of(corrupted)
-    if one.shape != other.shape or len(one) != 1:
+    if one.shape != other.shape or not len(one):
         raise ValueError(
-            f"runs are {tuple(one.shape)} and {tuple(other.shape)}; both must be (1, seq)"
+            f"runs are {tuple(one.shape)} and {tuple(other.shape)}; both must be (1, seq), or "
+            "(pairs, seq)"
         )
+    return len(one) > 1
+
+
+def each_pair(
+    clean: Prompt, corrupted: Prompt, metric: Metrics
+) -> Iterator[tuple[Prompt, Prompt, Metric]]:
+    """The pairs of a batch; `metric` is that of all, or one for each."""
+    rows = len(tokens_of(clean))
+    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * rows
+    if len(metrics) != rows:
+        raise ValueError(f"{len(metrics)} metrics for {rows} pairs; give one, or one for each")
+    for i in range(rows):
+        yield _row(clean, i, rows), _row(corrupted, i, rows), metrics[i]
+
+
+def _row(prompt: Prompt, i: int, rows: int) -> Prompt:
+    if isinstance(prompt, Tensor):
+        return prompt[i : i + 1]
+    if rows > 1 and any(map(_is_cache, prompt.values())):
+        raise ValueError("a cache that the prompts bring goes with one pair a call")
+    of_batch = {k: v for k, v in prompt.items() if isinstance(v, Tensor) and v.ndim > 1}
+    return {**prompt, **{k: v[i : i + 1] for k, v in of_batch.items() if len(v) == rows}}
+
+
+def mean_of(results: Sequence[Result]) -> Result:
+    """Of the results of several pairs: the mean of all numbers, and `each` of their values."""
+    numbers: dict[str, Any] = {"each": torch.stack([result.values for result in results])}
+    for field in fields(results[0]):
+        of_all = [getattr(result, field.name) for result in results]
+        if isinstance(of_all[0], float):
+            numbers[field.name] = sum(of_all) / len(of_all)
+        elif isinstance(of_all[0], Tensor) and of_all[0].is_floating_point():
+            numbers[field.name] = torch.stack(of_all).mean(0)
+    return replace(results[0], **numbers)
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
@@ -62,8 +111,12 @@ class Restart:
         modules = [model.get_submodule(name) for name in self.names]
         self.layers, self.calls = len(modules), Calls(modules)
         self.sites = [f"{name}:input" for name in self.names]
-        with record(model, *self.sites, *self.names, clone=True) as seen, self.calls:
+        # Queries, keys and values of a Decoder: what a patch after them does not change is kept.
+        kept = [f"{name}.attention.{x}" for name in self.names for x in "qkv"]
+        kept = kept if _is_causal(model, modules) else []
+        with record(model, *self.sites, *self.names, *kept, clone=True) as seen, self.calls:
             forward(model, prompt)
+        self.held = {site: seen[site] for site in kept}
         self.streams, self.end = [seen[site] for site in self.sites], seen[self.names[-1]]
         for name, following in zip(self.names, self.streams[1:], strict=False):
             if not torch.equal(seen[name], following):
@@ -72,7 +125,8 @@ class Restart:
                     f"{name} gives is not what the next one gets; name the blocks of the residual "
                     "stream, in order"
                 )
-        self._require_no_state()
+        if not kept:  # a Decoder keeps no state
+            self._require_no_state()
 
     def _require_no_state(self) -> None:
         stateful = (
@@ -94,6 +148,19 @@ class Restart:
         for index in range(start, self.layers):
             stream = self.calls.again(index, stream)
         return stream
+
+
+def _is_causal(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether the blocks are a `Decoder`'s own, and nobody else has a hand in them."""
+    return (
+        isinstance(model, Decoder)
+        and all(type(block) is DecoderBlock for block in blocks)
+        and {type(m) for block in blocks for m in block.modules()} <= _PARTS
+        and not any(
+            m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)
+            for m in model.modules()
+        )
+    )
 
 
 def measure(metric: Metric, streams: Tensor) -> Tensor:
