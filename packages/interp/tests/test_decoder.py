@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import attribution, composition_scores, logit_lens, patch, record
+from interp import attribution, composition_scores, detect_heads, logit_lens, patch, record
 from interp.bench import random_decoder
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
@@ -59,6 +59,13 @@ FAMILIES = {
     "LlamaForCausalLM llama3": COMMON | {"rope_parameters": LLAMA3, "attention_bias": True},
     "LlamaForCausalLM linear": COMMON
     | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    # The turned share of each head is read where transformers reads it, and nowhere else.
+    "LlamaForCausalLM whole": COMMON
+    | {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        }
+    },
     "LlamaForCausalLM tied": COMMON | {"tie_word_embeddings": True, "mlp_bias": True},
     "MistralForCausalLM": COMMON | {"sliding_window": 5},
     "Qwen2ForCausalLM": COMMON,
@@ -110,6 +117,83 @@ def test_logits_are_transformers_own(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = load_decoder(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(loaded(TOKENS), expected, **close)
+
+
+OLDER = {  # as configurations said it before transformers 5
+    "GemmaForCausalLM": {"hidden_act": "gelu", "rope_theta": 100.0},
+    "GPTNeoXForCausalLM": {"rotary_emb_base": 100, "rotary_pct": 0.5},
+    "GPTNeoXForCausalLM sequential": {"rotary_emb_base": 100},
+    "Gemma2ForCausalLM": {"rope_theta": 100.0},
+    "Gemma3ForCausalLM": {
+        "rope_theta": 100.0, "rope_local_base_freq": 10.0, "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "Phi3ForCausalLM": {"rope_theta": 100.0, "partial_rotary_factor": 0.75, "sliding_window": 3},
+    "LlamaForCausalLM llama3": {
+        "rope_theta": 100.0,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+    },
+    "Qwen2ForCausalLM": {
+        "rope_theta": 100.0, "use_sliding_window": True, "sliding_window": 3,
+        "max_window_layers": 1,
+    },
+    "MistralForCausalLM": {},
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OLDER)
+def test_older_configurations_say_what_transformers_reads_in_them(
+    name: str, tmp_path: Path
+) -> None:
+    model = peer(name).float()
+    model.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    for newer in ("rope_parameters", "layer_types", "transformers_version"):
+        told.pop(newer, None)
+    (tmp_path / "config.json").write_text(json.dumps(told | OLDER[name]))
+    theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = theirs(TOKENS).logits
+    # The change is one: all but these two say what they said before.
+    same = name in ("MistralForCausalLM", "GPTNeoXForCausalLM sequential")
+    assert torch.allclose(expected, model(TOKENS).logits) == same
+    close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
+    torch.testing.assert_close(load_decoder(tmp_path)(TOKENS), expected, **close)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM"])
+def test_models_in_half_precision_are_described(name: str) -> None:
+    model = peer(name).bfloat16()
+    decoder = describe(model)
+    assert decoder(TOKENS).dtype == torch.bfloat16
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    scan = patch_streams(decoder, "blocks.*", TOKENS[:1], TOKENS[1:], metric)
+    whole = describe(peer(name).float())
+    exact = patch_streams(
+        whole, "blocks.*", TOKENS[:1], TOKENS[1:], logit_difference(whole.norm, whole.unembed, 5, 8)
+    )
+    # Now and then rounding sends a token to another expert: most values are near, not each.
+    assert (scan.values - exact.values).abs().median() < 0.05 * exact.values.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_heads_of_padded_prompts_are_those_of_bare_ones(attention: str) -> None:
+    tokens = TOKENS % 5
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    model = peer("GPT2LMHeadModel", attention).float()
+    with record_patterns(model) as patterns:
+        model(tokens, attention_mask=mask)
+    ours = detect_heads(patterns, tokens, queries=mask)
+    alone = [p[1:, :, 4:, 4:] for p in patterns.values()], [p[:1] for p in patterns.values()]
+    bare, other = detect_heads(alone[0], tokens[1:, 4:]), detect_heads(alone[1], tokens[:1])
+    expected = (bare.scores["current"] * 9 + other.scores["current"] * 13) / 22
+    torch.testing.assert_close(ours.scores["current"], expected)
+    if attention == "sdpa":
+        with pytest.raises(ValueError, match="leave padding out with queries="):
+            detect_heads(patterns, tokens)
 
 
 @torch.no_grad()

@@ -107,7 +107,8 @@ def detect_heads(
 
     `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
     or (seq,), without which only the positional kinds have a score. `queries` restricts the
-    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq). `successors`:
+    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq), as an
+    `attention_mask` of padded prompts is. `successors`:
     circuits from token to token, `full_ov(...)`, and the ids of tokens in order (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
@@ -141,8 +142,15 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
-    for pattern in layers:
+    for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
+        # A query that is padding may see nothing at all.
+        error = ((wide.sum(-1) - 1).abs() * chosen[:, None].to(wide)).max().item()
+        if not error <= 0.02:
+            raise ValueError(
+                f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax, and "
+                "leave padding out with queries="
+            )
         log_means = _log_means(wide)
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
@@ -217,9 +225,4 @@ def _check(layers: list[Tensor], tokens: Tensor) -> None:
             raise ValueError(
                 f"the pattern of layer {i} is {pattern.dtype} {tuple(pattern.shape)}; with tokens "
                 f"{tuple(tokens.shape)} each layer's must be floating (batch, heads, seq, seq)"
-            )
-        error = (pattern.float().sum(-1) - 1).abs().max().item()
-        if not error <= 0.02:
-            raise ValueError(
-                f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax"
             )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.composition import composition_scores
+from interp.circuits.heads import attention_head
 from interp.decoder.attention_only import AttentionOnly
 from interp.detect import FoundHead, detect_heads
 from interp.patching.streams import drop_heads
@@ -41,8 +42,9 @@ def induction_circuit(
 ) -> AttentionOnly:
     """The circuit for sequences that start with BOS = 0 and go on with tokens 1 ... vocabulary - 1.
 
-    Logits are `induction_reference` exactly, at the default `sharpness`: twice the distance at
-    which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    Logits are exactly the mean of the one-hot successors of all earlier occurrences of each token,
+    0 if there are none, at the default `sharpness`: twice the distance at which a softmax weight of
+    `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208). `InductionExercise` is the short form.
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
@@ -79,21 +81,30 @@ def induction_circuit(
     return model.requires_grad_(False)
 
 
-def induction_reference(
-    tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The mean of one-hot successors of all earlier occurrences of each token, 0 if there are none.
+class InductionExercise:
+    """The same by hand, as exercises set it: vectors of [token | position], 4 + 5 = 9 dimensions.
 
-    `tokens` (batch, seq) start with BOS; the result is (batch, seq, vocabulary).
+    There is no one stream: what the first head moves, the token before, takes the place of the
+    positions, and position 0 is left out, as it has nothing before it. Without a match the copying
+    head spreads over all. `previous_qk`, `previous_ov`, `match_qk` and `copy_ov` are the circuits.
     """
-    batch, length = tokens.shape
-    result = torch.zeros(batch, length, vocabulary, dtype=dtype)
-    for b, row in enumerate(tokens.tolist()):
-        for i in range(1, length):
-            successors = [row[j + 1] for j in range(1, i) if row[j] == row[i]]
-            for token in successors:
-                result[b, i, token] += 1 / len(successors)
-    return result
+
+    def __init__(self, vocabulary: int = 4, context: int = 5, *, sharpness: float = 10.0) -> None:
+        v, d = vocabulary, vocabulary + context
+        token, place = torch.eye(d).split([v, context])
+        self.previous_qk = 10 * sharpness * place[1:].T @ place[:-1]  # position i scores i - 1
+        self.previous_ov = token.T @ token
+        before, current = torch.eye(2 * v).split(v)  # what the second head reads
+        self.match_qk = sharpness * current.T @ before
+        self.copy_ov = current.T @ current
+        self.vocabulary, self.embed, self.positions = v, token, place
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """What follows the last of `tokens` (batch, seq): weights (batch, vocabulary)."""
+        x = self.embed[tokens] + self.positions[: tokens.shape[-1]]
+        moved = attention_head(x, self.previous_qk, self.previous_ov)
+        both = torch.cat([moved[..., : self.vocabulary], x[..., : self.vocabulary]], -1)[..., 1:, :]
+        return attention_head(both, self.match_qk, self.copy_ov)[..., -1, self.vocabulary :]
 
 
 def repeated_tokens(
