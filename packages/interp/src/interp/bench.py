@@ -3,7 +3,6 @@
 - Compared: each computation beside the same one done plainly, in turns (A B A B ...); `ratio` is
   peer time over ours, `error` the largest difference relative to the largest result. Of many equal
   forward passes the peer runs a sample, and its time is scaled.
-- Memory: the largest tensor that all-pairs composition creates, which no machine changes.
 - Trained: an induction circuit that gradient descent finds, and its ablation.
 - Import: what `import interp` costs on top of torch, in a process of its own.
 """
@@ -11,6 +10,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import subprocess
@@ -42,6 +42,7 @@ from interp.tap import patch, record
 
 Row = dict[str, float | int | str]
 Run = Callable[[], Tensor]
+Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
@@ -51,11 +52,11 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
     gpt2 = models["gpt2"]
-    rows = [composition(gpt2, layers=3 if quick else 4), copying(gpt2)]
+    few = slice(0, 3 if quick else 4)
+    rows = [composition(batched_pairs, gpt2.ov()[few], gpt2.qk()[few]), copying(gpt2)]
     length = 8 if quick else 15
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
-    rows += composition_memory()
     rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
     return [*rows, import_cost(processes=1 if quick else 3)]
 
@@ -92,11 +93,36 @@ def random_decoder(
     return Decoder(weights, settings)
 
 
-def composition(model: Decoder, *, layers: int) -> Row:
-    """K-composition of all pairs of heads of the first layers."""
-    qk, ov = model.qk()[:layers], model.ov()[:layers]
-    ours = partial(composition_scores, ov, qk, kind="k")
-    return _compared("k_composition", _sizes(ov), partial(batched_pairs, ov, qk), ours, pairs=2)
+def composition(peer: Peer, ov: LowRank, qk: LowRank, name: str = "batched_pairs") -> Row:
+    """K-composition of all pairs of heads: time, and the largest tensor that is created on the way.
+
+    The latter is read from shapes, on the meta device.
+    """
+    ours = partial(composition_scores, kind="k")
+    plain = partial(peer, ov, qk)
+    row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=2)
+    row["peer"] = name
+    shapes = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
+    for key, run in (("peer_mib", peer), ("ours_mib", ours)):
+        with _Largest() as seen:  # type: ignore[no-untyped-call]
+            run(*shapes)
+        row[key] = seen.bytes / 2**20
+    return row
+
+
+def beside_transformer_lens() -> Row:
+    """The same by TransformerLens's own function, at GPT-2 small's size."""
+    matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
+    scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
+
+    def theirs(ov: LowRank, qk: LowRank) -> Tensor:
+        # Rows there, columns here; pairs that are none are not 0 there.
+        found: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
+        return found * torch.ones(found.shape[::2], device=found.device).triu(1)[:, None, :, None]
+
+    ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
+    version = importlib.metadata.version("transformer-lens")
+    return composition(theirs, ov, qk, f"transformer_lens {version}")
 
 
 def batched_pairs(ov: LowRank, qk: LowRank) -> Tensor:
@@ -108,26 +134,6 @@ def batched_pairs(ov: LowRank, qk: LowRank) -> Tensor:
     scores = norms.view(layers, heads, layers, heads)
     later = torch.ones(layers, layers, device=scores.device).triu(1)
     return scores / (ov.norm()[:, :, None, None] * qk.norm()) * later[:, None, :, None]
-
-
-def composition_memory() -> list[Row]:
-    """The largest tensor that all pairs of GPT-2 small's heads need, from shapes (meta tensors)."""
-    ov, qk = (
-        LowRank(
-            torch.empty(12, 12, 768, 64, device="meta"), torch.empty(12, 12, 64, 768, device="meta")
-        )
-        for _ in range(2)
-    )
-    rows: list[Row] = []
-    runs: dict[str, Callable[..., Tensor]] = {"batched_pairs": batched_pairs}
-    runs["ours"] = partial(composition_scores, kind="k")
-    for name, run in runs.items():
-        with _Largest() as seen:  # type: ignore[no-untyped-call]
-            run(ov, qk)
-        row: Row = {"case": "composition_memory", "how": name, **_sizes(ov)}
-        inputs = (ov.a.nbytes + ov.b.nbytes + qk.a.nbytes + qk.b.nbytes) / 2**20
-        rows.append({**row, "inputs_mib": inputs, "largest_mib": seen.bytes / 2**20})
-    return rows
 
 
 class _Largest(TorchDispatchMode):
@@ -283,9 +289,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--beside-transformer-lens", action="store_true", help="that row alone")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
-    rows = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.beside_transformer_lens:
+        rows = [beside_transformer_lens()]
+    else:
+        rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
