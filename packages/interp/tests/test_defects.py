@@ -23,10 +23,8 @@ def test_half_precision_is_decomposed_in_float32(dtype: torch.dtype) -> None:
         ours, expected = getattr(half, name)(), getattr(full, name)()
         assert ours.dtype in (torch.float32, torch.complex64)
         torch.testing.assert_close(ours, expected)
-    for name in ("svd", "eig"):
-        for ours, expected in zip(getattr(half, name)(), getattr(full, name)(), strict=True):
-            torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(half.trace(), full.trace().to(dtype))
+    for ours, expected in zip(half.svd(), full.svd(), strict=True):
+        torch.testing.assert_close(ours, expected)
     for kind in ("q", "k", "v"):
         torch.testing.assert_close(
             composition_scores(half, half, kind=kind), composition_scores(full, full, kind=kind)

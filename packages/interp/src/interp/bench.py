@@ -1,10 +1,8 @@
 """What structure saves, and that it computes the same.
 
-- Compared: each computation beside the same one done plainly, in turns (A B A B ...); `ratio` is
-  peer time over ours, `error` the largest difference relative to the largest result. Of many equal
-  forward passes the peer runs a sample, and its time is scaled.
-- Trained: an induction circuit that gradient descent finds, and its ablation.
-- Import: what `import interp` costs on top of torch, in a process of its own.
+Each computation runs beside the same one done plainly, in turns (A B A B ...); `ratio` is peer time
+over ours, `error` the largest difference relative to the largest result. Of many equal forward
+passes the peer runs a sample, and its time is scaled.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import argparse
 import importlib.metadata
 import itertools
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -51,14 +47,12 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
-    gpt2 = models["gpt2"]
-    few = slice(0, 3 if quick else 4)
-    rows = [composition(batched_pairs, gpt2.ov()[few], gpt2.qk()[few]), copying(gpt2)]
+    rows = [copying(models["gpt2"])]
     length = 8 if quick else 15
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
     rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
-    return [*rows, import_cost(processes=1 if quick else 3)]
+    return rows
 
 
 def random_decoder(
@@ -93,7 +87,7 @@ def random_decoder(
     return Decoder(weights, settings)
 
 
-def composition(peer: Peer, ov: LowRank, qk: LowRank, name: str = "batched_pairs") -> Row:
+def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """K-composition of all pairs of heads: time, and the largest tensor that is created on the way.
 
     The latter is read from shapes, on the meta device.
@@ -101,7 +95,6 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank, name: str = "batched_pairs
     ours = partial(composition_scores, kind="k")
     plain = partial(peer, ov, qk)
     row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=2)
-    row["peer"] = name
     shapes = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
     for key, run in (("peer_mib", peer), ("ours_mib", ours)):
         with _Largest() as seen:  # type: ignore[no-untyped-call]
@@ -122,18 +115,7 @@ def beside_transformer_lens() -> Row:
 
     ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
     version = importlib.metadata.version("transformer-lens")
-    return composition(theirs, ov, qk, f"transformer_lens {version}")
-
-
-def batched_pairs(ov: LowRank, qk: LowRank) -> Tensor:
-    """K-composition from one batched thin product over all pairs of heads."""
-    layers, heads = ov.batch_shape
-    write = (ov.a @ torch.linalg.qr(ov.b.mT).R.mT).flatten(0, 1)
-    read = (torch.linalg.qr(qk.a).R @ qk.b).flatten(0, 1)
-    norms: Tensor = torch.linalg.matrix_norm(read[None] @ write[:, None])
-    scores = norms.view(layers, heads, layers, heads)
-    later = torch.ones(layers, layers, device=scores.device).triu(1)
-    return scores / (ov.norm()[:, :, None, None] * qk.norm()) * later[:, None, :, None]
+    return composition(theirs, ov, qk) | {"peer": f"transformer_lens {version}"}
 
 
 class _Largest(TorchDispatchMode):
@@ -230,24 +212,6 @@ def trained_circuit(task: InductionTask) -> Row:
     }
 
 
-def import_cost(*, processes: int) -> Row:
-    """Milliseconds and modules that `import interp` adds to `import torch`."""
-    program = (
-        "import sys, time, torch; n = len(sys.modules); t = time.perf_counter(); import interp; "
-        "print(1e3 * (time.perf_counter() - t), len(sys.modules) - n)"
-    )
-    runs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-        for _ in range(processes)
-    ]
-    times, modules = zip(*(map(float, run.split()) for run in runs), strict=True)
-    return {
-        "case": "import",
-        "added_ms": sorted(times)[len(times) // 2],
-        "added_modules": int(modules[0]),
-    }
-
-
 def _sizes(ov: LowRank) -> Row:
     layers, heads = ov.batch_shape
     return {"layers": layers, "heads": heads, "d_model": ov.shape[-1]}
@@ -305,15 +269,13 @@ def table(rows: list[Row]) -> str:
     """Rows as aligned text, a block for each set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        cells = [columns]
+        for row in group:
+            cells.append(tuple(f"{v:.4g}" if type(v) is float else str(v) for v in row.values()))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@
     head 1.0  QK: my token looks at its previous   OV: token block -> output block, BOS -> 0
               token; half as strongly at position 0
 
-A token that never occurred before attends to BOS, and the output is exactly 0. Losing scores are
-`sharpness / 2` below the best or more; where exp of that rounds to 0 the softmax is an exact mean.
-
-`train_induction` lets gradient descent find the same circuit, `confirm_circuit` shows by ablation
-that it did. Elhage et al. 2021; Olsson et al. 2022.
+A token that never occurred before attends to BOS, and the output is exactly 0. Where exp of
+-`sharpness / 2` rounds to 0, the softmax is an exact mean. `train_induction` lets gradient descent
+find the same, `confirm_circuit` shows it by ablation. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -122,10 +120,8 @@ def repeated_tokens(
     """
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
-        raise ValueError(
-            f"periods {periods} must lie within 1 and {min(vocabulary, length) - 1}, "
-            "below both the length and the vocabulary"
-        )
+        most = min(vocabulary, length) - 1
+        raise ValueError(f"periods {periods} must lie within 1 and {most}: all tokens differ")
     period = torch.randint(low, high + 1, (batch, 1), generator=generator)
     order = torch.rand(batch, vocabulary - 1, generator=generator).argsort(-1) + 1
     place = torch.arange(length - 1).expand(batch, -1)
@@ -156,13 +152,9 @@ def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, l
     task = task or InductionTask()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
+        sizes = {"d_model": task.d_model, "layers": 2, "heads": task.heads}
         model = AttentionOnly(
-            vocabulary=task.vocabulary,
-            context=task.length,
-            d_model=task.d_model,
-            layers=2,
-            heads=task.heads,
-            positions="attention",
+            vocabulary=task.vocabulary, context=task.length, positions="attention", **sizes
         )
     generator = torch.Generator().manual_seed(task.seed)
     # A shorter memory of squared gradients (0.98) carries more seeds through the phase change.
@@ -199,8 +191,7 @@ class Confirmation:
 def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Confirmation:
     """Find the previous-token head and the induction head, and what ablating the former does.
 
-    The previous-token head is sought where it matters, on the first copy: on later copies nothing
-    that is read later depends on it.
+    The previous-token head is sought where it matters, on the first copy.
     """
     with record(model, "blocks.*.attention.pattern") as seen:
         accuracy = _accuracy(model(tokens), tokens, repeated)
@@ -214,14 +205,8 @@ def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> C
         0, :, induction.layer, induction.head
     ]
     others = [s for i, s in enumerate(scores.tolist()) if i != previous.head]
-    return Confirmation(
-        previous,
-        induction,
-        accuracy,
-        ablated,
-        scores[previous.head].item(),
-        max(others, default=0.0),
-    )
+    composed = scores[previous.head].item()
+    return Confirmation(previous, induction, accuracy, ablated, composed, max(others, default=0.0))
 
 
 def _accuracy(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:

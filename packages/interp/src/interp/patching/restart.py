@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -12,14 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import (
-    Decoder,
-    DecoderAttention,
-    DecoderBlock,
-    DecoderMLP,
-    Experts,
-    NoMLP,
-)
+from interp.decoder.decoder import Decoder, DecoderBlock
 from interp.tap import expand_sites, record
 
 Metric = Callable[[Tensor], Tensor]
@@ -27,9 +20,9 @@ Metrics = Metric | Sequence[Metric]  # of several pairs: that of all, or one for
 Result = TypeVar("Result", bound=Any)
 # Token ids (1, seq), or (pairs, seq), or what else the model is called with: attention_mask, ...
 Prompt = Tensor | Mapping[str, Any]
-# What makes a Decoder's blocks, of which attention alone looks at other positions.
-_PARTS: set[type] = {DecoderBlock, DecoderAttention, DecoderMLP, Experts, NoMLP}
-_PARTS |= {nn.ModuleList, nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.Identity}
+_KINDS = ("linear", "normalization", "container")
+# What a Decoder's blocks are made of: attention alone looks at other positions.
+_PARTS = ("interp.decoder.decoder", *(f"torch.nn.modules.{m}" for m in _KINDS))
 
 
 def tokens_of(prompt: Prompt) -> Tensor:
@@ -41,27 +34,22 @@ def tokens_of(prompt: Prompt) -> Tensor:
     return tokens
 
 
-def is_batch(clean: Prompt, corrupted: Prompt) -> bool:
-    """Whether there are several pairs, to be taken one by one; they must be of one shape."""
+def several(
+    clean: Prompt, corrupted: Prompt, metric: Metrics
+) -> list[tuple[Prompt, Prompt, Metric]]:
+    """The pairs of a batch, one by one, with the metric of all or one for each; [] of one pair."""
     one, other = tokens_of(clean), tokens_of(corrupted)
-    if one.shape != other.shape or not len(one):
+    rows = len(one)
+    if one.shape != other.shape or not rows:
         raise ValueError(
             f"runs are {tuple(one.shape)} and {tuple(other.shape)}; both must be (1, seq), or "
             "(pairs, seq)"
         )
-    return len(one) > 1
-
-
-def each_pair(
-    clean: Prompt, corrupted: Prompt, metric: Metrics
-) -> Iterator[tuple[Prompt, Prompt, Metric]]:
-    """The pairs of a batch; `metric` is that of all, or one for each."""
-    rows = len(tokens_of(clean))
-    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * rows
-    if len(metrics) != rows:
-        raise ValueError(f"{len(metrics)} metrics for {rows} pairs; give one, or one for each")
-    for i in range(rows):
-        yield _row(clean, i, rows), _row(corrupted, i, rows), metrics[i]
+    if not isinstance(metric, Sequence):
+        metric = [metric] * rows if rows > 1 else []
+    elif len(metric) != rows:
+        raise ValueError(f"{len(metric)} metrics for {rows} pairs; give one, or one for each")
+    return [(_row(clean, i, rows), _row(corrupted, i, rows), m) for i, m in enumerate(metric)]
 
 
 def _row(prompt: Prompt, i: int, rows: int) -> Prompt:
@@ -86,10 +74,7 @@ def mean_of(results: Sequence[Result]) -> Result:
 
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
-    """The model's output; a cache that `use_cache` turns off would make blocks remember.
-
-    A cache that the prompt brings along is copied first, since the model appends to it.
-    """
+    """The model's output without a cache of its own; one that the prompt brings is copied."""
     options = (
         {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     )
@@ -138,9 +123,7 @@ class Restart:
             again = self(self.streams[0], 0)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise ValueError(stateful) from error
-        if again.shape != self.end.shape or not torch.allclose(
-            again, self.end, rtol=1e-3, atol=1e-4 * float(self.end.abs().max())
-        ):
+        if not alike(again, self.end):
             raise ValueError(stateful)
 
     def __call__(self, stream: Tensor, start: int) -> Tensor:
@@ -155,7 +138,7 @@ def _is_causal(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     return (
         isinstance(model, Decoder)
         and all(type(block) is DecoderBlock for block in blocks)
-        and {type(m) for block in blocks for m in block.modules()} <= _PARTS
+        and all(type(m).__module__ in _PARTS for block in blocks for m in block.modules())
         and not any(
             m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)
             for m in model.modules()
@@ -163,8 +146,15 @@ def _is_causal(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     )
 
 
-def measure(metric: Metric, streams: Tensor) -> Tensor:
+def alike(again: Tensor, old: Tensor) -> bool:
+    """Whether a run that was repeated gave the same, but for rounding."""
+    atol = 1e-4 * float(old.abs().max())
+    return again.shape == old.shape and torch.allclose(again, old, rtol=1e-3, atol=atol)
+
+
+def measure(metric: Metrics, streams: Tensor) -> Tensor:
     """The metric (n,) of n final streams."""
+    assert not isinstance(metric, Sequence)
     result = metric(streams)
     if not isinstance(result, Tensor) or result.shape != (len(streams),):
         given = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -205,10 +195,8 @@ class Calls:
         args, kwargs = self.arguments[index]
         args = tuple(self._fresh(value, len(x)) for value in args)
         kwargs = {name: self._fresh(value, len(x)) for name, value in kwargs.items()}
-        if args:
-            args = (x, *args[1:])
-        else:
-            kwargs = {**kwargs, next(iter(kwargs)): x}
+        kwargs = kwargs if args else {**kwargs, next(iter(kwargs)): x}
+        args = (x, *args[1:]) if args else ()
         out = self.modules[index](*args, **kwargs)
         result: Tensor = out if isinstance(out, Tensor) else out[0]
         return result

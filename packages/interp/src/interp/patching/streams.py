@@ -1,14 +1,13 @@
 """Which activation carries the answer: put one run's into another and see what comes back.
 
-- `patch_streams`: every (layer, position) of the residual stream, exactly. Each layer restarts from
-  the recorded stream with all positions as one batch, and the metric sees the final stream alone.
+- `patch_streams`: every (layer, position) of the residual stream, exactly, restarted at the layer.
 - `patch_parts`: the same for every head's queries, keys, values or result at every position.
 - `ablate_parts`: every head or MLP without what it does: zero, its mean, or another prompt's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -16,18 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from interp.patching.restart import (
-    Metric,
-    Metrics,
-    Prompt,
-    Restart,
-    each_pair,
-    forward,
-    is_batch,
-    mean_of,
-    measure,
-    tokens_of,
-)
+from interp.patching.restart import Metrics, Prompt, Restart, forward, mean_of, measure, several
 from interp.patching.waves import scan
 from interp.tap import record
 
@@ -52,10 +40,8 @@ class StreamScan:
     def recovered(self) -> Tensor:
         """The share of the gap that each patch closes: 0 as corrupted, 1 as clean."""
         if self.clean == self.corrupted:
-            raise ValueError(
-                f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; give "
-                "prompts that it tells apart"
-            )
+            same = f"the metric is {self.clean:.6g} in both runs"
+            raise ValueError(f"{same}: there is no gap to recover; give prompts that differ in it")
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
 
@@ -122,10 +108,9 @@ def patch_parts(
 
     Raises ValueError where `patch_streams` does, and if the site does not have that many heads.
     """
-    if is_batch(clean, corrupted) or isinstance(metric, Sequence):
-        pairs = each_pair(clean, corrupted, metric)
-        scans = [patch_parts(model, blocks, part, *p, heads=heads, batch=batch) for p in pairs]
-        return mean_of(scans)
+    if pairs := several(clean, corrupted, metric):
+        scanned = partial(patch_parts, model, blocks, part, heads=heads, batch=batch)
+        return mean_of([scanned(*pair) for pair in pairs])
     run = Restart(model, blocks, corrupted, batch=batch)
     sites = _sites(run, part)
     with record(model, *sites, run.names[-1], clone=True) as seen:
@@ -161,29 +146,18 @@ def ablate_parts(
         raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
     if (how == "zero") != (reference is None):
         raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
-    tokens = tokens_of(prompt)
-    if how == "resample" and reference is not None and reference.shape[1:] != tokens.shape[1:]:
-        raise ValueError(
-            f"reference is {tuple(reference.shape)}; to resample from it give "
-            f"(n, {tokens.shape[1]}) tokens"
-        )
-    if is_batch(prompt, prompt) or isinstance(metric, Sequence):
-        ablate = partial(
-            ablate_parts,
-            model,
-            blocks,
-            part,
-            how=how,
-            reference=reference,
-            heads=heads,
-            batch=batch,
-        )
-        return mean_of([ablate(one, m) for one, _, m in each_pair(prompt, prompt, metric)])
+    if prompts := several(prompt, prompt, metric):
+        ablate = partial(ablate_parts, model, blocks, part, how=how, reference=reference)
+        return mean_of([ablate(one, m, heads=heads, batch=batch) for one, _, m in prompts])
     run = Restart(model, blocks, prompt, batch=batch)
+    length, device = run.end.shape[1], run.end.device
+    if how == "resample" and reference is not None and reference.shape[1] != length:
+        raise ValueError(
+            f"reference is {tuple(reference.shape)}; to resample from it give (n, {length}) tokens"
+        )
     sites = _sites(run, part)
     with record(model, *sites, clone=True) as seen:
         forward(model, prompt if reference is None else reference)
-    length, device = run.end.shape[1], run.end.device
     there = [_by_head(site, seen[site], heads, None) for site in sites]
     if how == "zero":
         there = [torch.zeros_like(x[:1]) for x in there]
@@ -224,7 +198,7 @@ def logit_difference(
     wrong: int,
     *,
     position: int = -1,
-) -> Metric:
+) -> Callable[[Tensor], Tensor]:
     """The metric logit(right) - logit(wrong), from two rows of the unembedding alone."""
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from interp.patching.restart import Metric, Restart, measure
+from interp.patching.restart import Metrics, Restart, measure
 from interp.tap import tapped
 
 # Sites where a position of the stream stands for itself: those from which attention carries what is
@@ -119,7 +119,7 @@ def scan(
     layer: Tensor,
     head: Tensor,
     position: Tensor,
-    metric: Metric,
+    metric: Metrics,
 ) -> Tensor:
     """The metric (n,) with a layer's source (seq, heads, d_head) put at n places, in their order.
 
