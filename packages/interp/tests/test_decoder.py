@@ -564,7 +564,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         decoder(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="describe the model that has the unembedding"):
         describe(peer("LlamaForCausalLM").model)
-    with pytest.raises(ValueError, match="give it an attribute num_heads"):
+    with pytest.raises(ValueError, match="says how many heads; give it num_heads"):
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
