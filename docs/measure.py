@@ -81,7 +81,8 @@ def measure(name: str, label: str) -> None:
         rows = Path(scratch) / "rows.json"
         command_line = [sys.executable, *command, "--json", str(rows)]
         # Workloads of several packages live among the tests.
-        variables = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         subprocess.run(command_line, cwd=ROOT, check=True, env=variables)
         kept = {
             "environment": facts,

@@ -2,24 +2,30 @@
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from interp import attribution, composition_scores, logit_lens, patch, record
+from interp import attribution, composition_scores, detect_heads, logit_lens, patch, record
 from interp.bench import random_decoder
 from interp.decoder.describe import describe, load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.patching import (
+    Node,
+    StreamScan,
+    ablate_parts,
     attribute_parts,
     edge_attribution,
     logit_difference,
+    patch_edges,
     patch_parts,
     patch_streams,
 )
 from interp.patterns import record_patterns
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
 
@@ -53,6 +59,13 @@ FAMILIES = {
     "LlamaForCausalLM llama3": COMMON | {"rope_parameters": LLAMA3, "attention_bias": True},
     "LlamaForCausalLM linear": COMMON
     | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    # The turned share of each head is read where transformers reads it, and nowhere else.
+    "LlamaForCausalLM whole": COMMON
+    | {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        }
+    },
     "LlamaForCausalLM tied": COMMON | {"tie_word_embeddings": True, "mlp_bias": True},
     "MistralForCausalLM": COMMON | {"sliding_window": 5},
     "Qwen2ForCausalLM": COMMON,
@@ -104,6 +117,83 @@ def test_logits_are_transformers_own(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = load_decoder(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(loaded(TOKENS), expected, **close)
+
+
+OLDER = {  # as configurations said it before transformers 5
+    "GemmaForCausalLM": {"hidden_act": "gelu", "rope_theta": 100.0},
+    "GPTNeoXForCausalLM": {"rotary_emb_base": 100, "rotary_pct": 0.5},
+    "GPTNeoXForCausalLM sequential": {"rotary_emb_base": 100},
+    "Gemma2ForCausalLM": {"rope_theta": 100.0},
+    "Gemma3ForCausalLM": {
+        "rope_theta": 100.0, "rope_local_base_freq": 10.0, "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "Phi3ForCausalLM": {"rope_theta": 100.0, "partial_rotary_factor": 0.75, "sliding_window": 3},
+    "LlamaForCausalLM llama3": {
+        "rope_theta": 100.0,
+        "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
+    },
+    "Qwen2ForCausalLM": {
+        "rope_theta": 100.0, "use_sliding_window": True, "sliding_window": 3,
+        "max_window_layers": 1,
+    },
+    "MistralForCausalLM": {},
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OLDER)
+def test_older_configurations_say_what_transformers_reads_in_them(
+    name: str, tmp_path: Path
+) -> None:
+    model = peer(name).float()
+    model.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    for newer in ("rope_parameters", "layer_types", "transformers_version"):
+        told.pop(newer, None)
+    (tmp_path / "config.json").write_text(json.dumps(told | OLDER[name]))
+    theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = theirs(TOKENS).logits
+    # The change is one: all but these two say what they said before.
+    same = name in ("MistralForCausalLM", "GPTNeoXForCausalLM sequential")
+    assert torch.allclose(expected, model(TOKENS).logits) == same
+    close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
+    torch.testing.assert_close(load_decoder(tmp_path)(TOKENS), expected, **close)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM"])
+def test_models_in_half_precision_are_described(name: str) -> None:
+    model = peer(name).bfloat16()
+    decoder = describe(model)
+    assert decoder(TOKENS).dtype == torch.bfloat16
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
+    scan = patch_streams(decoder, "blocks.*", TOKENS[:1], TOKENS[1:], metric)
+    whole = describe(peer(name).float())
+    exact = patch_streams(
+        whole, "blocks.*", TOKENS[:1], TOKENS[1:], logit_difference(whole.norm, whole.unembed, 5, 8)
+    )
+    # Now and then rounding sends a token to another expert: most values are near, not each.
+    assert (scan.values - exact.values).abs().median() < 0.05 * exact.values.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_heads_of_padded_prompts_are_those_of_bare_ones(attention: str) -> None:
+    tokens = TOKENS % 5
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    model = peer("GPT2LMHeadModel", attention).float()
+    with record_patterns(model) as patterns:
+        model(tokens, attention_mask=mask)
+    ours = detect_heads(patterns, tokens, queries=mask)
+    alone = [p[1:, :, 4:, 4:] for p in patterns.values()], [p[:1] for p in patterns.values()]
+    bare, other = detect_heads(alone[0], tokens[1:, 4:]), detect_heads(alone[1], tokens[:1])
+    expected = (bare.scores["current"] * 9 + other.scores["current"] * 13) / 22
+    torch.testing.assert_close(ours.scores["current"], expected)
+    if attention == "sdpa":
+        with pytest.raises(ValueError, match="leave padding out with queries="):
+            detect_heads(patterns, tokens)
 
 
 @torch.no_grad()
@@ -248,6 +338,94 @@ def test_the_scan_of_heads_equals_one_full_forward_each(name: str, part: str) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_later_positions_alone_give_the_scan_of_whole_rows(name: str) -> None:
+    decoder = describe(peer(name))
+    corrupted = TOKENS[:1].clone()
+    corrupted[0, [3, 7]] = torch.tensor([1, 2])
+    mask = torch.ones(1, 13, dtype=torch.long)
+    mask[0, 11:] = 0
+    clean = {"input_ids": TOKENS[:1], "attention_mask": mask}
+    metric = logit_difference(decoder.norm, decoder.unembed, 5, 8, position=10)
+    heads = {"attention.q": 4, "attention.k": 2, "attention.v": 2, "attention.o:input": 4}
+    heads["attention.k"] = heads["attention.v"] = decoder.layers[0].attention.kv_heads
+    for part in (":input", "norm1", "norm2", "attention", "mlp", *heads):
+        scan = partial(
+            patch_parts, decoder, "blocks.*", part, clean, {**clean, "input_ids": corrupted}, metric
+        )
+        ours = scan(heads=heads.get(part, 1), batch=17)
+        # Somebody else's hook may look at any row as a whole: then they are computed whole.
+        with record(decoder, "blocks.1.mlp"):
+            whole = scan(heads=heads.get(part, 1))
+        close = {"rtol": 1e-9, "atol": 1e-10 * float(whole.values.abs().max())}
+        torch.testing.assert_close(ours.values, whole.values, **close)
+        assert ours.values.std() > 0
+    for part in ("attention.o:input", "mlp_out"):
+        without = partial(ablate_parts, decoder, "blocks.*", part, clean, metric)
+        with record(decoder, "blocks.1.mlp"):
+            expected = without(how="mean", reference=corrupted).values
+        torch.testing.assert_close(without(how="mean", reference=corrupted).values, expected)
+
+
+@torch.no_grad()
+def test_what_a_patch_cannot_reach_is_not_computed_again() -> None:
+    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3)
+    metric = logit_difference(own.norm, own.unembed, 5, 8)
+    flops = []
+    for whole in (False, True):
+        seen = record(own, *["blocks.1.mlp"] * whole)
+        with seen, FlopCounterMode(display=False) as counter:
+            patch_parts(
+                own, "blocks.*", "attention.o:input", TOKENS[:1], TOKENS[1:], metric, heads=3
+            )
+        flops.append(counter.get_total_flops())
+    assert flops[0] < 0.5 * flops[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_several_pairs_give_the_mean_of_each(name: str) -> None:
+    decoder = describe(peer(name))
+    clean, corrupted = TOKENS, TOKENS.roll(3, 1)
+    metrics = [logit_difference(decoder.norm, decoder.unembed, i, 8) for i in (5, 6)]
+    pairs = [(clean[[i]], corrupted[[i]], metrics[i]) for i in range(2)]
+    scans = {
+        "parts": partial(patch_parts, decoder, "blocks.*", "attention.q", heads=4),
+        "streams": partial(patch_streams, decoder, "blocks.*"),
+        "edges": partial(patch_edges, decoder, receivers=[Node("final"), Node("k", 1, 1)]),
+        "estimates": partial(edge_attribution, decoder, receivers=[Node("final"), Node("k", 1, 1)]),
+    }
+    for run in scans.values():
+        each, both = [run(*pair) for pair in pairs], run(clean, corrupted, metrics)
+        torch.testing.assert_close(both.values, (each[0].values + each[1].values) / 2)
+        torch.testing.assert_close(both.each, torch.stack([one.values for one in each]))
+        if isinstance(both, StreamScan):
+            assert both.clean == pytest.approx((each[0].clean + each[1].clean) / 2)
+            assert both.recovered.shape == both.values.shape
+    parts = [attribute_parts(decoder, *pair) for pair in pairs]
+    found = attribute_parts(decoder, clean, corrupted, metrics)
+    for part, values in found.items():
+        torch.testing.assert_close(values, (parts[0][part] + parts[1][part]) / 2)
+    without = [
+        ablate_parts(decoder, "blocks.*", "mlp_out", pair[0], pair[2]).values for pair in pairs
+    ]
+    ablated = ablate_parts(decoder, "blocks.*", "mlp_out", clean, metrics)
+    torch.testing.assert_close(ablated.each, torch.stack(without))
+    # Each prompt's own padding goes with it.
+    mask = torch.ones_like(clean)
+    mask[1, :4] = 0
+    padded = {"input_ids": clean, "attention_mask": mask}
+    of_padded = patch_streams(
+        decoder, "blocks.*", padded, padded | {"input_ids": corrupted}, metrics
+    )
+    alone = [{k: v[1:] for k, v in x.items()} for x in (padded, padded | {"input_ids": corrupted})]
+    expected = patch_streams(decoder, "blocks.*", *alone, metrics[1]).values
+    torch.testing.assert_close(of_padded.each[1], expected)
+    with pytest.raises(ValueError, match="1 metrics for 2 pairs; give one, or one for each"):
+        patch_streams(decoder, "blocks.*", clean, corrupted, metrics[:1])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM"])
 def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name: str) -> None:
     decoder = describe(peer(name))
@@ -386,7 +564,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         decoder(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="describe the model that has the unembedding"):
         describe(peer("LlamaForCausalLM").model)
-    with pytest.raises(ValueError, match="give it an attribute num_heads"):
+    with pytest.raises(ValueError, match="says how many heads; give it num_heads"):
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 

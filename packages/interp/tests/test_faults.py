@@ -18,7 +18,6 @@ from interp import (
     record,
     view,
 )
-from interp.circuits.heads import attention_pattern
 from interp.circuits.induction import repeated_tokens
 from interp.circuits.vocabulary import top_entries
 from interp.patching import drop_heads
@@ -56,10 +55,6 @@ def model() -> AttentionOnly:
         (lambda: composition_scores(PAIR, kind="k"), "give qk="),
         (lambda: composition_scores(PAIR, PAIR[0], kind="k"), r"\(2, 3\) and \(3,\); both must be"),
         (lambda: composition_scores(PAIR, WIDE, kind="k"), "write 6 dimensions, .* read 5"),
-        (
-            lambda: attention_pattern(torch.ones(1, 3, 4, 2), torch.ones(1, 2, 4, 2)),
-            "3 query heads",
-        ),
         (lambda: detect_heads([], TOKENS), "no attention patterns"),
         (lambda: detect_heads([EVEN[:, 0]], TOKENS), r"torch.float32 \(1, 4, 4\)"),
         (lambda: detect_heads([EVEN, EVEN[:, :1]], TOKENS), "pattern of layer 1"),

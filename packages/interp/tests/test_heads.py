@@ -2,10 +2,10 @@ import torch
 from interp import LowRank, ov_circuit, qk_circuit
 from interp.circuits.heads import (
     attention_head,
-    attention_pattern,
     heads_by_addition,
     heads_by_concatenation,
 )
+from interp.patterns import sdpa_pattern
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -37,29 +37,6 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
         q, k, v, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(added, torch_says.transpose(1, 2).flatten(-2) @ w_o.mT)
+    pattern = sdpa_pattern(q, k, v, is_causal=True, enable_gqa=True)
     all_heads = w_v.unflatten(0, (kv_heads, -1)).repeat_interleave(2, 0).flatten(0, 1)
-    torch.testing.assert_close(
-        heads_by_concatenation(attention_pattern(q, k), x, all_heads, w_o), added
-    )
-
-
-def test_two_heads_by_hand_copy_the_successor() -> None:
-    """a b c d a -> b, by a previous-token head whose output is spliced into a copying head's input.
-
-    With scores 10 for the match and 0 for the three others, b gets e^10 / (e^10 + 3) = 0.999864.
-    """
-    vocabulary, length, sharpness = 4, 5, 10.0
-    token, place = torch.eye(9)[:, :4].T, torch.eye(9)[:, 4:].T
-    words = [0, 1, 2, 3, 0]
-    x = torch.stack([token[w] + place[i] for i, w in enumerate(words)])
-    step_back = sum(torch.outer(place[i], place[i - 1]) for i in range(1, length)) * 100.0
-    previous = attention_head(x, step_back, token.T @ token)[:, :vocabulary]
-    # Position 0 has no predecessor and is left out; the stream is now (token before, token).
-    spliced = torch.cat([previous, x[:, :vocabulary]], 1)[1:]
-    zero, one = torch.zeros(4, 4), torch.eye(4)
-    match = sharpness * torch.cat([torch.cat([zero, zero], 1), torch.cat([one, zero], 1)])
-    copy = torch.cat([torch.cat([zero, one], 1), torch.cat([zero, zero], 1)])
-    out = attention_head(spliced, match, copy)[-1, :vocabulary]
-    torch.testing.assert_close(
-        out, torch.tensor([4.5e-5, 0.999864, 4.5e-5, 4.5e-5]), atol=5e-7, rtol=0
-    )
+    torch.testing.assert_close(heads_by_concatenation(pattern, x, all_heads, w_o), added)

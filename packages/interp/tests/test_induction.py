@@ -6,15 +6,33 @@ import torch
 from interp import composition_scores, detect_heads, induction_circuit, patch, record
 from interp.circuits.composition import chance
 from interp.circuits.induction import (
+    InductionExercise,
     InductionTask,
     confirm_circuit,
-    induction_reference,
     repeated_tokens,
     train_induction,
 )
+from torch import Tensor
 
 # Every sequence of six words out of four, after BOS.
 UNIVERSE = torch.tensor([(0, *words) for words in itertools.product(range(1, 5), repeat=6)])
+
+
+def induction_reference(
+    tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The mean of one-hot successors of all earlier occurrences of each token, 0 if there are none.
+
+    `tokens` (batch, seq) start with BOS; the result is (batch, seq, vocabulary).
+    """
+    batch, length = tokens.shape
+    result = torch.zeros(batch, length, vocabulary, dtype=dtype)
+    for b, row in enumerate(tokens.tolist()):
+        for i in range(1, length):
+            successors = [row[j + 1] for j in range(1, i) if row[j] == row[i]]
+            for token in successors:
+                result[b, i, token] += 1 / len(successors)
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -38,6 +56,22 @@ def test_the_reference_says_what_followed() -> None:
     assert said[5].tolist() == [0, 0, 0.5, 0.5, 0]
     assert said[3].tolist() == [0, 0, 1, 0, 0]
     assert said[[0, 1, 2, 4, 6]].abs().max() == 0
+
+
+def test_the_exercise_in_nine_dimensions_copies_what_followed_on_every_sequence() -> None:
+    """a b c d a -> b: a match scores 10, the three others 0, so b gets e^10 / (e^10 + 3)."""
+    circuit = InductionExercise()
+    assert circuit.previous_qk.shape == circuit.previous_ov.shape == (9, 9)
+    said = circuit(torch.tensor([[0, 1, 2, 3, 0]]))
+    expected = torch.tensor([[4.5e-5, 0.999864, 4.5e-5, 4.5e-5]])
+    torch.testing.assert_close(said, expected, atol=5e-7, rtol=0)
+    words = torch.tensor([*itertools.product(range(4), repeat=5)])
+    # Of positions 1 to 4, those whose token before is the last token weigh e^10, others 1.
+    weights = (10.0 * (words[:, :-1] == words[:, -1:])).softmax(-1)
+    expected = torch.einsum("bi,biv->bv", weights, torch.eye(4)[words[:, 1:]])
+    torch.testing.assert_close(circuit(words), expected, atol=1e-6, rtol=1e-5)
+    larger = InductionExercise(7, 12, sharpness=50.0)
+    torch.testing.assert_close(larger(torch.tensor([[5, 6, 1, 2, 5]])), torch.eye(7)[[6]])
 
 
 @pytest.mark.parametrize(("sharpness", "largest"), [(10.0, 0.1), (50.0, 1e-9)])

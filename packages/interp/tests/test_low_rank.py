@@ -42,17 +42,10 @@ def test_every_operation_equals_the_dense_one(
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 9), r=st.integers(1, 9), seed=st.integers(0, 99))
-def test_eigenvalues_eigenvectors_and_trace_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
+def test_eigenvalues_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
     torch.manual_seed(seed)
     r = min(n, r)
     x = LowRank(random(2, n, r), random(2, r, n))
-    values, vectors = x.eig()
-    torch.testing.assert_close(
-        x.dense().to(vectors.dtype) @ vectors, vectors * values[..., None, :]
-    )
-    torch.testing.assert_close(vectors.norm(dim=-2), torch.ones(2, r, dtype=torch.float64))
-    torch.testing.assert_close(values.sum(-1).real, x.trace())
-    torch.testing.assert_close(x.trace(), x.dense().diagonal(dim1=-2, dim2=-1).sum(-1))
     # The dense matrix has these eigenvalues and n - r zeros: equal power sums up to n say so.
     dense = torch.linalg.eigvals(x.dense())
     for k in range(1, n + 1):

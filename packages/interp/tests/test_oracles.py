@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from interp import LowRank, composition_scores, detect_heads, patch, record
+from interp.bench import beside_transformer_lens
 from interp.patching import attribution_patching
 from torch import nn
 
@@ -107,20 +108,7 @@ def test_attribution_patching_is_captum_s_gradient_times_activation() -> None:
 @pytest.mark.timing
 def test_composition_is_15_times_faster_and_100_times_leaner_than_transformer_lens_s() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
-    from interp.bench import _Largest, _timed
-    from transformer_lens.FactoredMatrix import FactoredMatrix
-    from transformer_lens.utilities.matrix import composition_scores as theirs
-
-    torch.manual_seed(0)
-    ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
-    their_ov, their_qk = FactoredMatrix(ov.b.mT, ov.a.mT), FactoredMatrix(qk.a, qk.b)
-    composition_scores(ov, qk, kind="k")
-    sizes, times = [], []
-    for run in (lambda: theirs(their_ov, their_qk.T), lambda: composition_scores(ov, qk, kind="k")):
-        with _Largest() as seen:
-            result, seconds = _timed(run)
-        sizes.append(seen.bytes)
-        times.append(seconds)
-    assert result.shape == (12, 12, 12, 12)
-    assert times[0] >= 15 * times[1]
-    assert sizes[0] >= 100 * sizes[1]
+    row = beside_transformer_lens()
+    assert row["error"] < 1e-4
+    assert row["ratio_p50"] >= 15
+    assert row["peer_mib"] >= 100 * row["ours_mib"]

@@ -1,15 +1,26 @@
 """What structure saves at GPT-2 small's size, on an idle machine."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from interp.bench import copying, import_cost, patching, random_decoder
+from interp.bench import copying, patching, random_decoder
 
 pytestmark = pytest.mark.timing
 SIZES = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
 
 
 def test_importing_costs_a_tenth_of_a_second_over_torch() -> None:
-    assert import_cost(processes=5)["added_ms"] <= 100
+    program = (
+        "import time, torch; start = time.perf_counter(); import interp; "
+        "print(time.perf_counter() - start)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+        for _ in range(5)
+    ]
+    assert sorted(map(float, runs))[2] <= 0.1
 
 
 def test_copying_eigenvalues_of_144_heads_are_20_times_faster_than_folding_each() -> None:

@@ -1,20 +1,16 @@
 """What structure saves, and that it computes the same.
 
-- Compared: each computation beside the same one done plainly, in turns (A B A B ...); `ratio` is
-  peer time over ours, `error` the largest difference relative to the largest result. Of many equal
-  forward passes the peer runs a sample, and its time is scaled.
-- Memory: the largest tensor that all-pairs composition creates, which no machine changes.
-- Trained: an induction circuit that gradient descent finds, and its ablation.
-- Import: what `import interp` costs on top of torch, in a process of its own.
+Each computation runs beside the same one done plainly, in turns (A B A B ...); `ratio` is peer time
+over ours, `error` the largest difference relative to the largest result. Of many equal forward
+passes the peer runs a sample, and its time is scaled.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,11 +33,12 @@ from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder, Settings
 from interp.decoder.describe import rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
-from interp.patching.streams import put_heads
+from interp.patching.waves import put_heads
 from interp.tap import patch, record
 
 Row = dict[str, float | int | str]
 Run = Callable[[], Tensor]
+Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
@@ -50,14 +47,12 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
-    gpt2 = models["gpt2"]
-    rows = [composition(gpt2, layers=3 if quick else 4), copying(gpt2)]
+    rows = [copying(models["gpt2"])]
     length = 8 if quick else 15
     for shape, model in models.items():
         rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
-    rows += composition_memory()
     rows.append(trained_circuit(InductionTask(steps=20 if quick else 1000)))
-    return [*rows, import_cost(processes=1 if quick else 3)]
+    return rows
 
 
 def random_decoder(
@@ -92,42 +87,35 @@ def random_decoder(
     return Decoder(weights, settings)
 
 
-def composition(model: Decoder, *, layers: int) -> Row:
-    """K-composition of all pairs of heads of the first layers."""
-    qk, ov = model.qk()[:layers], model.ov()[:layers]
-    ours = partial(composition_scores, ov, qk, kind="k")
-    return _compared("k_composition", _sizes(ov), partial(batched_pairs, ov, qk), ours, pairs=2)
+def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
+    """K-composition of all pairs of heads: time, and the largest tensor that is created on the way.
 
-
-def batched_pairs(ov: LowRank, qk: LowRank) -> Tensor:
-    """K-composition from one batched thin product over all pairs of heads."""
-    layers, heads = ov.batch_shape
-    write = (ov.a @ torch.linalg.qr(ov.b.mT).R.mT).flatten(0, 1)
-    read = (torch.linalg.qr(qk.a).R @ qk.b).flatten(0, 1)
-    norms: Tensor = torch.linalg.matrix_norm(read[None] @ write[:, None])
-    scores = norms.view(layers, heads, layers, heads)
-    later = torch.ones(layers, layers, device=scores.device).triu(1)
-    return scores / (ov.norm()[:, :, None, None] * qk.norm()) * later[:, None, :, None]
-
-
-def composition_memory() -> list[Row]:
-    """The largest tensor that all pairs of GPT-2 small's heads need, from shapes (meta tensors)."""
-    ov, qk = (
-        LowRank(
-            torch.empty(12, 12, 768, 64, device="meta"), torch.empty(12, 12, 64, 768, device="meta")
-        )
-        for _ in range(2)
-    )
-    rows: list[Row] = []
-    runs: dict[str, Callable[..., Tensor]] = {"batched_pairs": batched_pairs}
-    runs["ours"] = partial(composition_scores, kind="k")
-    for name, run in runs.items():
+    The latter is read from shapes, on the meta device.
+    """
+    ours = partial(composition_scores, kind="k")
+    plain = partial(peer, ov, qk)
+    row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=2)
+    shapes = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
+    for key, run in (("peer_mib", peer), ("ours_mib", ours)):
         with _Largest() as seen:  # type: ignore[no-untyped-call]
-            run(ov, qk)
-        row: Row = {"case": "composition_memory", "how": name, **_sizes(ov)}
-        inputs = (ov.a.nbytes + ov.b.nbytes + qk.a.nbytes + qk.b.nbytes) / 2**20
-        rows.append({**row, "inputs_mib": inputs, "largest_mib": seen.bytes / 2**20})
-    return rows
+            run(*shapes)
+        row[key] = seen.bytes / 2**20
+    return row
+
+
+def beside_transformer_lens() -> Row:
+    """The same by TransformerLens's own function, at GPT-2 small's size."""
+    matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
+    scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
+
+    def theirs(ov: LowRank, qk: LowRank) -> Tensor:
+        # Rows there, columns here; pairs that are none are not 0 there.
+        found: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
+        return found * torch.ones(found.shape[::2], device=found.device).triu(1)[:, None, :, None]
+
+    ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
+    version = importlib.metadata.version("transformer-lens")
+    return composition(theirs, ov, qk) | {"peer": f"transformer_lens {version}"}
 
 
 class _Largest(TorchDispatchMode):
@@ -224,24 +212,6 @@ def trained_circuit(task: InductionTask) -> Row:
     }
 
 
-def import_cost(*, processes: int) -> Row:
-    """Milliseconds and modules that `import interp` adds to `import torch`."""
-    program = (
-        "import sys, time, torch; n = len(sys.modules); t = time.perf_counter(); import interp; "
-        "print(1e3 * (time.perf_counter() - t), len(sys.modules) - n)"
-    )
-    runs = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
-        for _ in range(processes)
-    ]
-    times, modules = zip(*(map(float, run.split()) for run in runs), strict=True)
-    return {
-        "case": "import",
-        "added_ms": sorted(times)[len(times) // 2],
-        "added_modules": int(modules[0]),
-    }
-
-
 def _sizes(ov: LowRank) -> Row:
     layers, heads = ov.batch_shape
     return {"layers": layers, "heads": heads, "d_model": ov.shape[-1]}
@@ -283,9 +253,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m interp.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--beside-transformer-lens", action="store_true", help="that row alone")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
-    rows = bench(device=arguments.device, quick=arguments.quick)
+    if arguments.beside_transformer_lens:
+        rows = [beside_transformer_lens()]
+    else:
+        rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
@@ -295,15 +269,13 @@ def table(rows: list[Row]) -> str:
     """Rows as aligned text, a block for each set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        cells = [columns]
+        for row in group:
+            cells.append(tuple(f"{v:.4g}" if type(v) is float else str(v) for v in row.values()))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@
     successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
 
 A score is the mean over the queries that have such a key at all; `chance` is what a head that
-spreads its attention evenly over the past would score. A detector is a mask over (query, key), so
-all heads of a layer are scored by one contraction.
-
-Some head is always the most of a kind; its p-value says how likely the best of all would score as
-much if each query's keys were permuted. Not sampled, but bounded: with m keys drawn from weights
-A, E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so that by Chernoff
+spreads its attention evenly over the past would score. Some head is always the most of a kind: its
+p-value says how likely the best of all would score as much if each query's keys were permuted. With
+m keys drawn from weights A, E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so
 
     p <= heads * min_t exp(sum over queries of m log mean_k exp(t A_k)  -  t score)
 
@@ -77,17 +74,12 @@ class HeadScores:
         scores = self._of(kind)
         likely = self.p_values[kind].flatten()
         values, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
-        return [
-            FoundHead(
-                kind,
-                i // scores.shape[1],
-                i % scores.shape[1],
-                v if v >= 0 else float("nan"),
-                self.chance[kind],
-                float(likely[i]),
-            )
-            for v, i in zip(values.tolist(), indices.tolist(), strict=True)
-        ]
+        found = []
+        for v, i in zip(values.tolist(), indices.tolist(), strict=True):
+            layer, head = divmod(i, scores.shape[1])
+            score, p_value = v if v >= 0 else float("nan"), float(likely[i])
+            found.append(FoundHead(kind, layer, head, score, self.chance[kind], p_value))
+        return found
 
     def _of(self, kind: str) -> Tensor:
         if kind not in self.scores:
@@ -107,7 +99,8 @@ def detect_heads(
 
     `patterns`: (batch, heads, seq, seq) for each layer, rows summing to 1; `tokens` (batch, seq)
     or (seq,), without which only the positional kinds have a score. `queries` restricts the
-    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq). `successors`:
+    positions that are averaged over: a slice, or booleans (seq,) or (batch, seq), as an
+    `attention_mask` of padded prompts is. `successors`:
     circuits from token to token, `full_ov(...)`, and the ids of tokens in order (one, two, ...).
     """
     layers = list(patterns.values()) if isinstance(patterns, Mapping) else list(patterns)
@@ -141,8 +134,15 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
-    for pattern in layers:
+    for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
+        # A query that is padding may see nothing at all.
+        error = ((wide.sum(-1) - 1).abs() * chosen[:, None].to(wide)).max().item()
+        if not error <= 0.02:
+            raise ValueError(
+                f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax, and "
+                "leave padding out with queries="
+            )
         log_means = _log_means(wide)
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
@@ -217,9 +217,4 @@ def _check(layers: list[Tensor], tokens: Tensor) -> None:
             raise ValueError(
                 f"the pattern of layer {i} is {pattern.dtype} {tuple(pattern.shape)}; with tokens "
                 f"{tuple(tokens.shape)} each layer's must be floating (batch, heads, seq, seq)"
-            )
-        error = (pattern.float().sum(-1) - 1).abs().max().item()
-        if not error <= 0.02:
-            raise ValueError(
-                f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax"
             )

@@ -77,28 +77,16 @@ def logit_lens(
         logits = decode(x)
         log_p = logits.log_softmax(-1)
         best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-        row = [
-            best.indices,
-            best.values.exp(),
-            _expected(log_p, -log_p),
-            _expected(last, last - log_p),
-        ]
+        row = [best.indices, best.values.exp()]
+        row += [_expected(log_p, -log_p), _expected(last, last - log_p)]
         if targets is not None:
             chosen = log_p.gather(-1, targets[..., None])
             row += [chosen[..., 0], (log_p > chosen).sum(-1)]
         rows.append((*row, logits) if keep_logits else tuple(row))
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    tokens, probabilities, entropy, divergence = columns[:4]
-    return Lens(
-        names=names,
-        top_tokens=tokens,
-        top_probabilities=probabilities,
-        entropy=entropy,
-        kl_to_last=divergence,
-        target_log_probability=None if targets is None else columns[4],
-        target_rank=None if targets is None else columns[5],
-        logits=columns[-1] if keep_logits else None,
-    )
+    followed = None if targets is None else columns[4]
+    rank, kept = None if targets is None else columns[5], columns[-1] if keep_logits else None
+    return Lens(names, columns[0], columns[1], columns[2], columns[3], followed, rank, kept)
 
 
 @dataclass(frozen=True, eq=False)

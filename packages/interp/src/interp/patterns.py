@@ -4,9 +4,8 @@
         model(tokens)
     patterns["model.layers.0.self_attn"]          (batch, heads, seq_q, seq_k)
 
-Nothing is replaced or switched. Calls of torch's functions are watched: a softmax over keys is a
-pattern already; that of `scaled_dot_product_attention` is computed a second time beside the real
-call, which runs with what it was given, so that outputs stay equal bit by bit.
+Calls of torch's functions are watched, so that outputs stay equal bit by bit: a softmax over keys
+is a pattern already, that of `scaled_dot_product_attention` is computed beside the real call.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
             model(tokens)
     open_records("activations")["blocks.3.attention.o:input"]      all calls, one after the other
 
-At most `chunk_mib` wait in memory; the index is written last, so that no stopped run seems whole.
+The index is written last, so that no stopped run seems whole.
 """
 
 from __future__ import annotations
@@ -102,10 +102,7 @@ def record_to(
         for part in path.glob("*.part"):
             part.unlink()
     if silent := [site for site, calls in index.items() if not calls]:
-        raise RuntimeError(
-            f"{', '.join(silent)} gave nothing: the modules were not called inside the block, or "
-            "were compiled before"
-        )
+        raise RuntimeError(f"{', '.join(silent)} gave nothing: not called here, or compiled before")
     part = path / f"{_INDEX}.part"
     part.write_text(json.dumps(index))
     part.rename(path / _INDEX)

@@ -48,9 +48,7 @@ def record(
     A site is a module's name, for its output, or `name:input`; `*` stands for one part of a
     dotted name and `**` for any number. A module that takes or gives several values is tapped at
     its first tensor. `detach=False` keeps the graph, `device` moves each tensor as it comes.
-
-    Raises RuntimeError at the end if a recorded tensor was changed in place since; `clone=True`
-    prevents it.
+    `clone=True` keeps what the model changes in place later, otherwise a RuntimeError at the end.
     """
     seen = Record()
     versions: dict[str, int] = {}
@@ -72,10 +70,7 @@ def record(
         yield seen
     changed = [site for site, version in versions.items() if seen[site]._version != version]
     if changed:
-        raise RuntimeError(
-            f"the recorded tensors of {', '.join(changed)} were changed in place afterwards; "
-            "use clone=True"
-        )
+        raise RuntimeError(f"tensors of {', '.join(changed)} were changed in place; use clone=True")
 
 
 @contextmanager
@@ -110,10 +105,8 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
     with tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
-        raise RuntimeError(
-            f"the patch of {', '.join(missed)} never ran: the module was not called inside the "
-            "block, or was compiled before it was patched"
-        )
+        names = ", ".join(missed)
+        raise RuntimeError(f"the patch of {names} never ran: not called here, or compiled before")
 
 
 def at_positions(

@@ -3,13 +3,9 @@
     score(1 -> 2) = ||W_2 W_1|| / (||W_2|| ||W_1||)          Elhage et al. 2021
 
 with W_1 = W_OV of the earlier head and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of
-the later. The d_model x d_model product is never formed, nor one operand per pair.  The Frobenius
-norm does not see an orthonormal factor, so with R from the QR of the outer thin matrices
-
-    ||a_2 b_2 a_1 b_1|| = ||(R_2 b_2) (a_1 R_1^T)||,
-
-and the inner products of one earlier layer with all heads of all later layers are one matrix
-product.
+the later. The Frobenius norm does not see an orthonormal factor: with R from the QR of the outer
+thin matrices it is ||(R_2 b_2) (a_1 R_1^T)||, one matrix product for an earlier layer and all
+heads of all later ones.
 """
 
 from __future__ import annotations
@@ -63,10 +59,8 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
         reader = qk if kind == "k" else qk.mT
     require_alike("the circuits", ov.a, reader.a)
     if len(ov.batch_shape) != 2 or ov.batch_shape != reader.batch_shape:
-        raise ValueError(
-            f"circuits have batch shapes {tuple(ov.batch_shape)} and {tuple(reader.batch_shape)}; "
-            "both must be (layers, heads)"
-        )
+        shapes = f"{tuple(ov.batch_shape)} and {tuple(reader.batch_shape)}"
+        raise ValueError(f"circuits have batch shapes {shapes}; both must be (layers, heads)")
     if ov.shape[-2] != reader.shape[-1]:
         raise ValueError(
             f"earlier heads write {ov.shape[-2]} dimensions, later ones read {reader.shape[-1]}"

@@ -12,22 +12,6 @@ from torch import Tensor
 from interp.circuits.low_rank import LowRank, require_alike
 
 
-def attention_pattern(
-    q: Tensor, k: Tensor, *, scale: float | None = None, causal: bool = True
-) -> Tensor:
-    """softmax(q k^T scale) over keys, (batch, heads, seq_q, seq_k), of (batch, heads, seq, d_head).
-
-    `scale` is 1/sqrt(d_head) by default; fewer key heads than query heads are shared evenly; with
-    unequal lengths the last query sees the last key.
-    """
-    require_alike("queries and keys", q, k)
-    if q.shape[-3] % k.shape[-3]:
-        raise ValueError(f"{q.shape[-3]} query heads cannot share {k.shape[-3]} key heads evenly")
-    k = k.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3)
-    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return _softmax(scores, causal)
-
-
 def circuit_pattern(
     x: Tensor, qk: LowRank | Tensor, *, scale: float = 1.0, causal: bool = True
 ) -> Tensor:

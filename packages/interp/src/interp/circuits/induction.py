@@ -8,11 +8,9 @@
     head 1.0  QK: my token looks at its previous   OV: token block -> output block, BOS -> 0
               token; half as strongly at position 0
 
-A token that never occurred before attends to BOS, and the output is exactly 0. Losing scores are
-`sharpness / 2` below the best or more; where exp of that rounds to 0 the softmax is an exact mean.
-
-`train_induction` lets gradient descent find the same circuit, `confirm_circuit` shows by ablation
-that it did. Elhage et al. 2021; Olsson et al. 2022.
+A token that never occurred before attends to BOS, and the output is exactly 0. Where exp of
+-`sharpness / 2` rounds to 0, the softmax is an exact mean. `train_induction` lets gradient descent
+find the same, `confirm_circuit` shows it by ablation. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.circuits.composition import composition_scores
+from interp.circuits.heads import attention_head
 from interp.decoder.attention_only import AttentionOnly
 from interp.detect import FoundHead, detect_heads
 from interp.patching.streams import drop_heads
@@ -41,8 +40,9 @@ def induction_circuit(
 ) -> AttentionOnly:
     """The circuit for sequences that start with BOS = 0 and go on with tokens 1 ... vocabulary - 1.
 
-    Logits are `induction_reference` exactly, at the default `sharpness`: twice the distance at
-    which a softmax weight of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    Logits are exactly the mean of the one-hot successors of all earlier occurrences of each token,
+    0 if there are none, at the default `sharpness`: twice the distance at which a softmax weight of
+    `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208). `InductionExercise` is the short form.
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
@@ -79,21 +79,30 @@ def induction_circuit(
     return model.requires_grad_(False)
 
 
-def induction_reference(
-    tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The mean of one-hot successors of all earlier occurrences of each token, 0 if there are none.
+class InductionExercise:
+    """The same by hand, as exercises set it: vectors of [token | position], 4 + 5 = 9 dimensions.
 
-    `tokens` (batch, seq) start with BOS; the result is (batch, seq, vocabulary).
+    There is no one stream: what the first head moves, the token before, takes the place of the
+    positions, and position 0 is left out, as it has nothing before it. Without a match the copying
+    head spreads over all. `previous_qk`, `previous_ov`, `match_qk` and `copy_ov` are the circuits.
     """
-    batch, length = tokens.shape
-    result = torch.zeros(batch, length, vocabulary, dtype=dtype)
-    for b, row in enumerate(tokens.tolist()):
-        for i in range(1, length):
-            successors = [row[j + 1] for j in range(1, i) if row[j] == row[i]]
-            for token in successors:
-                result[b, i, token] += 1 / len(successors)
-    return result
+
+    def __init__(self, vocabulary: int = 4, context: int = 5, *, sharpness: float = 10.0) -> None:
+        v, d = vocabulary, vocabulary + context
+        token, place = torch.eye(d).split([v, context])
+        self.previous_qk = 10 * sharpness * place[1:].T @ place[:-1]  # position i scores i - 1
+        self.previous_ov = token.T @ token
+        before, current = torch.eye(2 * v).split(v)  # what the second head reads
+        self.match_qk = sharpness * current.T @ before
+        self.copy_ov = current.T @ current
+        self.vocabulary, self.embed, self.positions = v, token, place
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """What follows the last of `tokens` (batch, seq): weights (batch, vocabulary)."""
+        x = self.embed[tokens] + self.positions[: tokens.shape[-1]]
+        moved = attention_head(x, self.previous_qk, self.previous_ov)
+        both = torch.cat([moved[..., : self.vocabulary], x[..., : self.vocabulary]], -1)[..., 1:, :]
+        return attention_head(both, self.match_qk, self.copy_ov)[..., -1, self.vocabulary :]
 
 
 def repeated_tokens(
@@ -111,10 +120,8 @@ def repeated_tokens(
     """
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
-        raise ValueError(
-            f"periods {periods} must lie within 1 and {min(vocabulary, length) - 1}, "
-            "below both the length and the vocabulary"
-        )
+        most = min(vocabulary, length) - 1
+        raise ValueError(f"periods {periods} must lie within 1 and {most}: all tokens differ")
     period = torch.randint(low, high + 1, (batch, 1), generator=generator)
     order = torch.rand(batch, vocabulary - 1, generator=generator).argsort(-1) + 1
     place = torch.arange(length - 1).expand(batch, -1)
@@ -145,13 +152,9 @@ def train_induction(task: InductionTask | None = None) -> tuple[AttentionOnly, l
     task = task or InductionTask()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
+        sizes = {"d_model": task.d_model, "layers": 2, "heads": task.heads}
         model = AttentionOnly(
-            vocabulary=task.vocabulary,
-            context=task.length,
-            d_model=task.d_model,
-            layers=2,
-            heads=task.heads,
-            positions="attention",
+            vocabulary=task.vocabulary, context=task.length, positions="attention", **sizes
         )
     generator = torch.Generator().manual_seed(task.seed)
     # A shorter memory of squared gradients (0.98) carries more seeds through the phase change.
@@ -188,8 +191,7 @@ class Confirmation:
 def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Confirmation:
     """Find the previous-token head and the induction head, and what ablating the former does.
 
-    The previous-token head is sought where it matters, on the first copy: on later copies nothing
-    that is read later depends on it.
+    The previous-token head is sought where it matters, on the first copy.
     """
     with record(model, "blocks.*.attention.pattern") as seen:
         accuracy = _accuracy(model(tokens), tokens, repeated)
@@ -203,14 +205,8 @@ def confirm_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> C
         0, :, induction.layer, induction.head
     ]
     others = [s for i, s in enumerate(scores.tolist()) if i != previous.head]
-    return Confirmation(
-        previous,
-        induction,
-        accuracy,
-        ablated,
-        scores[previous.head].item(),
-        max(others, default=0.0),
-    )
+    composed = scores[previous.head].item()
+    return Confirmation(previous, induction, accuracy, ablated, composed, max(others, default=0.0))
 
 
 def _accuracy(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:

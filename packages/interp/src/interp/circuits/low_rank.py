@@ -21,9 +21,8 @@ from torch import Tensor
 class LowRank:
     """The matrix `a @ b`: `a` is (..., m, r), `b` is (..., r, n), the rest is a batch.
 
-    Factors in float16 or bfloat16 are decomposed in float32, and what `svd`, `norm`, `eig`,
-    `eigenvalues` and the spaces give is float32 (complex64) then: LAPACK has no half precision,
-    and eight bits would not hold an orthonormal basis.
+    Factors in float16 or bfloat16 are decomposed, and the results given, in float32: LAPACK has no
+    half precision, and eight bits would not hold an orthonormal basis.
     """
 
     a: Tensor
@@ -102,12 +101,6 @@ class LowRank:
         _require_product(other.shape, self)
         return LowRank(other @ self.a, self.b)
 
-    def trace(self) -> Tensor:
-        """The sum of the diagonal, (...)."""
-        _require_square(self)
-        full = self._decomposable()
-        return (full.a * full.b.mT).sum(dim=(-2, -1)).to(self.a.dtype)
-
     def norm(self) -> Tensor:
         """The Frobenius norm, (...)."""
         full = self._decomposable()
@@ -133,17 +126,6 @@ class LowRank:
         full = self._decomposable()
         values: Tensor = torch.linalg.eigvals(full.b @ full.a)
         return values
-
-    def eig(self) -> tuple[Tensor, Tensor]:
-        """Those eigenvalues (..., r) and their unit right eigenvectors (..., n, r), both complex.
-
-        If b a v = w v then a b (a v) = w (a v).
-        """
-        _require_square(self)
-        full = self._decomposable()
-        values, vectors = torch.linalg.eig(full.b @ full.a)
-        vectors = full.a.to(vectors.dtype) @ vectors
-        return values, vectors / torch.linalg.vector_norm(vectors, dim=-2, keepdim=True)
 
     def _decomposable(self) -> LowRank:
         """The factors in float32 where they are in half precision."""
@@ -237,9 +219,7 @@ def _require_product(left: torch.Size, right: LowRank | Tensor) -> None:
 
 def _require_square(matrix: LowRank) -> None:
     if matrix.shape[-1] != matrix.shape[-2]:
-        raise ValueError(
-            f"only a square matrix has eigenvalues and a trace; this one is {tuple(matrix.shape)}"
-        )
+        raise ValueError(f"only a square matrix has eigenvalues; this one is {tuple(matrix.shape)}")
 
 
 def stacked(layers: list[LowRank]) -> LowRank:

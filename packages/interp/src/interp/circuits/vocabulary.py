@@ -4,11 +4,8 @@
     a head, OV       W_U W_OV W_E       what attending to a token adds to the logits
     a head, QK       W_E^T W_QK W_E     which token attends to which
 
-All are `LowRank` with vocabulary x vocabulary entries that never exist together. Column t belongs
-to the source token t. `embed` and `unembed` are (vocabulary, d_model), as `nn.Embedding` and
-`nn.Linear` hold them.
-
-Elhage et al. 2021; copying by eigenvalues: section "Detecting Copying Behavior".
+All are `LowRank`; column t belongs to the source token t. `embed` and `unembed` are (vocabulary,
+d_model), as `nn.Embedding` and `nn.Linear` hold them. Elhage et al. 2021, "Detecting Copying".
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ Where a family has no norm there is an `nn.Identity`, so that the tap names are 
     blocks.*.attention_out, .mlp_out    what is added to the stream
     norm:input, unembed                 the final stream, the logits (before a cap)
 
-Modules are built around the weights that they are given: nothing is copied or made twice. Rotary
-positions: Su et al. 2021; grouped heads: Ainslie et al. 2023; experts: Shazeer et al. 2017.
+Modules are built around the weights that they are given: nothing is copied or made twice.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,7 @@ from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stacked
 from interp.lens import head_outputs
 from interp.tap import record
 
+Module = TypeVar("Module", bound=nn.Module)
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -80,34 +80,29 @@ class Weights:
 
     def linear(self, name: str) -> nn.Linear:
         """An `nn.Linear` around a weight and, where there is one, a bias."""
-        weight = self.parameter(f"{name}.weight")
-        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        module.weight = weight
-        if f"{name}.bias" in self.tensors:
-            module.bias = self.parameter(f"{name}.bias")
-        return module
+        wide, narrow = self.parameter(f"{name}.weight").shape
+        return self._around(name, nn.Linear(narrow, wide, bias=False, device="meta"))
 
     def embedding(self, name: str) -> nn.Embedding:
         """An `nn.Embedding` around a table."""
-        weight = self.parameter(f"{name}.weight")
-        module = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
-        module.weight = weight
-        return module
+        rows, d_model = self.parameter(f"{name}.weight").shape
+        return self._around(name, nn.Embedding(rows, d_model, device="meta"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
         """The norm of that name, or the identity where the family has none."""
         if name not in self:
             return nn.Identity()
-        weight = self.parameter(f"{name}.weight")
-        if not settings.centered:
-            rms = nn.RMSNorm(len(weight), eps=settings.eps, device="meta")
-            rms.weight = weight
-            return rms
-        layer = nn.LayerNorm(len(weight), eps=settings.eps, bias=False, device="meta")
-        layer.weight = weight
-        if f"{name}.bias" in self.tensors:
-            layer.bias = self.parameter(f"{name}.bias")
-        return layer
+        size = len(self.parameter(f"{name}.weight"))
+        if settings.centered:
+            layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
+            return self._around(name, layer)
+        return self._around(name, nn.RMSNorm(size, eps=settings.eps, device="meta"))
+
+    def _around(self, name: str, module: Module) -> Module:
+        for kind in ("weight", "bias"):
+            if f"{name}.{kind}" in self.tensors:
+                module.register_parameter(kind, self.parameter(f"{name}.{kind}"))
+        return module
 
 
 class DecoderAttention(nn.Module):
@@ -312,13 +307,14 @@ class Decoder(nn.Module):
         self.eval()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits of the tokens; `attention_mask` (batch, seq) is 0 where there is padding."""
+        """Logits of the tokens; `attention_mask` (batch, seq) is 0 where there is padding.
+
+        Learned positions count from the first column, as transformers counts without position_ids.
+        """
         tokens = input_ids
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
-            raise ValueError(
-                f"tokens are {tokens.dtype} {tuple(tokens.shape)}; give ids (batch, seq), one at "
-                "least"
-            )
+            given = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(f"tokens are {given}; give ids (batch, seq), one at least")
         if int(tokens.max()) >= self.embed.num_embeddings or int(tokens.min()) < 0:
             raise ValueError(
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
@@ -335,10 +331,8 @@ class Decoder(nn.Module):
                 x, position = x + position, None
         padding = None if attention_mask is None else attention_mask == 0
         if padding is not None and padding.shape != tokens.shape:
-            raise ValueError(
-                f"attention_mask is {tuple(padding.shape)}; give {tuple(tokens.shape)}, as the "
-                "tokens are"
-            )
+            shapes = tuple(padding.shape), tuple(tokens.shape)
+            raise ValueError(f"attention_mask is {shapes[0]}; give {shapes[1]}, as the tokens are")
         for block in self.blocks:
             x = block(x, padding, position)
         return self.decode(x)

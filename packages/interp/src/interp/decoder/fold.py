@@ -1,11 +1,7 @@
 """Rewrite weights so that circuits can be read off them while the function stays the same.
 
-    fold_norm         a norm's gain and bias move into the linear layers that read it
-    center_writes     what writes to the stream leaves out its mean, which layer norms subtract
-    center_unembed    the unembedding stops adding the same number to all logits
-    fold_value_bias   the value bias moves into the output bias, as attention weights sum to 1
-
-Parameters are replaced, never written to: a shared weight keeps its value for the others.
+`fold_decoder` does all of it, for any family. Parameters are replaced, never written
+to: a shared weight keeps its value for the others.
 """
 
 from __future__ import annotations
@@ -37,25 +33,19 @@ def fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
     # In the precision of the weights; the seed is local, so that nobody's random numbers move.
     generator = torch.Generator(gain.device).manual_seed(0)
     x = torch.randn(3, gain.numel(), generator=generator, device=gain.device).to(gain.dtype)
-    modules = (norm, *readers)
-    before = [dict(module._parameters) for module in modules]
-    expected = [reader(norm(x)) for reader in readers]
+    bare = {"weight": torch.ones_like(gain)}
+    bare |= {} if shift is None else {"bias": torch.zeros_like(shift)}
+    normed, scaled = norm(x), torch.func.functional_call(norm, bare, (x,)) * gain
+    error = (scaled + (0 if shift is None else shift) - normed).abs().max()
+    if error > torch.finfo(gain.dtype).eps ** 0.5 * normed.abs().max():
+        raise ValueError(f"{type(norm).__name__} is not weight * n(x) + bias, so it does not fold")
     for reader in readers:
         if shift is not None:
             added = reader.weight @ shift
             _set(reader, "bias", added if reader.bias is None else reader.bias + added)
         _set(reader, "weight", reader.weight * gain)
-    _set(norm, "weight", torch.ones_like(gain))
-    if shift is not None:
-        _set(norm, "bias", torch.zeros_like(shift))
-    tolerance = torch.finfo(gain.dtype).eps ** 0.5
-    for reader, old in zip(readers, expected, strict=True):
-        if (reader(norm(x)) - old).abs().max() > tolerance * old.abs().max():
-            for module, parameters in zip(modules, before, strict=True):
-                module._parameters.update(parameters)
-            raise ValueError(
-                f"{type(norm).__name__} is not weight * n(x) + bias, so it does not fold"
-            )
+    for name, value in bare.items():
+        _set(norm, name, value)
 
 
 @torch.no_grad()

@@ -2,8 +2,7 @@
 
 - `attribution_patching`: any sites of any model, from one backward pass.
 - `attribute_parts`: what `patch_parts` measures, corrected as in AtP*. A saturated softmax has no
-  gradient, so that of queries and keys is computed again and what follows is held linear; where
-  effects through several layers cancel, gradients are dropped a layer at a time.
+  gradient, so that of queries and keys is computed again and what follows is held linear.
 - `edge_attribution`: what `patch_edges` measures, with the same correction.
 
 Nanda 2023, "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated
@@ -30,7 +29,7 @@ from interp.patching.paths import (
     require_repeatable,
     sent,
 )
-from interp.patching.restart import Metric, Prompt, forward, measure, require_a_pair
+from interp.patching.restart import Metrics, Prompt, forward, mean_of, measure, several
 from interp.tap import Replacement, patch, record
 
 
@@ -59,19 +58,18 @@ def attribute_parts(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     corrected: bool = True,
-    drop_gradients: bool = False,
 ) -> dict[str, Tensor]:
     """Estimates of what `patch_parts` measures, less the corrupted run: q, k, v, z and mlp.
 
     Each is (layers, heads, positions); k and v have the heads that are shared, mlp one. `metric`
-    maps final streams (n, seq, d_model) to (n,). `corrected` computes the softmax again for q and
-    k. `drop_gradients` gives the mean size of the effect over runs that each drop the gradients of
-    one other layer's attention and MLP: nothing cancels, and all is positive.
+    maps final streams (n, seq, d_model) to (n,). `corrected`: with the softmax of q and k again.
     """
-    require_a_pair(clean, corrupted)
+    if pairs := several(clean, corrupted, metric):
+        each = [attribute_parts(model, *pair, corrected=corrected) for pair in pairs]
+        return {part: torch.stack([found[part] for found in each]).mean(0) for part in each[0]}
     names = {"q": "attention.q", "k": "attention.k", "v": "attention.v", "z": "attention.o:input"}
     names["mlp"] = "mlp_out"
     layers = range(len(model.layers))
@@ -82,51 +80,30 @@ def attribute_parts(
         before = dict(seen)
         forward(model, corrupted)
 
-    def effects(dropped: int | None) -> dict[str, Tensor]:
-        held = {}
-        if dropped is not None:
-            held = {f"blocks.{dropped}.{out}": torch.detach for out in ("attention_out", "mlp_out")}
-        slopes = _gradients(model, corrupted, lambda out, end: measure(metric, end), seen, held)
-        parts: dict[str, list[Tensor]] = {part: [] for part in names}
-        for i, block in enumerate(model.layers):
-            attention, at = block.attention, f"blocks.{i}."
-            counts = {"q": attention.heads, "z": attention.heads, "mlp": 1}
-            for part, name in names.items():
-                site = at + name
-                if corrected and part in ("q", "k"):
-                    values = _through_softmax(
-                        attention,
-                        part,
-                        before[site],
-                        (seen[at + "attention.q"], seen[at + "attention.k"]),
-                        slopes[at + "attention.pattern"],
-                        _padding(corrupted),
-                    )
-                else:
-                    change = (before[site] - seen[site]) * slopes[site]
-                    heads = counts.get(part, attention.kv_heads)
-                    values = change[0].unflatten(-1, (heads, -1)).sum(-1).T
-                parts[part].append(values)
-        return {part: torch.stack(values) for part, values in parts.items()}
-
-    with torch.no_grad():
-        if not drop_gradients or len(layers) == 1:
-            found = effects(None)
-            return {k: v.abs() for k, v in found.items()} if drop_gradients else found
-        sizes = {part: torch.zeros_like(values) for part, values in effects(None).items()}
-        for dropped in layers:
-            for part, values in effects(dropped).items():
-                # A layer's own parts would have no gradient left.
-                values[dropped] = 0
-                sizes[part] += values.abs() / (len(layers) - 1)
-        return sizes
+    slopes = _gradients(model, corrupted, lambda out, end: measure(metric, end), seen)
+    parts: dict[str, list[Tensor]] = {part: [] for part in names}
+    for i, block in enumerate(model.layers):
+        attention, at = block.attention, f"blocks.{i}."
+        queries, keys = seen[at + "attention.q"], seen[at + "attention.k"]
+        counts = {"q": attention.heads, "z": attention.heads, "mlp": 1}
+        for part, name in names.items():
+            old, new, slope = seen[at + name], before[at + name], slopes[at + name]
+            if corrected and part in ("q", "k"):
+                slope = slopes[at + "attention.pattern"]
+                padding = _padding(corrupted)
+                values = _through_softmax(attention, part, new, (queries, keys), slope, padding)
+            else:
+                heads = counts.get(part, attention.kv_heads)
+                values = ((new - old) * slope)[0].unflatten(-1, (heads, -1)).sum(-1).T
+            parts[part].append(values)
+    return {part: torch.stack(values) for part, values in parts.items()}
 
 
 def edge_attribution(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
@@ -139,6 +116,9 @@ def edge_attribution(
     held linear. `exact` measures each edge too, so that `.error` shows what the
     estimate is worth.
     """
+    if pairs := several(clean, corrupted, metric):
+        estimated = partial(edge_attribution, model, senders=senders, receivers=receivers)
+        return mean_of([estimated(*pair, exact=exact, batch=batch) for pair in pairs])
     with torch.no_grad():
         edges, changes = sent(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
@@ -179,7 +159,7 @@ def _read(
     change: Tensor,
     seen: Mapping[str, Tensor],
     slopes: Mapping[str, Tensor],
-    metric: Metric,
+    metric: Metrics,
     padding: Tensor | None,
 ) -> Tensor:
     """The effect (n, heads) of changes (n, seq, d_model) in what all such receivers read."""
@@ -251,7 +231,6 @@ def _gradients(
     prompt: Prompt,
     metric: Callable[[Any, Tensor], Tensor],
     seen: Mapping[str, Tensor],
-    held: Mapping[str, Replacement] | None = None,
 ) -> dict[str, Tensor]:
     """d metric(output, final stream) / d activation at each site, in the run of `prompt`."""
     # An added zero is a place to differentiate at, also where no parameter asks for gradients.
@@ -261,7 +240,6 @@ def _gradients(
     end = (f"blocks.{len(model.blocks) - 1}",) if isinstance(model, Decoder) else ()
     with torch.enable_grad():
         with (
-            patch(model, held or {}),
             patch(model, added),
             record(model, *end, detach=False) as last,
             record(model, *seen, clone=True) as again,

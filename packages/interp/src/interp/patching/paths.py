@@ -2,12 +2,8 @@
 
 The stream is a sum, so a path is the difference of what its sender adds in the two runs, added to
 what its receiver reads. What lies between sees the corrupted run; what follows, the answer.
-
-- `path_patching`: one sender, any readers, of any model.
-- `patch_edges`: all edges of a `Decoder`, from heads and MLPs to queries, keys and values of
-  heads, MLPs and the final stream, in batches that restart at the receiver.
-
-Goldowsky-Dill et al. 2023, "Path Patching".
+`path_patching` does it for any model, `patch_edges` for all edges of a `Decoder`, in batches that
+restart at the receiver. Goldowsky-Dill et al. 2023, "Path Patching".
 """
 
 from __future__ import annotations
@@ -21,8 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, DecoderAttention
-from interp.patching.restart import Metric, Prompt, Restart, forward, measure, require_a_pair
-from interp.patching.streams import put_heads
+from interp.patching.restart import (
+    Metrics,
+    Prompt,
+    Restart,
+    alike,
+    forward,
+    mean_of,
+    measure,
+    several,
+)
+from interp.patching.waves import put_heads
 from interp.tap import patch, record
 
 
@@ -53,6 +58,7 @@ class Edges:
     exists: Tensor
     values: Tensor
     exact: Tensor | None = None
+    each: Tensor | None = None  # of several pairs: (pairs, senders, receivers)
 
     @property
     def error(self) -> Tensor:
@@ -105,7 +111,7 @@ def patch_edges(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     senders: Sequence[Node] | None = None,
     receivers: Sequence[Node] | None = None,
@@ -116,6 +122,9 @@ def patch_edges(
     `metric` maps final streams (n, seq, d_model) to (n,), as in `patch_streams`; changes are
     patched at all positions at once.
     """
+    if pairs := several(clean, corrupted, metric):
+        patched = partial(patch_edges, model, senders=senders, receivers=receivers, batch=batch)
+        return mean_of([patched(*pair) for pair in pairs])
     edges, changes = sent(model, clean, corrupted, senders, receivers)
     run = Restart(model, "blocks.*", corrupted, batch=batch)
     base = measure(metric, run.end)
@@ -168,7 +177,6 @@ def sent(
         )
     if model.settings.positions_in_attention:
         raise ValueError("edges need positions in the stream; these go into queries and keys alone")
-    require_a_pair(clean, corrupted)
     sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
     with record(model, *sites, clone=True) as seen:
         forward(model, clean)
@@ -241,10 +249,7 @@ def require_equal_shapes(clean: Mapping[str, Tensor], corrupted: Mapping[str, Te
 def require_repeatable(seen: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
     """The same tokens must give the same activations: not so with a cache or dropout."""
     for site, x in again.items():
-        old = seen[site]
-        if x.shape != old.shape or not torch.allclose(
-            x, old, rtol=1e-3, atol=1e-4 * float(old.abs().max())
-        ):
+        if not alike(x, seen[site]):
             raise ValueError(
                 f"{site!r} differs when the corrupted run is repeated: either the model keeps a "
                 "state (a cache, dropout): use eval() and turn caches off, or a receiver comes "

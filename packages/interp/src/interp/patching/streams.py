@@ -1,7 +1,6 @@
 """Which activation carries the answer: put one run's into another and see what comes back.
 
-- `patch_streams`: every (layer, position) of the residual stream, exactly. Each layer restarts from
-  the recorded stream with all positions as one batch, and the metric sees the final stream alone.
+- `patch_streams`: every (layer, position) of the residual stream, exactly, restarted at the layer.
 - `patch_parts`: the same for every head's queries, keys, values or result at every position.
 - `ablate_parts`: every head or MLP without what it does: zero, its mean, or another prompt's.
 """
@@ -16,16 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from interp.patching.restart import (
-    Metric,
-    Prompt,
-    Restart,
-    forward,
-    measure,
-    require_a_pair,
-    tokens_of,
-)
-from interp.tap import patch, record
+from interp.patching.restart import Metrics, Prompt, Restart, forward, mean_of, measure, several
+from interp.patching.waves import scan
+from interp.tap import record
 
 Kind = Literal["zero", "mean", "resample"]
 
@@ -34,32 +26,33 @@ Kind = Literal["zero", "mean", "resample"]
 class StreamScan:
     """The metric after each patch, (layers, positions), and in the two runs themselves.
 
-    `patch_parts` gives (layers, heads, positions).
+    `patch_parts` gives (layers, heads, positions). Of several pairs all are means, and `each` has
+    their values, (pairs, layers, ...).
     """
 
     names: tuple[str, ...]
     values: Tensor
     clean: float
     corrupted: float
+    each: Tensor | None = None
 
     @property
     def recovered(self) -> Tensor:
         """The share of the gap that each patch closes: 0 as corrupted, 1 as clean."""
         if self.clean == self.corrupted:
-            raise ValueError(
-                f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; give "
-                "prompts that it tells apart"
-            )
+            same = f"the metric is {self.clean:.6g} in both runs"
+            raise ValueError(f"{same}: there is no gap to recover; give prompts that differ in it")
         return (self.values - self.corrupted) / (self.clean - self.corrupted)
 
 
 @dataclass(frozen=True, eq=False)
 class Ablations:
-    """The metric without each part, (layers, heads), and with all of them."""
+    """The metric without each part, (layers, heads), and with all of them; `each` by prompt."""
 
     names: tuple[str, ...]
     values: Tensor
     whole: float
+    each: Tensor | None = None
 
     @property
     def effect(self) -> Tensor:
@@ -73,7 +66,7 @@ def patch_streams(
     blocks: str,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     batch: int = 64,
 ) -> StreamScan:
@@ -83,13 +76,15 @@ def patch_streams(
     it back, each the next one's input. `clean` and `corrupted` are (1, seq), or mappings of what
     the model is called with, an `attention_mask` or `past_key_values` among it; `metric` maps
     final streams (n, seq, d_model), as they leave the last block, to (n,), see
-    `logit_difference`. `batch` positions run together.
+    `logit_difference`. `batch` positions run together. Of several pairs, (pairs, seq), with one
+    metric or one for each, values are means.
 
     Raises ValueError if a block does not feed the next one, or gives something else when called
     again.
     """
-    scan = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
-    return replace(scan, values=scan.values[:, 0])
+    found = patch_parts(model, blocks, ":input", clean, corrupted, metric, batch=batch)
+    each = None if found.each is None else found.each[:, :, 0]
+    return replace(found, values=found.values[:, 0], each=each)
 
 
 @torch.no_grad()
@@ -99,7 +94,7 @@ def patch_parts(
     part: str,
     clean: Prompt,
     corrupted: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     heads: int = 1,
     batch: int = 64,
@@ -113,20 +108,19 @@ def patch_parts(
 
     Raises ValueError where `patch_streams` does, and if the site does not have that many heads.
     """
-    require_a_pair(clean, corrupted)
+    if pairs := several(clean, corrupted, metric):
+        scanned = partial(patch_parts, model, blocks, part, heads=heads, batch=batch)
+        return mean_of([scanned(*pair) for pair in pairs])
     run = Restart(model, blocks, corrupted, batch=batch)
     sites = _sites(run, part)
     with record(model, *sites, run.names[-1], clone=True) as seen:
         forward(model, clean)
     length, device = run.end.shape[1], run.end.device
-    places = torch.arange(max(heads, 1) * length, device=device)
-    values = []
-    for layer, site in enumerate(sites):
-        source = _by_head(site, seen[site], heads, length)
-        effects = _scan(run, layer, site, source, places // length, places % length, metric)
-        values.append(effects.view(heads, length))
+    sources = [_by_head(site, seen[site], heads, length)[0] for site in sites]
+    places = torch.ones(len(sites), heads, length, device=device).nonzero()
+    values = scan(run, sites, sources, places[:, 0], places[:, 1], places[:, 2:], metric)
     ends = measure(metric, torch.cat([seen[run.names[-1]], run.end])).tolist()
-    return StreamScan(run.names, torch.stack(values), *ends)
+    return StreamScan(run.names, values.view(len(sites), heads, length), *ends)
 
 
 @torch.no_grad()
@@ -135,7 +129,7 @@ def ablate_parts(
     blocks: str,
     part: str,
     prompt: Prompt,
-    metric: Metric,
+    metric: Metrics,
     *,
     how: Kind = "zero",
     reference: Tensor | None = None,
@@ -152,32 +146,31 @@ def ablate_parts(
         raise ValueError(f"how {how!r} is not one of 'zero', 'mean', 'resample'")
     if (how == "zero") != (reference is None):
         raise ValueError(f"how={how!r} {'takes no' if how == 'zero' else 'needs a'} reference=")
-    require_a_pair(prompt, prompt)
-    tokens = tokens_of(prompt)
-    if how == "resample" and reference is not None and reference.shape[1:] != tokens.shape[1:]:
-        raise ValueError(
-            f"reference is {tuple(reference.shape)}; to resample from it give "
-            f"(n, {tokens.shape[1]}) tokens"
-        )
+    if prompts := several(prompt, prompt, metric):
+        ablate = partial(ablate_parts, model, blocks, part, how=how, reference=reference)
+        return mean_of([ablate(one, m, heads=heads, batch=batch) for one, _, m in prompts])
     run = Restart(model, blocks, prompt, batch=batch)
+    length, device = run.end.shape[1], run.end.device
+    if how == "resample" and reference is not None and reference.shape[1] != length:
+        raise ValueError(
+            f"reference is {tuple(reference.shape)}; to resample from it give (n, {length}) tokens"
+        )
     sites = _sites(run, part)
     with record(model, *sites, clone=True) as seen:
         forward(model, prompt if reference is None else reference)
-    length, device = run.end.shape[1], run.end.device
-    head = torch.arange(heads, device=device)
-    everywhere = torch.arange(length, device=device)[None].expand(heads, -1)
-    values = []
-    for layer, site in enumerate(sites):
-        there = _by_head(site, seen[site], heads, None)
-        if how == "zero":
-            sources = [torch.zeros_like(there[0])]
-        elif how == "mean":
-            sources = [there.mean((0, 1)).expand(length, -1, -1)]
-        else:
-            sources = list(there)
-        each = [_scan(run, layer, site, one[None], head, everywhere, metric) for one in sources]
-        values.append(torch.stack(each).mean(0))
-    return Ablations(run.names, torch.stack(values), float(measure(metric, run.end)))
+    there = [_by_head(site, seen[site], heads, None) for site in sites]
+    if how == "zero":
+        there = [torch.zeros_like(x[:1]) for x in there]
+    elif how == "mean":
+        there = [x.mean((0, 1)).expand(1, length, -1, -1) for x in there]
+    layer, head = torch.ones(len(sites), heads, device=device).nonzero().mT
+    everywhere = torch.arange(length, device=device).expand(len(head), -1)
+    each = [
+        scan(run, sites, sources, layer, head, everywhere, metric)
+        for sources in zip(*there, strict=True)
+    ]
+    values = torch.stack(each).mean(0).view(len(sites), heads)
+    return Ablations(run.names, values, float(measure(metric, run.end)))
 
 
 def _sites(run: Restart, part: str) -> list[str]:
@@ -198,43 +191,6 @@ def _by_head(site: str, value: Tensor, heads: int, length: int | None) -> Tensor
     return by_head
 
 
-def _scan(
-    run: Restart,
-    layer: int,
-    site: str,
-    source: Tensor,
-    head: Tensor,
-    position: Tensor,
-    metric: Metric,
-) -> Tensor:
-    """The metric (n,) with `source` (1, seq, heads, d_head) put at n places, `batch` at a time.
-
-    Place i is head[i] at position[i], one or several.
-    """
-    results = []
-    for i in range(0, len(head), run.batch):
-        heads, positions = head[i : i + run.batch], position[i : i + run.batch]
-        row = torch.arange(len(heads), device=heads.device)
-        if positions.ndim == 2:
-            row, heads = row[:, None], heads[:, None]
-        put = partial(
-            put_heads, (row, positions, heads), source[0, positions, heads], source.shape[2]
-        )
-        with patch(run.model, {site: put}):
-            results.append(measure(metric, run(run.streams[layer].repeat(len(row), 1, 1), layer)))
-    return torch.cat(results)
-
-
-def put_heads(
-    places: tuple[Tensor | slice | int, ...], new: Tensor, heads: int, old: Tensor
-) -> Tensor:
-    """`old` (n, seq, heads * d_head) with `new` at places (row, position, head)."""
-    changed = old.unflatten(-1, (heads, -1)).clone()
-    changed[places] = new
-    joined: Tensor = changed.flatten(-2)
-    return joined
-
-
 def logit_difference(
     norm: Callable[[Tensor], Tensor] | None,
     unembed: nn.Linear | Tensor,
@@ -242,7 +198,7 @@ def logit_difference(
     wrong: int,
     *,
     position: int = -1,
-) -> Metric:
+) -> Callable[[Tensor], Tensor]:
     """The metric logit(right) - logit(wrong), from two rows of the unembedding alone."""
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias

@@ -99,10 +99,7 @@ def _map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
     """Rows, columns and values of a heat map; heads and layers are rows, positions columns."""
     if isinstance(patched, Edges):
         rows, columns = [str(s) for s in patched.senders], [str(r) for r in patched.receivers]
-        values, note = (
-            patched.values,
-            "what the metric gains when a receiver reads the clean sender",
-        )
+        values, note = patched.values, "what the metric gains when the clean sender is read"
         down, across = "sender", "receiver"
     else:
         layers, down, across = _told_apart(list(patched.names)), "layer", "position"
@@ -118,15 +115,9 @@ def _map(title: str, patched: Patched, tokens: list[str]) -> dict[str, Any]:
             if values.ndim == 3:
                 down = "layer.head"
                 rows = [f"{layer}.{head}" for layer in layers for head in range(values.shape[1])]
-    return {
-        "title": title,
-        "note": note,
-        "rows": rows,
-        "columns": columns,
-        "down": down,
-        "across": across,
-        "values": values.reshape(len(rows), -1).tolist(),
-    }
+    told = {"title": title, "note": note, "rows": rows, "columns": columns}
+    cells = values.reshape(len(rows), -1).tolist()
+    return {**told, "down": down, "across": across, "values": cells}
 
 
 def _patterns(
