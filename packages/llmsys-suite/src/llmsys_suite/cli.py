@@ -136,8 +136,8 @@ def audit(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="A run folder.")],
-    after: Annotated[Path, typer.Argument(help="Another.")],
+    before: Annotated[str, typer.Argument(help="A run folder, or several: A1,A2.")],
+    after: Annotated[str, typer.Argument(help="Another, or several.")],
     fail_above: Annotated[
         float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
     ] = None,
@@ -152,13 +152,13 @@ def compare(
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
-    runs = _run_folder(before), _run_folder(after)
+    old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     if assert_equal:
-        found = list(differences(*runs))
+        found = [line for folder in (*old[1:], *new) for line in differences(old[0], folder)]
         print("\n".join(found) if found else "losses and counts are equal")
         raise typer.Exit(1 if found else 0)
-    rows = compare_runs(*runs, resolve=percentage(resolve, "--resolve"))
-    for doubt in warnings(*runs):
+    rows = compare_runs(old, new, resolve=percentage(resolve, "--resolve"))
+    for doubt in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
         print(f"llmsys: {doubt}", file=sys.stderr)
     for row in rows:
         print(row)
