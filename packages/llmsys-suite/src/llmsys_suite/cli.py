@@ -42,6 +42,8 @@ def run(
         int | None, typer.Option(help="Measured steps a variant; scale's budgets follow them.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
+    learn: Annotated[int | None, typer.Option(help="Steps of the fastest way, for real.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Learn on from RUN/checkpoint.")] = None,
     seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
@@ -60,6 +62,8 @@ def run(
         backend=backend,
         steps=steps,
         warmup=warmup,
+        learn=learn,
+        resume=resume,
         seed=seed,
         data=data,
         out=out,

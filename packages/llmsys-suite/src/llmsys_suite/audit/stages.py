@@ -19,6 +19,7 @@ import numpy as np
 import tinyml
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +33,7 @@ from llmsys_suite.run import Run
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
+from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import memory as memory_stage
 from llmsys_suite.stages import parallel as parallel_stage
 from llmsys_suite.stages import profile as profile_stage
@@ -285,6 +287,23 @@ def memory(run: Run, result: Result) -> Iterator[Check]:
             p["training_peak_mib"] for p in model["peaks"] if p["context"] == run.config.context
         ), drawn, 1e-9)  # fmt: skip
     yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
+
+
+def learn(run: Run, result: Result) -> Iterator[Check]:
+    """The loss of the file that was left, and of the first batch, in float64."""
+    if run.folder is None:
+        return
+    config, text, heads = run.config, read_text(run.config.data), run.model.num_heads
+    held = reference.spread(text.heldout, learn_stage.HELDOUT_ROWS, config.context)
+    stored = load_file(run.folder.path / "model.safetensors")
+    weights = {name: w.to(run.device).double() for name, w in stored.items()}
+    yield equal("held-out loss", "reported", "the file's weights in float64",
+                float(reference.loss(weights, *_on(run, held), heads)),
+                result["heldout"][-1][1], REPLAYED_LOSS)  # fmt: skip
+    if result["begun_at"] == 0:
+        first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
+        exact = float(reference.loss(_weights(_seeded(run, run.model)), *_on(run, first), heads))
+        yield equal("first loss", "reported", "float64", exact, result["losses"][0], REPLAYED_LOSS)
 
 
 def scale(run: Run, result: Result) -> Iterator[Check]:
@@ -571,6 +590,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 STAGES: dict[str, Callable[[Run, Result], Iterator[Check]]] = {
     "links": links,
+    "learn": learn,
     "attention": attention,
     "parallel": parallel,
     "profile": profile,

@@ -237,9 +237,10 @@ def _compare(
         errors, rounds_free = zip(*(_error(logs, random) for logs, _ in side), strict=True)
         away += sign * sum(middles) / n
         within += sum(e**2 for e in errors) / n**2
-        # What the runs of this side show, if it is more than is usual.
-        shown = float(np.var(middles, ddof=1)) if n > 1 else 0.0
-        between += max(APART**2, shown - sum(e**2 for e in errors) / n) / n
+        # What the runs of this side show, where it is far more than is usual: two tell little.
+        shown, usual = float(np.var(middles)) * n / max(n - 1, 1), APART**2
+        alone = sum(e**2 for e in errors) / n
+        between += (usual if shown < 4 * (usual + alone) else shown - alone) / n
         frees.append(sum(rounds_free))
     error, free = math.sqrt(within + between), min(frees)
     half = _student(0.975, free) * error

@@ -40,10 +40,6 @@ def run(run: Run) -> dict[str, Any]:
             variant.close()
     if run.folder is None:
         return {}
-    if run.trained is not None:
-        from safetensors.torch import save_file
-
-        save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
     result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
     for row in result["rows"]:
