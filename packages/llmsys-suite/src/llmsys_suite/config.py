@@ -76,7 +76,7 @@ class RunConfig:
     steps: int = 20
     warmup: int = 5
     #: Steps of the fastest way, and the checkpoint that it goes on from.
-    learn: int = 800
+    learn: int = 500
     resume: Path | None = None
     seed: int = 0
     learning_rate: float = 2e-3

@@ -221,7 +221,9 @@ def _red(run: Run, stage: str) -> list[str]:
 
 def _config(world: int, out: Path) -> RunConfig:
     rows = 8 * world
-    return RunConfig(size="mini", world=world, rows=rows, context=64, steps=4, warmup=1, learn=8, out=out)
+    return RunConfig(
+        size="mini", world=world, rows=rows, context=64, steps=4, warmup=1, learn=8, out=out
+    )
 
 
 if __name__ == "__main__":
