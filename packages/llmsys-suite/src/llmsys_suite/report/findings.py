@@ -246,8 +246,8 @@ def _inspect(inspect: Row, _: Row, __: RunFolder) -> Section:
     finding = (
         f"The trained model has {kinds}. Beside it an induction circuit was grown: right "
         f"{grown['whole']:.0%} of the time, {grown['ablated']:.0%} without its head for the token "
-        f"before, {grown['all_cut']:.0%} without its first layer, {grown['restored']:.0%} with that "
-        "head alone put back."
+        f"before, {grown['all_cut']:.0%} without its first layer, {grown['restored']:.0%} with "
+        "that head alone put back."
     )
     shown = pick(heads, kind="kind", layer="layer", head="head", score="score", chance="by chance")
     folded = [("logit lens", inspect["lens"]), ("attribution", inspect["attribution"])]

@@ -90,7 +90,8 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield fastest(folder)
     if "heldout" in stages.get("learn", {}):
         steps, loss = stages["learn"]["heldout"][-1]
-        yield f"held out: {loss:.3f} nats a byte after {steps} steps of {stages['learn']['variant']}"
+        way = stages["learn"]["variant"]
+        yield f"held out: {loss:.3f} nats a byte after {steps} steps of {way}"
 
 
 def page(folder: RunFolder, made: Sequence[Section]) -> str:
@@ -125,7 +126,8 @@ def page(folder: RunFolder, made: Sequence[Section]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{heading}</h1>"
-        f'<p class="soft">{html.escape(lines[0])}</p><div class="two"><div>{first}</div>{curve}</div>'
+        f'<p class="soft">{html.escape(lines[0])}</p><div class="two"><div>{first}</div>'
+        f"{curve}</div>"
         f'<div class="two">{samples}</div><nav>{contents}</nav>\n{body}\n'
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
         f"<nav>{files}</nav></body></html>\n"

@@ -181,7 +181,7 @@ def bars(names: Sequence[str], values: Sequence[float], unit: str) -> str:
 
 
 def patterns(found: dict[str, list[list[float]]]) -> str:
-    """The heads that are most of each kind, side by side: from each token (down) to earlier ones."""
+    """The heads that are most of each kind: from each token (down) to those before it."""
 
     def draw(axes: Axes) -> None:
         side = len(next(iter(found.values())))
