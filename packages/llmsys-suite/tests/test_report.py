@@ -10,11 +10,11 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report.findings import against, interval
 from llmsys_suite.report.page import headline, write_report
-from llmsys_suite.stages import audit
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -203,7 +203,7 @@ def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):
 
 def test_an_audit_without_a_red_check_is_no_stage_that_failed(tmp_path, monkeypatch):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
-    monkeypatch.setattr("llmsys_suite.stages.audit.audit_run", lambda run: ({}, []))
+    monkeypatch.setattr("llmsys_suite.audit.run.audit_run", lambda run: ({}, []))
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))
     assert "audit: 0/0 passed" in headline(folder.path)
     assert "FAILED stage" not in headline(folder.path)

@@ -32,7 +32,7 @@ SIZES = {
     "2.7B": Size(2560, 10240, 32, 32),
     "10B": Size(4608, 12288, 50, 36),
 }
-#: `memory` draws a quarter of the context, too, and a head takes two positions to look back.
+#: `memory` draws half of the context, too, and a head takes two positions to look back.
 LEAST_CONTEXT = 8
 # In the order of a run.  Each stage names the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -179,6 +179,11 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
     return tuple(stage for stage in STAGES if stage in wanted)
 
 
+def restarts() -> int:
+    """How often torchrun has started this run anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def count_gpus() -> int:
     """CUDA devices that torch can use here."""
     try:
@@ -256,7 +261,7 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
     first = os.environ.get("RANK", "0") == "0"
     # What torchrun starts again finds its own folder.
-    first = first and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    first = first and restarts() == 0
     # Not Path's methods, which raise for a name that is too long; of the ranks that a launcher
     # started only the one that makes the folder, lest another finds it made.
     if (

@@ -22,12 +22,12 @@ import tinyml
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accounting.memory.live import LiveMemory
 
 from llmsys_suite.audit.probe import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
-from llmsys_suite.measure.live_memory import LiveMemory
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
@@ -357,8 +357,8 @@ def scaled(key: str, change: Callable[[Any], Any]) -> Patch:
     return after(scale, "train_one", lambda row, *_: row | {key: change(row)})
 
 
-def half_budget(original: Any, run: Run, budget: float, width: int) -> Any:
-    return original(run, budget / 2, width) | {"compute_flops": budget}
+def half_budget(original: Any, run: Run, budget: float, *more: int) -> Any:
+    return original(run, budget / 2, *more) | {"compute_flops": budget}
 
 
 def exponent_of_tokens(result: Any, *_: Any) -> Any:

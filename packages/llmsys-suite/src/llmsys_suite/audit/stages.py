@@ -361,20 +361,18 @@ KNOWN_VALLEYS = _valleys()
 
 
 def _trained_again(run: Run, row: dict[str, Any]) -> float:
-    width, steps, config = int(row["width"]), int(row["steps"]), run.config
+    width, steps, seed = int(row["width"]), int(row["steps"]), int(row["seed"])
     shape = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=scale_stage.CONTEXT
     )
-    weights = _weights(_seeded(run, shape))
-    text = read_text(config.data)
+    weights = _weights(_seeded(run, shape, seed))
+    text = read_text(run.config.data)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
-        batch = reference.batch(
-            text.train, scale_stage.ROWS, scale_stage.CONTEXT, config.seed, step
-        )
+        batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
         _, gradients = reference.gradients(weights, *_on(run, batch), 2)
         weights = optimizer.step(weights, gradients)
     held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
@@ -571,8 +569,8 @@ def _on(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].to(run.device), batch[1].to(run.device)
 
 
-def _seeded(run: Run, config: ModelConfig) -> Decoder:
-    torch.manual_seed(run.config.seed)
+def _seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
+    torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
 
 

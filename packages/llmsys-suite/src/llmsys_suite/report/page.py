@@ -7,11 +7,14 @@ import html
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.findings import Row, Section, fastest, planned, sections
+
+if TYPE_CHECKING:
+    from llmsys_suite.run import Run
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #596275; --line: #dfe3ea; --paper: #fff;
@@ -38,6 +41,13 @@ figure { margin: .4rem 0; } figcaption, summary { color: var(--soft); font-size:
 @media print { nav, details { display: none; } section { break-inside: avoid; } }
 """
 FILES = ("inspect.html", "report.md", "checks.json", "summary.json", "samples.jsonl", "env.json")
+
+
+def run(run: Run) -> dict[str, Any]:
+    """Write the report for a person."""
+    if run.folder is not None:
+        write_report(run.folder)
+    return {}
 
 
 def write_report(folder: RunFolder) -> str:

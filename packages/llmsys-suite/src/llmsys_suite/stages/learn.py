@@ -9,7 +9,6 @@ Notable:
 from __future__ import annotations
 
 import math
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import zero
 from torch import Tensor
 
-from llmsys_suite.config import UsageError
+from llmsys_suite.config import UsageError, restarts
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
@@ -103,8 +102,7 @@ def fastest(rows: list[dict[str, Any]]) -> str:
 def resumed(run: Run) -> Path | None:
     """The checkpoint to go on from: the one that was asked for, or this run's own of a restart."""
     own = run.config.out / CHECKPOINT
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return own if again and own.exists() else run.config.resume
+    return own if restarts() and own.exists() else run.config.resume
 
 
 def schedule(progress: float) -> float:
