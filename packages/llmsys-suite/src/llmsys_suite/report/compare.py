@@ -303,7 +303,7 @@ def _counts(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 #: Stages whose integers follow from the configuration, whatever machine they are counted on.
-COUNTED = ("plan.", "memory.", "scale.", "compress.")
+COUNTED = ("plan.", "memory.", "scale.")
 
 
 def _short(old: Any, new: Any) -> str:

@@ -97,7 +97,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
     if "losses" in stages.get("train", {}):
         losses = stages["train"]["losses"]["single process"]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of every way"
-        yield fastest(folder)
+        yield fastest(folder) or "One way alone was trained: none is the fastest."
     if "heldout" in stages.get("learn", {}):
         steps, loss = stages["learn"]["heldout"][-1]
         way = stages["learn"]["variant"]
