@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zero
+from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
-from llmsys_suite.measure.live_memory import make_state, training_step_memory
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.report.progress import Progress

@@ -320,7 +320,7 @@ def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[st
 
 def attention_memory() -> list[Row]:
     """Plain attention, batch 8, one head, float32: bytes held before the backward pass."""
-    from llmsys_suite.measure.live_memory import LiveMemory
+    from accounting.memory.live import LiveMemory
     from llmsys_suite.model import plain_attention
 
     rows = []

@@ -1,15 +1,18 @@
 """Two runs are told apart only where their samples can tell them apart."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.report import compare
 from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
@@ -58,13 +61,13 @@ def verdicts(rows):
 
 
 def test_the_same_code_under_three_times_the_load_cannot_be_told_apart(tmp_path):
-    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=1))
+    rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", load=3.0, seed=1)])
     assert set(verdicts(rows).values()) == {"cannot tell"}
     assert not too_slow(rows, 0.0)
 
 
 def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
-    rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1))
+    rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", seed=1)])
     assert {row.variant for row in rows} == {SINGLE, *OURS}
 
 
@@ -73,7 +76,7 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
     tmp_path, scale, verdict
 ):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=scale, seed=1)
-    rows = compare_runs(before, after)
+    rows = compare_runs([before], [after])
     found = verdicts(rows)
     assert found.pop("ddp flat") == verdict
     assert set(found.values()) == {"cannot tell"}
@@ -111,11 +114,12 @@ def ratios(
     return {str(i): (row, 0) for i, row in enumerate(logs)}
 
 
-def pairs(count, rounds, *, scale=1.0, **noise):
+def pairs(count, rounds, *, scale=1.0, runs=1, **noise):
     random = np.random.default_rng(rounds)
     for _ in range(count):
-        before = ratios(rounds, random, **noise)
-        yield compare_ratios(before, ratios(rounds, random, scale=scale, **noise))
+        before = [ratios(rounds, random, **noise) for _ in range(runs)]
+        after = [ratios(rounds, random, scale=scale, **noise) for _ in range(runs)]
+        yield compare_ratios(before, after)
 
 
 def share_told_apart(rows_of_pairs):
@@ -133,32 +137,53 @@ def test_the_same_code_is_seldom_told_apart(rounds, noise):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("rounds", [15, 20, 60, 400])
-def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, noise):
-    assert share_told_apart(pairs(100, rounds, **NOISES[noise])) <= 0.05
+@pytest.mark.parametrize(("rounds", "runs"), [(15, 1), (20, 1), (60, 1), (400, 1), (300, 2)])
+def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, runs, noise):
+    assert share_told_apart(pairs(100, rounds, runs=runs, **NOISES[noise])) <= 0.05
 
 
-def rounds_asked_for(rows_of_pairs):
-    """The middle of what compare says that a verdict on 5 % needs."""
-    said = [re.search(r"5% needs about --steps (\d+)", str(rows[0])) for rows in rows_of_pairs]
-    return int(np.median([float(match[1]) for match in said if match]))
+def rounds_asked_for(runs, **noise):
+    """The middle of what compare says that a verdict on 5 % needs, from a run of sixty."""
+    said = [rows[0].needed(runs) for rows in pairs(10, 60, **noise)]
+    return math.ceil(np.median(said))
+
+
+def verdicts_at(rounds, scale, *, runs, count=100, **noise):
+    """Of one variant that differs, among twelve."""
+    random = np.random.default_rng(rounds)
+    for _ in range(count):
+        sides = [
+            [ratios(rounds, random, variants=1, scale=s, **noise)["0"] for _ in range(runs)]
+            for s in (1.0, scale)
+        ]
+        yield compare._compare("0", *sides, 0.05, 12, random).verdict
 
 
 def test_a_true_difference_of_the_asked_size_is_found():
-    rounds = rounds_asked_for(pairs(10, 60, variants=2))
-    assert 100 < rounds < 1500
-    found = [rows[0].verdict for rows in pairs(10, rounds, scale=1.05, variants=2)]
-    assert found.count("slower") >= 8
+    rounds = rounds_asked_for(2)
+    assert 100 < rounds < 1000
+    assert [*verdicts_at(rounds, 1.05, runs=2, count=20)].count("slower") >= 18
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("noise", ["even", "lasting", "heavy", "spikes"])
+@pytest.mark.parametrize("runs", [1, 2, 3])
+@pytest.mark.parametrize("noise", ["even", "lasting", "heavy", "spikes", "apart"])
 @pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
-def test_of_a_hundred_true_differences_of_the_asked_size_ninety_are_found(noise, scale, verdict):
+def test_of_a_hundred_true_differences_of_the_asked_size_ninety_are_found(
+    noise, scale, verdict, runs
+):
     # As many rounds as compare itself asks for, beginning with a run of sixty.
-    rounds = rounds_asked_for(pairs(40, 60, **NOISES[noise]))
-    found = [rows[0].verdict for rows in pairs(100, rounds, scale=scale, **NOISES[noise])]
+    rounds = rounds_asked_for(runs, **NOISES[noise])
+    found = [*verdicts_at(rounds, scale, runs=runs, **NOISES[noise])]
     assert found.count(verdict) >= 90
+
+
+def test_the_readme_says_how_many_rounds_five_percent_needs():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    one, two = re.search(r"5 % at a noise of 8 % a step takes ([\d,]+) rounds, .* (\d+) each",
+                         readme).groups()  # fmt: skip
+    for runs, said in ((1, one), (2, two)):
+        assert rounds_asked_for(runs) == pytest.approx(int(said.replace(",", "")), rel=0.02)
 
 
 @pytest.mark.exhaustive
@@ -185,22 +210,23 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
 
     def compared(rounds, scale=1.0):
         before, after = recorded if random.random() < 0.5 else recorded[::-1]
-        return compare_ratios(stretches(before, rounds), stretches(after, rounds, scale))
+        return compare_ratios([stretches(before, rounds)], [stretches(after, rounds, scale)])
 
     assert share_told_apart([compared(60) for _ in range(100)]) <= 0.05
-    asked = [
-        re.search(r"--steps (\d+)", str(row)) for row in compared(300) if row.variant == OURS[0]
-    ]
-    rounds = int(asked[0][1]) if asked[0] else 300
-    found = [
-        row.verdict for _ in range(100) for row in compared(rounds, 1.05) if row.variant == OURS[0]
-    ]
+    asked = [row.needed(1) for row in compared(300) if row.variant == OURS[0]]
+    rounds = math.ceil(max(300, asked[0]))
+    found = []
+    for _ in range(100):
+        sides = [
+            [stretches(r, rounds, x)[OURS[0]]] for r, x in zip(recorded, (1, 1.05), strict=True)
+        ]
+        found.append(compare._compare(OURS[0], *sides, 0.05, 11, random).verdict)
     assert found.count("slower") >= 90
 
 
 def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
     rows = compare_runs(
-        make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)
+        [make_run(tmp_path / "a")], [make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)]
     )
     assert set(verdicts(rows).values()) == {"cannot tell"}
     assert all("other programs had the cores in 30 of 30 rounds" in str(row) for row in rows)
@@ -238,7 +264,7 @@ def test_a_ratio_is_of_one_round_and_one_rank():
 )
 def test_runs_that_do_not_compare_are_refused(tmp_path, difference, complaint):
     with pytest.raises(UsageError, match=complaint):
-        compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference))
+        compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", **difference)])
 
 
 def test_an_edited_run_is_refused(tmp_path):
@@ -246,7 +272,7 @@ def test_an_edited_run_is_refused(tmp_path):
     lines = (b.path / "samples.jsonl").read_text().splitlines()
     (b.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     with pytest.raises(UsageError, match="was changed since its run wrote it"):
-        compare_runs(a, b)
+        compare_runs([a], [b])
 
 
 @pytest.mark.parametrize(

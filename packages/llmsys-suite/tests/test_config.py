@@ -20,7 +20,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 
 def test_a_stage_brings_what_it_reads_in_the_order_of_a_run():
-    assert with_dependencies(["inspect"]) == ("plan", "train", "inspect", "report")
+    assert with_dependencies(["inspect"]) == ("plan", "train", "learn", "inspect", "report")
     assert with_dependencies(list(STAGES)) == tuple(STAGES)
 
 

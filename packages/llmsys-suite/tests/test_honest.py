@@ -62,7 +62,7 @@ def moved(run):
 
 
 def assert_between(seeds):
-    for found in run_ranks(distances, 2, seeds, backend=""):
+    for found in run_ranks(distances, 2, seeds, backend="", timeout=60 + 20 * len(seeds)):
         assert training.GRADIENT / 50 < found["gradient"] < training.GRADIENT / 2
         assert training.REPLAYED_LOSS / 100 < found["loss"] < training.REPLAYED_LOSS / 2
         assert found["moved"] < training.MOVED * STEPS**0.5 / 2

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from llmsys_suite.measure.live_memory import LiveMemory
+from accounting.memory.live import LiveMemory
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.stages.memory import inference, largest, thin, training
 from torch import nn

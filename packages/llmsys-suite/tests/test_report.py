@@ -1,16 +1,193 @@
-"""A report says what failed, and never fails for it."""
+"""A report says what was found and what failed, never fails for it, and fits every screen."""
 
+import html
+import json
+import random
+import re
+import shutil
+import statistics
+import subprocess
 from types import SimpleNamespace
 
-from llmsys_suite.config import RunConfig
+import pytest
+from llmsys_suite.audit import run as audit
+from llmsys_suite.config import STAGES, RunConfig
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.report.findings import against, interval
 from llmsys_suite.report.page import headline, write_report
-from llmsys_suite.stages import audit
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
     "load_average": 0.0,
 }  # fmt: skip
+#: In the page: how far it is wider than its window, which words of a picture lie on one another,
+#: which pictures have no size, and the contrast of text with paper.
+LOOK = """
+<script>addEventListener("load", () => { const w = WIDTH, found = {}; const d = document;
+  d.body.style.width = w + "px"; const root = d.body.getBoundingClientRect();
+  found.over = [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll, details, svg")
+    && e.getBoundingClientRect().right > root.left + w + 1).map(e => e.tagName);
+  found.pictures = d.querySelectorAll("svg").length;
+  found.empty = [...d.querySelectorAll("svg")].filter(s => s.getBoundingClientRect().height < 40
+    || s.querySelectorAll("path").length < 5).length;
+  found.overlaps = []; for (const svg of d.querySelectorAll("svg")) {
+    const boxes = [...svg.querySelectorAll("text")].filter(t => t.textContent.trim())
+      .map(t => [t.textContent.trim(), t.getBoundingClientRect()]);
+    boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
+      const x = Math.min(p.right, q.right) - Math.max(p.left, q.left),
+        y = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
+      if (x > 2 && y > 3) found.overlaps.push(a + " / " + b); })); }
+  const light = c => c.match(/\\d+/g).slice(0, 3).reduce((s, n) => s + +n, 0), s = getComputedStyle(d.body);
+  found.contrast = light(s.color) - light(s.backgroundColor);
+  const pre = d.createElement("pre"); pre.id = "found"; pre.textContent = JSON.stringify(found);
+  d.body.append(pre); });</script>
+"""  # noqa: E501
+
+
+def a_run(path):
+    """A folder with the results of every stage, as a run leaves them, without running any."""
+    folder = RunFolder.create(RunConfig(out=path), ENVIRONMENT)
+    noise, samples = random.Random(0), []
+    ways = ("single process", "torch DDP", "ddp flat", "zero 1", "fsdp")
+    for step in range(20):
+        for way in ways:
+            samples.append(
+                {"stage": "train", "variant": way, "phase": "step", "step": step, "rank": 0,
+                 "warmup": False, "loss": 3.0, "seconds": (1 + (way == "fsdp")) + noise.random()}
+            )  # fmt: skip
+    folder.append_samples(samples)
+    row = {"step_ms": 80.0, "ratio_p50": 1.0, "forward_share": 0.3, "backward_share": 0.6,
+           "communication_share": 0.05, "optimizer_share": 0.05, "hidden_ms": 8.0,
+           "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
+    rounds = {"rounds_s": {k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(
+        ("float32", "bfloat16", "SDPA", "plain"))}, "clocked_s": 9.0}  # fmt: skip
+    said = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
+    sizes = ("tiny", "2.7B")
+    peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,
+             "checkpointed_peak_mib": 2.0, "residual_stream_mib": 0.5}  # fmt: skip
+    line = [("forward", 1.0), ("backward", 3.0), ("optimizer", 2.0)]
+    runs = [{"compute_flops": c, "width": w, "parameters": w * 500, "tokens": 9, "steps": 3,
+             "loss": 3 - c / 1e11 + (w - 12) ** 2 / 500}
+            for c in (1e9, 2e9, 4e9) for w in (8, 12, 16)]  # fmt: skip
+    results = {
+        "plan": {"parameters": 918656, "step_flops_full": 10**9, "training_peak_bytes": 2**26,
+                 "measured_peak_bytes": 2**26, "ddp_wire_bytes_per_rank": 2**21, "step_ms": 100.0,
+                 "training_bytes_by_part": {"weights": 2**22, "optimizer": 2**23}, "peak": 1e11,
+                 "derivation": "one\ntwo"},
+        "links": {"rows": [
+            {"case": "all_reduce", "algorithm": a, "size_bytes": n, "time_us": 9.0, "wrong": 0,
+             "busbw_gbps": n / 1e6, "wire_bytes": n, "ratio_p50": 1, "ratio_p10": 1, "ratio_p90": 1}
+            for a in ("gloo", "ring", "halving_doubling") for n in (2**10, 2**16, 2**20)]},
+        "attention": {"rows": [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
+                                "max_error": 1e-7} for k in ("plain", "SDPA")],
+                      "explain": "because", "clocks": rounds},
+        "train": {"rows": [row | {"variant": way} for way in ways],
+                  "losses": {"single process": [5.0, 3.0]}},
+        "learn": {"variant": "zero 1", "losses": [5.0, 3.0, 2.0], "heldout": [[1, 4.0], [3, 1.7]],
+                  "tokens": 3072, "before": said, "after": said},
+        "parallel": {"rows": [{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
+                               "trained_loss": 4.0} for s in ("pipeline (GPipe)", "tensor")]},
+        "profile": {"operators": [
+            {"phase": p, "timer_ms": 9.0, "total_ms": 8.0, "top_operator": "aten::mm",
+             "top_calls": 3, "top_share": 0.5, "product_share": 0.6, "softmax_share": 0.1}
+            for p in ("forward", "backward")], "protocol": [],
+            "roofline": {"rows": [{"operator": "mm 1 x 2 x 3", "calls": 3, "flops_per_byte": 9.0,
+                                   "gflops": 30.0}], "bytes_per_second": 1e10}},
+        "precision": {"accumulation": [{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
+                                        "relative_error": 0.1}],
+                      "autocast_dtypes": {"logits": "bfloat16"}, "timing": [], "clocks": rounds},
+        "memory": {"models": {s: {"peaks": [peaks], "training_timeline": line, "largest": []}
+                              for s in sizes}},
+        "scale": {"runs": runs, "law": {"exponent": 0.4, "scale": 1.0}, "doubts": ["few"],
+                  "extrapolated": {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3,
+                                   "high": 1.2e4}},
+        "inspect": {"heads": [{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
+                               "chance": 0.1, "by_chance": False}],
+                    "patterns": {f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
+                    "induction": {"whole": 1.0, "ablated": 0.1, "all_cut": 0.1, "restored": 0.9},
+                    "lens": [], "attribution": []},
+        "compress": {"rows": [{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
+                               "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
+                              for i in range(7)]},
+        "audit": {"checks": 1, "red": [], "passed": True},
+    }  # fmt: skip
+    for stage, result in results.items():
+        folder.add_stage(stage, result | {"stage_seconds": 1.0, "peak_process_mib": 500.0})
+    check = {"name": "n", "source": "s", "actual": 1, "against": "a", "expected": 1, "low": 0,
+             "high": 2, "where": "", "passed": True}  # fmt: skip
+    folder.write_json("checks.json", [check])
+    probe = {"torch DDP": {"received": [2**21]}}
+    counted = {"parameters": 918656, "flops_full": 10**9}
+    folder.write_json("evidence.json", {"counted": counted, "probe": {"variants": probe}})
+    folder.finish()
+    return folder
+
+
+def looked_at(folder, scratch, width, dark=False):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium or google-chrome on the path")
+    page = (folder.path / "report.html").read_text()
+    driven = scratch / f"{width}.html"
+    driven.write_text(page.replace("</body>", LOOK.replace("WIDTH", str(width)) + "</body>"))
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    done = subprocess.run(
+        [browser, "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
+         f"--user-data-dir={scratch}/profile", f"--window-size={width},900", "--dump-dom",
+         str(driven)], capture_output=True, text=True, timeout=90, check=True,
+    )  # fmt: skip
+    return json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout)[1]))
+
+
+def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
+    folder = a_run(tmp_path / "run")
+    write_report(folder)
+    assert (folder.path / "report.html").stat().st_size < 2**20
+    for width, dark in ((1280, False), (390, False), (390, True)):
+        found = looked_at(folder, tmp_path, width, dark)
+        assert found["over"] == []
+        assert found["overlaps"] == []
+        assert found["empty"] == 0
+        assert found["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
+        assert abs(found["contrast"]) > 500
+        assert (found["contrast"] > 0) == dark
+
+
+def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
+    folder = a_run(tmp_path / "run")
+    text = write_report(folder)
+    for stage in STAGES:
+        if stage != "report":
+            (part,) = re.findall(rf"## {stage.capitalize()}\n\n(.*?)\n\n(?=## |\Z)", text, re.S)
+            finding, *table = part.splitlines()
+            assert finding.endswith((".", ")"))
+            assert not table or table[1].count("|") <= 9
+    assert {path.stem for path in folder.path.glob("*.csv")} == {*STAGES} - {"audit", "report"}
+    page = (folder.path / "report.html").read_text()
+    assert "x&lt;b&gt;" in page
+    assert not re.search(r"<script|(src|href)=.http", page)
+    RunFolder.open(folder.path)
+
+
+def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
+    noise = random.Random(0)
+    held = 0
+    for _ in range(400):
+        middle, low, high = interval([noise.lognormvariate(0, 0.5) for _ in range(20)])
+        assert low <= middle <= high
+        held += low <= 1 <= high
+    assert 0.95 <= held / 400 < 0.99
+    assert "Cannot tell a from b in 5 rounds" in against("a", "b", [0.5] * 5)
+    assert against("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
+    assert against("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
+    assert statistics.median([1, 2]) == interval([1, 2])[0]
+
+
+def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path):
+    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
+    folder.add_stage("plan", {"skipped": "no", "stage_seconds": 0.0, "peak_process_mib": 0.0})
+    write_report(folder)
+    assert "cut off before links, attention, train, learn" in headline(folder.path)
 
 
 def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):
@@ -26,6 +203,7 @@ def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):
 
 def test_an_audit_without_a_red_check_is_no_stage_that_failed(tmp_path, monkeypatch):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
-    monkeypatch.setattr("llmsys_suite.stages.audit.audit_run", lambda run: ({}, []))
+    monkeypatch.setattr("llmsys_suite.audit.run.audit_run", lambda run: ({}, []))
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))
-    assert headline(folder.path).splitlines()[0] == "audit: 0/0 passed"
+    assert "audit: 0/0 passed" in headline(folder.path)
+    assert "FAILED stage" not in headline(folder.path)

@@ -31,6 +31,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
             preset="gpu" if device == "cuda" else "cpu",
             steps=4 if quick else None,
             warmup=1 if quick else None,
+            learn=8 if quick else None,
             out=Path(scratch) / "run",
         )
         return rows(run(config).summary["stages"])

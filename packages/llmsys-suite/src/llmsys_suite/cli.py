@@ -42,6 +42,8 @@ def run(
         int | None, typer.Option(help="Measured steps a variant; scale's budgets follow them.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
+    learn: Annotated[int | None, typer.Option(help="Steps of the fastest way, for real.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Learn on from RUN/checkpoint.")] = None,
     seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Text: a file or a folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder for the results.")] = None,
@@ -60,6 +62,8 @@ def run(
         backend=backend,
         steps=steps,
         warmup=warmup,
+        learn=learn,
+        resume=resume,
         seed=seed,
         data=data,
         out=out,
@@ -136,8 +140,8 @@ def audit(
 
 @app.command()
 def compare(
-    before: Annotated[Path, typer.Argument(help="A run folder.")],
-    after: Annotated[Path, typer.Argument(help="Another.")],
+    before: Annotated[str, typer.Argument(help="A run folder, or several: A1,A2.")],
+    after: Annotated[str, typer.Argument(help="Another, or several.")],
     fail_above: Annotated[
         float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
     ] = None,
@@ -152,13 +156,13 @@ def compare(
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
-    runs = _run_folder(before), _run_folder(after)
+    old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
     if assert_equal:
-        found = list(differences(*runs))
+        found = [line for folder in (*old[1:], *new) for line in differences(old[0], folder)]
         print("\n".join(found) if found else "losses and counts are equal")
         raise typer.Exit(1 if found else 0)
-    rows = compare_runs(*runs, resolve=percentage(resolve, "--resolve"))
-    for doubt in warnings(*runs):
+    rows = compare_runs(old, new, resolve=percentage(resolve, "--resolve"))
+    for doubt in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
         print(f"llmsys: {doubt}", file=sys.stderr)
     for row in rows:
         print(row)

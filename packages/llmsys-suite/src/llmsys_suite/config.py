@@ -32,7 +32,7 @@ SIZES = {
     "2.7B": Size(2560, 10240, 32, 32),
     "10B": Size(4608, 12288, 50, 36),
 }
-#: `memory` draws a quarter of the context, too, and a head takes two positions to look back.
+#: `memory` draws half of the context, too, and a head takes two positions to look back.
 LEAST_CONTEXT = 8
 # In the order of a run.  Each stage names the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -40,13 +40,14 @@ STAGES: dict[str, tuple[str, ...]] = {
     "links": (),
     "attention": (),
     "train": ("plan",),
+    "learn": ("train",),
     "parallel": (),
     "profile": (),
     "precision": (),
     "memory": (),
     "scale": (),
-    "inspect": ("train",),
-    "compress": ("train",),
+    "inspect": ("learn",),
+    "compress": ("learn",),
     "audit": ("plan", "train"),
     "report": (),
 }
@@ -74,6 +75,9 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
+    #: Steps of the fastest way, and the checkpoint that it goes on from.
+    learn: int = 500
+    resume: Path | None = None
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
@@ -94,9 +98,8 @@ class RunConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
         """The inverse of `to_json`."""
-        values = dict(values, stages=tuple(values["stages"]), out=Path(values["out"]))
-        values["data"] = Path(values["data"]) if values["data"] else None
-        return cls(**values)
+        paths = {key: Path(values[key]) for key in ("data", "out", "resume") if values[key]}
+        return cls(**values | paths | {"stages": tuple(values["stages"])})
 
 
 def resolve(
@@ -108,6 +111,8 @@ def resolve(
     backend: str = "auto",
     steps: int | None = None,
     warmup: int | None = None,
+    learn: int | None = None,
+    resume: Path | None = None,
     seed: int = 0,
     data: Path | None = None,
     out: Path | None = None,
@@ -150,6 +155,8 @@ def resolve(
         size=config.size if size is None else size,
         steps=config.steps if steps is None else steps,
         warmup=config.warmup if warmup is None else warmup,
+        learn=config.learn if learn is None else learn,
+        resume=resume,
     )
     check(config)
     return config
@@ -170,6 +177,11 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
         want(stage)
     wanted.add("report")
     return tuple(stage for stage in STAGES if stage in wanted)
+
+
+def restarts() -> int:
+    """How often torchrun has started this run anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def count_gpus() -> int:
@@ -227,6 +239,7 @@ def check(config: RunConfig) -> None:
         ("world", config.world, 1),
         ("steps", config.steps, 1),
         ("warmup", config.warmup, 0),
+        ("learn", config.learn, 1),
         ("seed", config.seed, 0),
         ("rows", config.rows, 1),
         ("context", config.context, LEAST_CONTEXT),
@@ -244,7 +257,11 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
+    if config.resume is not None and not os.path.isdir(config.resume):
+        raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
     first = os.environ.get("RANK", "0") == "0"
+    # What torchrun starts again finds its own folder.
+    first = first and restarts() == 0
     # Not Path's methods, which raise for a name that is too long; of the ranks that a launcher
     # started only the one that makes the folder, lest another finds it made.
     if (

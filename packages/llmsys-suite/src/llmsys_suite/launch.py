@@ -101,7 +101,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             rank.terminate()
     for rank in ranks:
         try:
-            rank.wait(5)
+            rank.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import STAGES, RunConfig
+from llmsys_suite.config import STAGES, RunConfig, restarts
 from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment
 from llmsys_suite.folder import RunFolder
@@ -31,6 +31,8 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import OtherRankFailed, Run
 
+#: Stages that are wings of their own.
+ELSEWHERE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -84,7 +86,8 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         recorder=Recorder(rank, device),
         progress=progress,
         folder=RunFolder.create(config, _facts(config)) if rank == 0 else None,
-        store=dist.PrefixStore("llmsys", store),
+        # What an earlier attempt of torchrun's left in the store is not ours.
+        store=dist.PrefixStore(f"llmsys {restarts()}", store),
     )
     make_group(run)
     return run
@@ -144,7 +147,7 @@ def run_stage(run: Run, stage: str) -> None:
     """One stage on this rank, and what it found into the results and the folder."""
     run.witness(f"{stage} begins")
     begin = time.perf_counter()
-    module = importlib.import_module(f"llmsys_suite.stages.{stage}")
+    module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
     result: dict[str, Any] = module.run(run)
     seconds = time.perf_counter() - begin
     run.witness(f"{stage} ends")

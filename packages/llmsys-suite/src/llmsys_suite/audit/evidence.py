@@ -8,6 +8,7 @@ import statistics
 from typing import Any
 
 import torch
+from accounting.memory.live import make_state
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import network, reference
@@ -15,7 +16,6 @@ from llmsys_suite.audit.probe import initial_weights, probe
 from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import yardstick
-from llmsys_suite.measure.live_memory import make_state
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
 

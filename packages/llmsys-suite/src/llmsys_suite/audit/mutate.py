@@ -29,7 +29,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import launch
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
-from llmsys_suite.stages import links, memory, parallel, plan, profile, scale, train
+from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.variants import variants_here
 
 #: The ten that `make test` plants: one or two of each family, quick ones.
@@ -113,12 +113,12 @@ def main() -> int:
     worker.end_with_parent(os.getppid())
     wanted = json.loads(os.environ[WANTED])
     defects = [defect for defect in DEFECTS if defect.label in wanted]
-    with tempfile.TemporaryDirectory() as folder, shortened():
-        config = replace(config, out=Path(folder, "honest"))
+    folder = config.out.parent
+    with shortened():
         run = worker.begin(config, rank, world, Progress(enabled=False))
         outcomes = [_sound(run, seed) for seed in range(int(os.environ.get(HONEST, "0")))]
         honest = _honest(run, {d.stage for d in defects}) if defects else {}
-        outcomes += [_plant(run, d, honest, Path(folder, str(i))) for i, d in enumerate(defects)]
+        outcomes += [_plant(run, d, honest, folder / str(i)) for i, d in enumerate(defects)]
         run.meet()
     if rank == 0:
         Path(os.environ[OUT]).write_text(json.dumps([asdict(o) for o in outcomes]))
@@ -135,7 +135,9 @@ def shortened() -> Iterator[None]:
             (profile, {"WARMUPS": (0, 1), "STEPS": 4, "SIZES_TIMED": ()}),
             (parallel, {"ITERATIONS": 4}),
             (memory, {"DRAWN_BESIDE": ()}),
-            (scale, {"WIDTHS": (4, 8, 12, 16), "BUDGETS_FLOPS": (2.5e7, 5e7, 1e8)}),
+            (learn, {"LETTERS": 2, "HELDOUT_ROWS": 8}),
+            (inspect, {"INDUCTION_STEPS": 2}),
+            (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield
@@ -221,7 +223,9 @@ def _red(run: Run, stage: str) -> list[str]:
 
 def _config(world: int, out: Path) -> RunConfig:
     rows = 8 * world
-    return RunConfig(size="mini", world=world, rows=rows, context=64, steps=4, warmup=1, out=out)
+    return RunConfig(
+        size="mini", world=world, rows=rows, context=64, steps=4, warmup=1, learn=8, out=out
+    )
 
 
 if __name__ == "__main__":

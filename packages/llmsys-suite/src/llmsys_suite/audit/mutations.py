@@ -22,11 +22,12 @@ import tinyml
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accounting.memory.live import LiveMemory
 
+from llmsys_suite.audit.probe import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
-from llmsys_suite.measure.live_memory import LiveMemory
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
@@ -35,6 +36,7 @@ from llmsys_suite.stages import (
     attention,
     compress,
     inspect,
+    learn,
     links,
     memory,
     parallel,
@@ -355,8 +357,8 @@ def scaled(key: str, change: Callable[[Any], Any]) -> Patch:
     return after(scale, "train_one", lambda row, *_: row | {key: change(row)})
 
 
-def half_budget(original: Any, run: Run, budget: float, width: int) -> Any:
-    return original(run, budget / 2, width) | {"compute_flops": budget}
+def half_budget(original: Any, run: Run, budget: float, *more: int) -> Any:
+    return original(run, budget / 2, *more) | {"compute_flops": budget}
 
 
 def exponent_of_tokens(result: Any, *_: Any) -> Any:
@@ -504,6 +506,13 @@ DEFECTS: list[Defect] = [
         after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks / 2)),
     Defect("plan", "a step is predicted at twice its time", lambda run:
         after(plan, "step_yardsticks", lambda yardsticks, *_: yardsticks * 2)),
+    # Learning.
+    Defect("learn", "the held-out loss is that of the text trained on", lambda run:
+        around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
+    Defect("learn", "the held-out loss is one rank's", lambda run:
+        after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
+    Defect("learn", "the file holds the weights before training", lambda run:
+        around(learn, "decoder", lambda original, run_, weights: original(run_, initial_weights(run_)))),
     # Links and attention.
     Defect("links", "an all-reduce leaves out the last element", lambda run:
         around(collectives, "all_reduce", short_sum)),

@@ -13,6 +13,18 @@ from llmsys_suite.audit.stages import COLLECTIVE, STAGES
 from llmsys_suite.run import Run
 
 
+def run(run: Run) -> dict[str, Any]:
+    """Write evidence.json and checks.json; a failed check fails the run."""
+    evidence, checks = audit_run(run)
+    if run.folder is None:
+        return {}
+    run.folder.write_json("evidence.json", evidence)
+    run.folder.write_json("checks.json", [check.to_json() for check in checks])
+    # Not "failed", which says of a stage that it could not be run.
+    red = [str(check) for check in checks if not check.passed]
+    return {"checks": len(checks), "red": red, "passed": not red}
+
+
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """The evidence and the checks, on rank 0; every rank takes part."""
     evidence: dict[str, Any] = {}

@@ -19,6 +19,7 @@ import numpy as np
 import tinyml
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,6 +33,7 @@ from llmsys_suite.run import Run
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
+from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import memory as memory_stage
 from llmsys_suite.stages import parallel as parallel_stage
 from llmsys_suite.stages import profile as profile_stage
@@ -287,6 +289,23 @@ def memory(run: Run, result: Result) -> Iterator[Check]:
     yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
 
 
+def learn(run: Run, result: Result) -> Iterator[Check]:
+    """The loss of the file that was left, and of the first batch, in float64."""
+    if run.folder is None:
+        return
+    config, text, heads = run.config, read_text(run.config.data), run.model.num_heads
+    held = reference.spread(text.heldout, learn_stage.HELDOUT_ROWS, config.context)
+    stored = load_file(run.folder.path / "model.safetensors")
+    weights = {name: w.to(run.device).double() for name, w in stored.items()}
+    yield equal("held-out loss", "reported", "the file's weights in float64",
+                float(reference.loss(weights, *_on(run, held), heads)),
+                result["heldout"][-1][1], REPLAYED_LOSS)  # fmt: skip
+    if result["begun_at"] == 0:
+        first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
+        exact = float(reference.loss(_weights(_seeded(run, run.model)), *_on(run, first), heads))
+        yield equal("first loss", "reported", "float64", exact, result["losses"][0], REPLAYED_LOSS)
+
+
 def scale(run: Run, result: Result) -> Iterator[Check]:
     """Each run's size, tokens and FLOPs; its loss once more in float64; the fit once more."""
     if run.rank:
@@ -342,20 +361,18 @@ KNOWN_VALLEYS = _valleys()
 
 
 def _trained_again(run: Run, row: dict[str, Any]) -> float:
-    width, steps, config = int(row["width"]), int(row["steps"]), run.config
+    width, steps, seed = int(row["width"]), int(row["steps"]), int(row["seed"])
     shape = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=scale_stage.CONTEXT
     )
-    weights = _weights(_seeded(run, shape))
-    text = read_text(config.data)
+    weights = _weights(_seeded(run, shape, seed))
+    text = read_text(run.config.data)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
-        batch = reference.batch(
-            text.train, scale_stage.ROWS, scale_stage.CONTEXT, config.seed, step
-        )
+        batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
         _, gradients = reference.gradients(weights, *_on(run, batch), 2)
         weights = optimizer.step(weights, gradients)
     held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
@@ -552,8 +569,8 @@ def _on(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].to(run.device), batch[1].to(run.device)
 
 
-def _seeded(run: Run, config: ModelConfig) -> Decoder:
-    torch.manual_seed(run.config.seed)
+def _seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
+    torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
 
 
@@ -571,6 +588,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 STAGES: dict[str, Callable[[Run, Result], Iterator[Check]]] = {
     "links": links,
+    "learn": learn,
     "attention": attention,
     "parallel": parallel,
     "profile": profile,

@@ -1,1 +1,1 @@
-"""What is measured: steps and their phases, turns, live bytes, and a yardstick beside them."""
+"""What is measured: steps and their phases, turns, and a yardstick beside them."""

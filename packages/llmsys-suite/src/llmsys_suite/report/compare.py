@@ -1,13 +1,14 @@
-"""Two runs side by side: which variants became faster or slower, and whether the samples can tell.
+"""Runs side by side: which variants became faster or slower, and whether the samples can tell.
 
 Notable:
 - a figure is paired by round: a variant's time over the peer's on the same rank in the same round,
   so that what slows a second slows both; runs are compared by these ratios, never by times;
 - rounds in which a rank waited for a core that another program had are left out, because such a
   wait does not cost all variants alike; where most are such, there is no verdict;
-- "slower" is said only where the whole 95 % interval lies beyond half of what is to be resolved:
-  two runs of the same code differ a little by where their memory happens to lie; and only where it
-  would be said of none of all variants by chance, 19 times in 20, however few the rounds are;
+- runs of the same code differ as a whole by where their memory happens to lie (`APART`), which no
+  number of rounds averages out: it is part of every interval, and several runs a side divide it;
+- "slower" is said only of a difference above half of what is to be resolved, and only where it
+  would be said of none of all variants by chance, 97 times in 100, however few the rounds are;
 - a slow second outlasts a round: rounds that resemble the ones before them count for fewer.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -34,11 +35,13 @@ RESAMPLES = 400
 DISTURBED = 0.05
 #: Rounds to be left for a verdict, and the share of all rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
-#: Standard errors in half a resolution: 1.96 for the interval, 1.64 to find what is as large as it
-#: 19 times in 20, and a tenth more since the error itself is estimated.
-ERRORS_IN_HALF = 1.1 * (1.96 + 1.64)
-#: Of a verdict on any variant, where the code is the same.
-CHANCE = 0.05
+#: By how much the ratios of runs of the same code were seen to differ as a whole.
+APART = 0.007
+#: Of a verdict on any variant, where the code is the same; what is as large as asked is found
+#: with 1.64 standard errors to spare, 19 times in 20; a fifth more since errors are estimated.
+CHANCE = 0.03
+SPARE = 1.64
+MARGIN = 1.2
 #: Without these two runs do not compare; where the others differ, times may too.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "gpus"),
@@ -60,17 +63,16 @@ class Comparison:
     ratio: float
     low: float
     high: float
+    #: In each run; how many runs a side; how many variants are compared.
     rounds: int
     disturbed: int
     resolve: float
+    runs: int = 1
+    among: int = 1
+    #: The standard error that more rounds would lessen.
+    error: float = math.inf
     #: How likely so large a ratio is by chance, in any of the variants that are compared.
-    chance: float = 0.0
-
-    @property
-    def resolved(self) -> float:
-        """The least difference that so many rounds find nine times in ten."""
-        error = math.log(self.high / self.low) / (2 * 1.96)
-        return 2 * ERRORS_IN_HALF * error
+    chance: float = 1.0
 
     @property
     def verdict(self) -> str:
@@ -78,9 +80,16 @@ class Comparison:
         total = self.rounds + self.disturbed
         if self.rounds < max(LEAST_ROUNDS, LEAST_SHARE * total) or self.chance > CHANCE:
             return "cannot tell"
-        if self.low > 1 + self.resolve / 2:
+        if self.ratio > 1 + self.resolve / 2:
             return "slower"
-        return "faster" if self.high < 1 / (1 + self.resolve / 2) else "cannot tell"
+        return "faster" if self.ratio < 1 / (1 + self.resolve / 2) else "cannot tell"
+
+    def needed(self, runs: int) -> float:
+        """The rounds in each of so many runs a side that find what is to be resolved."""
+        errors = NormalDist().inv_cdf(1 - CHANCE / (2 * self.among)) + SPARE
+        room = (math.log1p(self.resolve) / errors) ** 2 - 2 * APART**2 / runs
+        error = MARGIN * self.error
+        return self.rounds * self.runs / runs * error**2 / room if room > 0 else math.inf
 
     def __str__(self) -> str:
         line = f"{self.variant:>20}  {self.ratio:6.3f}x  [{self.low:.3f}, {self.high:.3f}]  "
@@ -90,35 +99,41 @@ class Comparison:
         line += self.verdict
         if self.disturbed > total * (1 - LEAST_SHARE):
             return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
-        if self.verdict == "cannot tell" and self.resolved > self.resolve:
-            needed = math.ceil(self.rounds * (self.resolved / self.resolve) ** 2)
-            line += (
-                f": {self.rounds} rounds resolve {self.resolved:.0%}; "
-                f"{self.resolve:.0%} needs about --steps {needed}"
-            )
+        if self.verdict == "cannot tell" and self.needed(self.runs) > self.rounds:
+            line += f": {self.resolve:.0%} needs about "
+            runs = self.runs
+            while math.isinf(self.needed(runs)):
+                runs += 1
+            ways = [f"--steps {math.ceil(self.needed(k))}" for k in (runs, runs + 1)]
+            many = "" if runs == 1 else f" in each of {runs} runs a side"
+            line += f"{ways[0]}{many}, or {ways[1]} in each of {runs + 1} runs a side"
         return line
 
 
 def compare_runs(
-    before: RunFolder, after: RunFolder, *, resolve: float = 0.05, seed: int = 0
+    before: Sequence[RunFolder], after: Sequence[RunFolder], *, resolve: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """One row for each variant but the peer that both runs trained.
+    """One row for each variant but the peer that all runs trained.
 
     Raises UsageError where a run is incomplete, edited or of another version, or where machine or
     model differ.
     """
-    require_comparable(before, after)
-    old, new = (round_ratios(folder.samples()) for folder in (before, after))
+    for folder in (*before, *after):
+        require_comparable(before[0], folder)
+    old, new = ([round_ratios(f.samples()) for f in side] for side in (before, after))
     return compare_ratios(old, new, resolve=resolve, seed=seed)
 
 
 def compare_ratios(
-    old: Ratios, new: Ratios, *, resolve: float = 0.05, seed: int = 0
+    old: Sequence[Ratios], new: Sequence[Ratios], *, resolve: float = 0.05, seed: int = 0
 ) -> list[Comparison]:
-    """One row for each variant of both."""
+    """One row for each variant of all."""
     random = np.random.default_rng(seed)
-    names = [name for name in old if name in new]
-    return [_compare(n, old[n], new[n], resolve, len(names), random) for n in names]
+    names = [name for name in old[0] if all(name in run for run in (*old, *new))]
+    return [
+        _compare(n, [r[n] for r in old], [r[n] for r in new], resolve, len(names), random)
+        for n in names
+    ]
 
 
 def too_slow(rows: list[Comparison], percent: float) -> bool:
@@ -206,23 +221,32 @@ def round_ratios(samples: list[Sample]) -> Ratios:
 
 def _compare(
     name: str,
-    before: tuple[Array, int],
-    after: tuple[Array, int],
+    before: list[tuple[Array, int]],
+    after: list[tuple[Array, int]],
     resolve: float,
     among: int,
     random: np.random.Generator,
 ) -> Comparison:
-    (old, old_lost), (new, new_lost) = before, after
-    rounds, lost = min(len(old), len(new)), max(old_lost, new_lost)
+    rounds, runs = (min(len(logs) for logs, _ in before + after), min(len(before), len(after)))
+    lost = max(lost for _, lost in before + after)
     if rounds < 2:
-        return Comparison(name, math.nan, 0.0, math.inf, rounds, lost, resolve)
-    away = _middle(new) - _middle(old)
-    (old_error, old_free), (new_error, new_free) = _error(old, random), _error(new, random)
-    error, free = math.hypot(old_error, new_error), min(old_free, new_free)
+        return Comparison(name, math.nan, 0.0, math.inf, rounds, lost, resolve, runs, among)
+    away, within, between, frees = 0.0, 0.0, 0.0, []
+    for sign, side in ((-1, before), (1, after)):
+        middles, n = [_middle(logs) for logs, _ in side], len(side)
+        errors, rounds_free = zip(*(_error(logs, random) for logs, _ in side), strict=True)
+        away += sign * sum(middles) / n
+        within += sum(e**2 for e in errors) / n**2
+        # What the runs of this side show, where it is far more than is usual: two tell little.
+        shown, usual = float(np.var(middles)) * n / max(n - 1, 1), APART**2
+        alone = sum(e**2 for e in errors) / n
+        between += (usual if shown < 4 * (usual + alone) else shown - alone) / n
+        frees.append(sum(rounds_free))
+    error, free = math.sqrt(within + between), min(frees)
     half = _student(0.975, free) * error
-    low, high = math.exp(away - half), math.exp(away + half)
-    chance = among * 2 * _beyond(abs(away) / error if error else math.inf, free)
-    return Comparison(name, math.exp(away), low, high, rounds, lost, resolve, chance)
+    chance = among * 2 * _beyond(abs(away) / error, free)
+    return Comparison(name, math.exp(away), math.exp(away - half), math.exp(away + half), rounds,
+                      lost, resolve, runs, among, math.sqrt(within), chance)  # fmt: skip
 
 
 def _middle(logs: Array) -> float:
@@ -279,7 +303,7 @@ def _counts(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
 
 
 #: Stages whose integers follow from the configuration, whatever machine they are counted on.
-COUNTED = ("plan.", "memory.", "scale.", "compress.")
+COUNTED = ("plan.", "memory.", "scale.")
 
 
 def _short(old: Any, new: Any) -> str:

@@ -6,19 +6,65 @@ from typing import Any
 
 import interp
 import torch
+from interp.circuits import induction as circuits
+from interp.patching.streams import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
 from llmsys_suite.run import Run
 
+INDUCTION_STEPS = 500
+DRAWN = 24
 KINDS = ("previous", "duplicate", "induction", "first")
 
 
 @torch.no_grad()
 def run(run: Run) -> dict[str, Any]:
-    """Logit lens and attribution on held-out text, head kinds on repeated text; inspect.html."""
-    if run.trained is None or run.folder is None:
-        return {}
+    """Logit lens and attribution on held-out text, head kinds on repeated text; inspect.html.
+
+    Text this short grows no induction: beside it another rank grows one on repeated tokens.
+    """
+    found = induction() if run.rank == run.world - 1 else {}
+    mine = look(run) if run.trained is not None and run.folder is not None else {}
+    grown = run.gather(found)[-1]
+    return mine | {"induction": grown} if mine else {}
+
+
+def induction() -> dict[str, float]:
+    """A circuit that gradient descent finds: ablated, and put back alone.
+
+    Accuracy on later copies; without the head for the token before; without any head of the first
+    layer; and with that one put back.
+    """
+    with torch.enable_grad():
+        model, losses = circuits.train_induction(circuits.InductionTask(steps=INDUCTION_STEPS))
+    task = circuits.InductionTask()
+    tokens, copies = circuits.repeated_tokens(
+        64, task.length, task.vocabulary, periods=task.periods,
+        generator=torch.Generator().manual_seed(1),
+    )  # fmt: skip
+    found = circuits.confirm_circuit(model, tokens, copies)
+    heads = range(task.heads)
+    others = [head for head in heads if head != found.previous.head]
+
+    def without(cut: list[int]) -> float:
+        dropped = drop_heads(*cut, heads=task.heads)
+        with interp.patch(model, {"blocks.0.attention.o:input": dropped}):
+            right = model(tokens)[:, :-1].argmax(-1) == tokens[:, 1:]
+        return float(right[copies[:, 1:]].float().mean())
+
+    return {
+        "steps": len(losses),
+        "whole": found.accuracy,
+        "ablated": found.accuracy_without_previous,
+        "all_cut": without([*heads]),
+        "restored": without(others),
+    }
+
+
+def look(run: Run) -> dict[str, Any]:
+    """What the trained model does."""
+    assert run.folder is not None
     model = run.trained
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
@@ -52,8 +98,16 @@ def run(run: Run) -> dict[str, Any]:
     )
     best = {kind: heads.best(kind) for kind in KINDS}
     cut = best["previous"]
+    drawn = attention_patterns(model, tokens)
     return {
         "page": page.name,
+        # In hundredths: held-out text, its first row's first tokens.
+        "patterns": {
+            f"{kind}: {head}": (100 * drawn[head.layer][0, head.head, :DRAWN, :DRAWN])
+            .int()
+            .tolist()
+            for kind, head in best.items()
+        },
         "lens": [
             {
                 "after": name,
@@ -69,6 +123,7 @@ def run(run: Run) -> dict[str, Any]:
                 "head": head.head,
                 "score": head.score,
                 "chance": head.chance,
+                "by_chance": head.is_noise,
             }
             for kind, head in best.items()
         ],
@@ -86,13 +141,7 @@ def run(run: Run) -> dict[str, Any]:
 
 def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:
     """The loss with what one head hands on set to zero."""
-    width = model.config.d_model // model.config.num_heads
-
-    def cut(mixed_BTD: Tensor) -> Tensor:
-        mixed_BTD = mixed_BTD.clone()
-        mixed_BTD[..., head * width : (head + 1) * width] = 0
-        return mixed_BTD
-
+    cut = drop_heads(head, heads=model.config.num_heads)
     with interp.patch(model, {f"blocks.{layer}.attention.out:input": cut}):
         return float(model.loss(tokens, targets))
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from llmsys_suite.measure.live_memory import (
+from accounting.memory.live import (
     Allocation,
     LiveMemory,
     make_state,
     training_step_memory,
 )
+
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
 
@@ -30,7 +30,7 @@ def run(run: Run) -> dict[str, Any]:
     """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
     context = run.config.context
     sizes = dict.fromkeys((run.config.size, *DRAWN_BESIDE))
-    lengths = [context // 4, context // 2, context, 2 * context]
+    lengths = [context // 2, context, 2 * context]
     mine = {
         (size, length): profile(size, length)
         for length in lengths[run.rank :: run.world]

@@ -138,8 +138,8 @@ def measured_peak_bytes(run: Run) -> int:
     the allocator on a GPU.
     """
     import torch
+    from accounting.memory.live import training_step_memory
 
-    from llmsys_suite.measure.live_memory import training_step_memory
     from llmsys_suite.model import Decoder, ModelConfig
 
     config, device = run.config, run.device

@@ -12,7 +12,7 @@ from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
 
-ROUNDS = 5
+ROUNDS = 7
 
 
 def run(run: Run) -> dict[str, Any]:

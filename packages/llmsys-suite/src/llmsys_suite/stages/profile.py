@@ -8,6 +8,7 @@ softmax against the products of attention in time and in FLOPs.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import replace
@@ -40,6 +41,7 @@ def run(run: Run) -> dict[str, Any]:
         "protocol": rows,
         "clocked_s": clocked_s,
         "operators": operators(run),
+        "roofline": roofline(run) if run.device.type == "cpu" else {},
         "compiled": compiled(run),
     }
 
@@ -157,6 +159,35 @@ def operators(run: Run) -> list[dict[str, Any]]:
     config = step.config
     rows[0] |= attention_flops(config, step.rows)
     return rows
+
+
+def roofline(run: Run) -> dict[str, Any]:
+    """Each product of a forward pass by its shape: FLOPs a byte, and FLOPs a second; the roof."""
+    step = _Step(run)
+    step.timed()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
+        step.forward()
+    rows = []
+    for event in seen.key_averages(group_by_input_shape=True):
+        if event.key not in PRODUCTS[:2] or not event.self_cpu_time_total:
+            continue
+        *batch, m, k = event.input_shapes[0]
+        n = event.input_shapes[1][-1]
+        many = math.prod(batch) * event.count
+        seconds = event.self_cpu_time_total / 1e6
+        rows.append(
+            {
+                "operator": f"{event.key.removeprefix('aten::')} {m} x {k} x {n}",
+                "calls": event.count,
+                "flops_per_byte": 2 * m * k * n / (4 * (m * k + k * n + m * n)),
+                "gflops": 2 * m * k * n * many / seconds / 1e9,
+            }
+        )
+    big = torch.ones(2**24, device=run.device)
+    begin = now(run.device)
+    big.clone()
+    moved = 2 * big.nbytes / (now(run.device) - begin)
+    return {"rows": rows, "bytes_per_second": moved}
 
 
 def summarize(events: Any, device_type: str) -> dict[str, Any]:

@@ -14,19 +14,31 @@ import torch
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 
-WIDTHS = (8, 12, 16, 24, 40)
-# For each measured step of the run's variants.
-BUDGETS_FLOPS = (3e8, 7e8, 1.6e9)
-ROWS, CONTEXT = 8, 64
+# FLOPs for each measured step of the run's variants, and widths around the best.
+GRID = (
+    (1.35e8, (4, 8, 12, 16)),
+    (2.7e8, (4, 8, 12, 16)),
+    (5.4e8, (8, 12, 16, 20)),
+    (1.08e9, (8, 12, 16, 24)),
+)
+# Another seed takes a budget of its own: as many valleys more, and as many degrees of freedom.
+SEEDS, APART = 2, 1.1
+# The fit is read at so many times the largest budget.
+BEYOND = 3
+ROWS, CONTEXT = 16, 64
 HELDOUT_ROWS = 64
 
 
 def run(run: Run) -> dict[str, Any]:
     """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
-    budgets = [run.config.steps * budget for budget in BUDGETS_FLOPS]
-    todo = [(budget, width) for budget in budgets for width in WIDTHS]
+    todo = [
+        (run.config.steps * budget * APART**i, width, run.config.seed + i)
+        for i in range(SEEDS)
+        for budget, widths in GRID
+        for width in widths
+    ]
     # Dealt in turn: a perfect split would save two ranks a tenth of the time.
-    mine = [train_one(run, *pair) for pair in todo[run.rank :: run.world]]
+    mine = [train_one(run, *one) for one in todo[run.rank :: run.world]]
     gathered = run.gather(mine)
     rows = sorted(
         (row for share in gathered for row in share),
@@ -37,10 +49,10 @@ def run(run: Run) -> dict[str, Any]:
     return {"runs": rows} | fit(rows)
 
 
-def train_one(run: Run, budget: float, width: int) -> dict[str, float]:
+def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
     """Train one width for one budget; its held-out loss in nats per byte."""
     config = ModelConfig(d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=CONTEXT)
-    torch.manual_seed(run.config.seed)
+    torch.manual_seed(seed)
     model = Decoder(config).to(run.device)
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
@@ -49,7 +61,7 @@ def train_one(run: Run, budget: float, width: int) -> dict[str, float]:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / 10) * _cosine(step / steps)
-        batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=run.config.seed, step=step)
+        batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()
         model.loss(tokens, targets).backward()
@@ -62,6 +74,7 @@ def train_one(run: Run, budget: float, width: int) -> dict[str, float]:
     tokens_seen = steps * ROWS * CONTEXT
     return {
         "width": width,
+        "seed": seed,
         "parameters": parameters,
         "tokens": tokens_seen,
         "compute_flops": budget,
@@ -82,7 +95,7 @@ def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
 
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
-    at = 10 * max(table["compute"])
+    at = BEYOND * max(table["compute"])
     with warnings.catch_warnings(record=True) as doubts:
         warnings.simplefilter("always")
         try:

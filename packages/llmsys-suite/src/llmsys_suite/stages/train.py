@@ -28,6 +28,7 @@ def run(run: Run) -> dict[str, Any]:
     names = variants_here(run.device)
     groups = [names] if plan["variants_fit_together"] else [[name] for name in names]
     handed: dict[str, float] = {}
+    sending: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
     start = initial_weights(run)
     for group in groups:
@@ -36,19 +37,19 @@ def run(run: Run) -> dict[str, Any]:
         if SINGLE in trained and run.rank == 0:
             run.trained = trained[SINGLE].decoder
         for name, variant in trained.items():
+            sending[name] = variant.sending()
             finals[name] = final_weights(run, start, variant)
             variant.close()
     if run.folder is None:
         return {}
-    if run.trained is not None:
-        from safetensors.torch import save_file
-
-        save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
     result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
     for row in result["rows"]:
         row["mfu"] = utilization(plan, row["step_ms"], ranks_of(row["variant"], run.world))
         steps_an_epoch = len(run.corpus.train) / (run.config.rows * run.config.context)
+        row |= {
+            f"{k.replace('seconds', 'ms')}": 1e3 * v for k, v in sending[row["variant"]].items()
+        }
         row["epoch_s"] = row["step_ms"] / 1e3 * steps_an_epoch
     return result
 

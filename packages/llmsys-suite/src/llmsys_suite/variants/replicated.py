@@ -32,7 +32,7 @@ class Naive(Parallel):
     def communicate(self) -> None:
         """Send the gradients one by one."""
         with self.phase("communication"):
-            ddp.all_reduce_gradients(self.model, all_reduce=self.reduced)
+            ddp.all_reduce_gradients(self.model, all_reduce=self.reduced, meter=self.meter)
 
     def gradient_bytes(self, steps: int) -> float:
         """As counted at the all-reduce."""
@@ -45,7 +45,7 @@ class Flat(Naive):
     def communicate(self) -> None:
         """Send the gradients as one."""
         with self.phase("communication"):
-            ddp.all_reduce_gradients_flat(self.model, all_reduce=self.reduced)
+            ddp.all_reduce_gradients_flat(self.model, all_reduce=self.reduced, meter=self.meter)
 
 
 class Bucketed(Parallel):
@@ -57,7 +57,7 @@ class Bucketed(Parallel):
         """Wrap in our DDP."""
         super().build()
         self.wrapped = ddp.DDP(self.model, self.bucket_size_mb, all_reduce=self.reduced)
-        self.model = self.wrapped
+        self.model, self.meter = self.wrapped, self.wrapped.meter
 
     def communicate(self) -> None:
         """Wait for what has not arrived."""
@@ -88,7 +88,7 @@ class SharedMemory(Bucketed):
             all_reduce=self.reduced,
             allocate=collectives.shared_empty,
         )
-        self.model = self.wrapped
+        self.model, self.meter = self.wrapped, self.wrapped.meter
         #: Ranks of several hosts, or of one that cannot share, send messages instead.
         self.shares = collectives.describe().shared_memory
 

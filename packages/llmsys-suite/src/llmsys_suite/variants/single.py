@@ -6,10 +6,12 @@ and what a way hands to an all-reduce is counted.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import ddp.metering.meter
 import torch
 import torch.distributed as dist
 from flashattn2 import flash_attention
@@ -52,6 +54,7 @@ class Variant:
         self.decoder = Decoder(config, attention=flash_attention).to(run.device)
         self.model: nn.Module = self.decoder
         self.reduced = CountedAllReduce(dist.all_reduce)
+        self.meter = ddp.metering.meter.Meter()
         self.build()
 
     def build(self) -> None:
@@ -103,6 +106,12 @@ class Variant:
     def gradient_bytes(self, steps: int) -> float | None:
         """Bytes of gradients handed to a collective a step; None where none is or nobody counts."""
         return None
+
+    def sending(self) -> dict[str, float]:
+        """Of a step's sending, by ddp's meter: what computing hid, and what was waited for."""
+        steps = self.meter.steps
+        kinds = ("hidden_seconds", "exposed_seconds") if steps else ()
+        return {k: statistics.median(getattr(s, k) for s in steps) for k in kinds}
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
         """What this rank should receive over a network in a step: the least and the most."""

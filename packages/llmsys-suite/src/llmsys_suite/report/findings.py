@@ -1,0 +1,285 @@
+"""What each stage found: one sentence made from the numbers, one picture, one small table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.samples import PEER, SINGLE, step_seconds
+from llmsys_suite.report import plots
+
+MIB = 2**20
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One stage: a finding, a picture (SVG), a table, and what is folded away."""
+
+    title: str
+    finding: str
+    rows: Sequence[Row] = ()
+    picture: str = ""
+    folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
+    #: Rows to be seen in red.
+    failed: frozenset[int] = frozenset()
+
+
+def sections(folder: RunFolder) -> Iterator[Section]:
+    """Those of the stages that ran, in the order of a run."""
+    stages = folder.summary["stages"]
+    for stage, result in stages.items():
+        if "failed" in result:
+            yield Section(stage, f"This stage failed: {result['failed']}")
+        elif "skipped" in result:
+            yield Section(stage, f"Skipped: {result['skipped']}.")
+        elif stage in MAKERS:
+            yield MAKERS[stage](result, stages, folder)
+
+
+def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
+    """Some columns of rows, under other names."""
+    return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
+
+
+def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
+    """The median, and the order statistics that hold the true one 95 times in 100.
+
+    With `among`, that of the best of so many. Whatever the distribution, the number of values below
+    the true median is binomial.
+    """
+    ordered, n = sorted(values), len(values)
+    total, cut = 0.0, 0
+    while cut < n // 2 and total + math.comb(n, cut) / 2**n <= 0.025 / among:
+        total += math.comb(n, cut) / 2**n
+        cut += 1
+    low, high = (ordered[cut - 1], ordered[n - cut]) if cut else (0.0, math.inf)
+    return statistics.median(ordered), low, high
+
+
+def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:
+    """A sentence on the time of one over another's; whether the rounds can tell."""
+    middle, low, high = interval(ratios, among)
+    said = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
+    if not math.isfinite(high):
+        return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
+    if low <= 1 <= high:
+        return f"Cannot tell {name} from {peer}: {said[0].lower()}{said[1:]}."
+    return f"{said[0].upper()}{said[1:]}: {'faster' if high < 1 else 'slower'}."
+
+
+def fastest(folder: RunFolder) -> str:
+    """Which way of training is the fastest here."""
+    seconds = step_seconds([s for s in folder.samples() if s["stage"] == "train"])
+    ratios = {
+        name: [steps[i] / seconds[PEER][i] for i in steps if i in seconds[PEER]]
+        for name, steps in seconds.items()
+        if name not in (PEER, SINGLE)
+    }
+    best = min(ratios, key=lambda name: statistics.median(ratios[name]), default="")
+    return against(best, PEER, ratios[best], len(ratios)) if best else ""
+
+
+def of_rounds(result: Row, name: str, peer: str) -> str:
+    """`against` for what took turns."""
+    rounds = result["clocks"]["rounds_s"]
+    return against(name, peer, [a / b for a, b in zip(rounds[name], rounds[peer], strict=True)])
+
+
+def planned(stages: Row, evidence: Row) -> list[Row]:
+    """What was said before the run beside what was counted or timed."""
+    plan, rows = stages["plan"], stages.get("train", {}).get("rows", [])
+    probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
+    counted = evidence.get("counted", {})
+    pairs = [
+        ("parameters", plan["parameters"], counted.get("parameters")),
+        ("GFLOPs a step", plan["step_flops_full"] / 1e9,
+         counted["flops_full"] / 1e9 if counted else None),
+        ("peak of a step, MiB", plan["training_peak_bytes"] / MIB,
+         plan["measured_peak_bytes"] / MIB),
+        ("DDP's wire, MiB a rank", plan["ddp_wire_bytes_per_rank"] / MIB,
+         max(probe["received"]) / MIB if probe.get("received") else None),
+        ("one process's step, ms", plan["step_ms"],
+         next((r["step_ms"] for r in rows if r["variant"] == SINGLE), None)),
+    ]  # fmt: skip
+    return [
+        {"figure": name, "planned": said, "measured": found, "ratio": found / said}
+        for name, said, found in pairs
+        if found
+    ]
+
+
+def _plan(plan: Row, stages: Row, folder: RunFolder) -> Section:
+    evidence = folder.read_json("evidence.json") if "audit" in stages else {}
+    rows = planned(stages, evidence)
+    worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
+    finding = f"Furthest off: {worst['figure']}, measured {worst['ratio']:.3g} of what was planned."
+    parts = plan["training_bytes_by_part"]
+    picture = plots.bars([*parts], [n / MIB for n in parts.values()], "MiB at a step's peak")
+    return Section("plan", finding, rows, picture, [("derivation", plan["derivation"])])
+
+
+def _links(links: Row, _: Row, __: RunFolder) -> Section:
+    rows = [row for row in links["rows"] if row["case"] == "all_reduce"]
+    largest = max(row["size_bytes"] for row in rows)
+    best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
+    finding = (
+        f"Of {largest / MIB:g} MiB {best['algorithm']} sums fastest: {best['busbw_gbps']:.3g} GB/s,"
+        f" {best['ratio_p50']:.3g} times its peer (80 % of rounds: {best['ratio_p10']:.3g} to "
+        f"{best['ratio_p90']:.3g})."
+    )
+    shown = pick(rows, algorithm="algorithm", size_bytes="bytes", time_us="time, µs",
+                 busbw_gbps="bus, GB/s", wire_bytes="wire bytes", wrong="wrong")  # fmt: skip
+    top = [row for row in shown if row["bytes"] == largest]
+    return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
+
+
+def _attention(attention: Row, _: Row, __: RunFolder) -> Section:
+    rows = attention["rows"]
+    ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
+    shown = pick(rows, kernel="kernel", forward_backward_ms="time, ms",
+                 ratio_to_sdpa_p50="of SDPA's", max_error="largest error")  # fmt: skip
+    picture = plots.bars([r["kernel"] for r in rows], [r["forward_backward_ms"] for r in rows],
+                         "ms, forward and backward")  # fmt: skip
+    return Section("attention", of_rounds(attention, ours["kernel"], "SDPA"), shown, picture,
+                   [("why this kernel", str(attention["explain"]))])  # fmt: skip
+
+
+def _train(train: Row, _: Row, folder: RunFolder) -> Section:
+    shown = pick(train["rows"], variant="way", step_ms="step, ms", ratio_p50="of DDP's",
+                 ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
+                 final_loss="loss")  # fmt: skip
+    return Section("train", fastest(folder), shown, plots.phases(train["rows"]))
+
+
+def _learn(learn: Row, _: Row, __: RunFolder) -> Section:
+    steps, last = learn["heldout"][-1]
+    finding = (
+        f"{learn['variant']} took the held-out loss from {learn['losses'][0]:.2f} to {last:.2f} "
+        f"nats a byte in {steps} steps of {learn['tokens']:,} tokens in all."
+    )
+    shown = [{"step": step, "held out, nats a byte": loss} for step, loss in learn["heldout"]]
+    return Section("learn", finding, shown, plots.learning(learn))
+
+
+def _parallel(parallel: Row, _: Row, __: RunFolder) -> Section:
+    rows = parallel["rows"]
+    best, other = sorted(rows, key=lambda row: row["iteration_ms"])[:2]
+    finding = (
+        f"{best['split']} takes {best['iteration_ms'] / other['iteration_ms']:.2f} of "
+        f"{other['split']}'s time an iteration; both end at one process's loss."
+    )
+    shown = pick(rows, split="split", iteration_ms="iteration, ms", loss="loss",
+                 single_loss="one process's", trained_loss="trained")  # fmt: skip
+    picture = plots.bars([r["split"] for r in rows], [r["iteration_ms"] for r in rows],
+                         "ms an iteration")  # fmt: skip
+    return Section("parallel", finding, shown, picture)
+
+
+def _profile(profile: Row, stages: Row, _: RunFolder) -> Section:
+    operators, roof = profile["operators"], profile["roofline"]
+    worst = max(operators, key=lambda row: row["timer_ms"])
+    finding = (
+        f"{worst['phase'].capitalize()} takes longest, {worst['timer_ms']:.3g} ms under the "
+        f"profiler; products are {worst['product_share']:.0%} of its operators' time, softmax "
+        f"{worst['softmax_share']:.1%}."
+    )
+    shown = pick(operators, phase="phase", timer_ms="timer, ms", total_ms="operators, ms",
+                 top_operator="top", top_calls="calls", top_share="share",
+                 product_share="products", softmax_share="softmax")  # fmt: skip
+    picture = plots.roofline(roof, stages["plan"]["peak"]) if roof and "plan" in stages else ""
+    folded = [("steps after warm-ups, by size", profile["protocol"])]
+    folded += [("products by shape", roof["rows"])] if roof else []
+    return Section("profile", finding, shown, picture, folded)
+
+
+def _precision(precision: Row, _: Row, __: RunFolder) -> Section:
+    rows = precision["accumulation"]
+    shown = pick(rows, sum_in="sum in", term_in="terms in", sum="0.01 x 1000",
+                 relative_error="relative error")  # fmt: skip
+    picture = plots.bars([f"{r['term_in']} in {r['sum_in']}" for r in rows],
+                         [r["relative_error"] for r in rows], "relative error")  # fmt: skip
+    dtypes = [{"part": part, "dtype": x} for part, x in precision["autocast_dtypes"].items()]
+    folded = [("dtypes under autocast", dtypes), ("times", precision["timing"])]
+    return Section("precision", of_rounds(precision, "bfloat16", "float32"), shown, picture, folded)
+
+
+def _memory(memory: Row, _: Row, __: RunFolder) -> Section:
+    rows = [{"model": size, **p} for size, m in memory["models"].items() for p in m["peaks"]]
+    top = rows[-1]
+    finding = (
+        f"Training {top['model']} at {top['context']} tokens peaks at "
+        f"{top['training_peak_mib'] / 1024:.3g} GiB, {top['checkpointed_peak_mib'] / 1024:.3g} with"
+        f" blocks run twice; inference at {top['inference_peak_mib'] / 1024:.3g}."
+    )
+    shown = pick(rows, model="model", context="tokens", inference_peak_mib="inference, MiB",
+                 training_peak_mib="training, MiB", checkpointed_peak_mib="checkpointed, MiB",
+                 residual_stream_mib="residual stream, MiB")  # fmt: skip
+    folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory["models"].items()]
+    return Section("memory", finding, shown, plots.timeline(memory["models"]), folded)
+
+
+def _scale(scale: Row, _: Row, __: RunFolder) -> Section:
+    at, finding = scale.get("extrapolated"), f"No law: {'; '.join(scale['doubts'])}."
+    if at:
+        apart = at["high"] / at["low"] if at["low"] else math.inf
+        finding = (
+            f"The best size grows as C^{scale['law']['exponent']:.2f}; at {at['compute_flops']:.0e}"
+            f" FLOPs it is {at['parameters']:,.0f} (95 % interval {at['low']:,.0f} to "
+            f"{at['high']:,.0f}, {apart:.1f}-fold)."
+            + ("" if apart < 2 else " Cannot tell it closely.")
+        )
+    shown = pick(scale["runs"], compute_flops="FLOPs", width="width", parameters="parameters",
+                 tokens="tokens", steps="steps", loss="held out")  # fmt: skip
+    folded = [("doubts", "\n".join(scale["doubts"]))] if scale["doubts"] else []
+    return Section("scale", finding, shown, plots.isoflop(scale), folded)
+
+
+def _inspect(inspect: Row, _: Row, __: RunFolder) -> Section:
+    heads, grown = inspect["heads"], inspect["induction"]
+    real = [h["kind"] for h in heads if not h["by_chance"]]
+    kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance: cannot tell any"
+    finding = (
+        f"The trained model has {kinds}. Beside it an induction circuit was grown: right "
+        f"{grown['whole']:.0%} of the time, {grown['ablated']:.0%} without its head for the token "
+        f"before, {grown['all_cut']:.0%} without its first layer, {grown['restored']:.0%} with "
+        "that head alone put back."
+    )
+    shown = pick(heads, kind="kind", layer="layer", head="head", score="score", chance="by chance")
+    folded = [("logit lens", inspect["lens"]), ("attribution", inspect["attribution"])]
+    return Section("inspect", finding, shown, plots.patterns(inspect["patterns"]), folded)
+
+
+def _compress(compress: Row, _: Row, __: RunFolder) -> Section:
+    rows = compress["rows"]
+    whole = rows[0]["heldout_loss"]
+    near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
+    best = max(near, key=lambda row: row["smaller"])
+    finding = (
+        f"At most 1 % of loss is lost by {best['method']}: {best['smaller']:.2g} times smaller, "
+        f"{best['heldout_loss'] - whole:+.4f} nats a byte."
+    )
+    shown = pick(rows, method="method", size_bytes="bytes", smaller="smaller, x",
+                 heldout_loss="held out", speedup_p50="speed, x")  # fmt: skip
+    return Section("compress", finding, shown, plots.compression(rows))
+
+
+def _audit(audit: Row, _: Row, folder: RunFolder) -> Section:
+    checks = folder.read_json("checks.json")
+    shown = pick(checks, name="check", source="source", actual="says", against="against",
+                 low="least", high="most", where="furthest off")  # fmt: skip
+    failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
+    finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
+    red = [shown[i] for i in sorted(failed)]
+    return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
+
+
+MAKERS = {
+    "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
+    "parallel": _parallel, "profile": _profile, "precision": _precision, "memory": _memory,
+    "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
+}  # fmt: skip

@@ -1,0 +1,167 @@
+"""Train for real: the fastest way for about a minute, until the model writes text.
+
+Notable:
+- a batch follows from (seed, step) alone and a checkpoint from zero fits any number of ranks, so
+  that a curve goes on elsewhere as if nothing had happened; SIGTERM saves one, and ends the run;
+- the mean loss of a step and whether any rank was told to stop travel in one small sum.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zero
+from torch import Tensor
+
+from llmsys_suite.config import UsageError, restarts
+from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
+from llmsys_suite.model import Decoder
+from llmsys_suite.run import Run
+from llmsys_suite.variants import VARIANTS
+
+#: Of the rate with which the variants are compared; reached after a share, then a cosine.
+RATE, WARM = 2.0, 0.05
+#: How often the held-out text is looked at, how many rows of it, and how often a checkpoint is.
+LOOKS, HELDOUT_ROWS, SAVES = 8, 128, 4
+#: Those whose optimizer each rank can steer, and whose state a checkpoint of zero holds.
+LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, "torch FSDP2"))
+CHECKPOINT = "checkpoint"
+PROMPT, LETTERS = 64, 240
+
+
+def run(run: Run) -> dict[str, Any]:
+    """Train, from a checkpoint where there is one; losses, held-out losses, and two samples."""
+    name = fastest(run.results.get("train", {"rows": []})["rows"]) if run.rank == 0 else ""
+    name = run.gather(name)[0] if run.world > 1 else SINGLE
+    variant, config = VARIANTS[name](run, run.model), run.config
+    before = sample(run, variant.weights())
+    state: dict[str, Any] = {"step": 0, "losses": [], "heldout": [], "total": config.learn,
+                             "rows": config.rows, "seed": config.seed}  # fmt: skip
+    if (source := resumed(run)) is not None:
+        state = zero.load_checkpoint(source, variant.model, variant.optimizer)
+        if state["rows"] % run.world:
+            raise UsageError(f"{state['rows']} rows do not split over {run.world} ranks")
+    total, begun_at = state["total"], state["step"]
+
+    def save() -> None:
+        path = config.out / CHECKPOINT
+        zero.save_checkpoint(path, variant.model, variant.optimizer, extra=dict(state))
+
+    with told_to_stop() as told:
+        while state["step"] < total:
+            step = state["step"]
+            for group in variant.optimizer.param_groups:
+                group["lr"] = RATE * config.learning_rate * schedule(step / total)
+            tokens, targets = run.corpus.batch(
+                rows=state["rows"], context=config.context, seed=state["seed"] + 1, step=step,
+                rank=run.rank, world=run.world,
+            )  # fmt: skip
+            tokens, targets = tokens.to(run.device), targets.to(run.device)
+            with run.recorder.step(stage="learn", variant=name, step=step, warmup=False) as kept:
+                kept["loss"] = variant.step(tokens, targets)
+            both = torch.tensor([kept["loss"], float(bool(told))], device=run.device)
+            dist.all_reduce(both)
+            state["losses"].append(float(both[0]) / run.world)
+            state["step"] = step = step + 1
+            if step == total or step % max(1, total // LOOKS) == 0:
+                state["heldout"].append((step, heldout_loss(run, variant.model)))
+                run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
+            if both[1] or step % max(1, total // SAVES) == 0:
+                save()
+            if both[1]:
+                raise KeyboardInterrupt
+    weights = variant.weights()
+    after = sample(run, weights)
+    variant.close()
+    if run.folder is None:
+        return {}
+    from safetensors.torch import save_file
+
+    run.trained = decoder(run, weights)
+    save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
+    return {
+        "variant": name, "begun_at": begun_at, "losses": state["losses"],
+        "heldout": state["heldout"], "tokens": total * state["rows"] * config.context,
+        "before": before, "after": after,
+    }  # fmt: skip
+
+
+def fastest(rows: list[dict[str, Any]]) -> str:
+    """By the median ratio to torch's DDP in the same round."""
+    found = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
+    return min((name for name in LEARNERS if name in found), key=found.__getitem__, default=PEER)
+
+
+def resumed(run: Run) -> Path | None:
+    """The checkpoint to go on from: the one that was asked for, or this run's own of a restart."""
+    own = run.config.out / CHECKPOINT
+    return own if restarts() and own.exists() else run.config.resume
+
+
+def schedule(progress: float) -> float:
+    """A rise, then half a cosine."""
+    return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def heldout_loss(run: Run, model: torch.nn.Module) -> float:
+    """Nats a byte over all ranks' equal shares of the held-out rows."""
+    rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
+    tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
+    loss = torch.nn.functional.cross_entropy(
+        model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum"
+    )
+    dist.all_reduce(loss)
+    return float(loss) / rows[0].numel()
+
+
+def decoder(run: Run, weights: dict[str, Tensor]) -> Decoder:
+    """A plain model of these weights."""
+    model = Decoder(run.model).to(run.device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+@torch.no_grad()
+def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
+    """What the model writes after some held-out text, on rank 0."""
+    if run.rank:
+        return {}
+    model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
+    return {"prompt": text(prompt), "written": text(write(model, prompt, LETTERS))}
+
+
+def write(model: Decoder, prompt: list[int], letters: int, warmth: float = 0.7) -> list[int]:
+    """Draw one token after another."""
+    device = next(model.parameters()).device
+    generator, written = torch.Generator().manual_seed(0), list(prompt)
+    for _ in range(letters):
+        seen = torch.tensor([written[-model.config.context :]], device=device)
+        chances = (model(seen)[0, -1].float().cpu() / warmth).softmax(-1)
+        written.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return written[len(prompt) :]
+
+
+def text(tokens: list[int]) -> str:
+    """What is no letter is a middle dot."""
+    return "".join(chr(t) if t == 10 or 32 <= t < 127 else "·" for t in tokens)
+
+
+@contextmanager
+def told_to_stop() -> Iterator[list[int]]:
+    """SIGTERM fills the list for as long as this lasts, in place of ending the process."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,85 @@
+"""Training for real goes on where it was stopped, at any number of ranks."""
+
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.data import load_corpus
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.report.progress import Progress
+from llmsys_suite.run import Run
+from llmsys_suite.stages import learn
+from llmsys_suite.variants import VARIANTS
+from worker_pool import run_ranks
+
+STEPS, ROWS = 12, 4
+
+
+def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
+    """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    config = RunConfig(size="mini", rows=learn_rows, context=16, world=world, learn=STEPS,
+                       out=Path(out), resume=resume and Path(resume))  # fmt: skip
+    cpu = torch.device("cpu")
+    run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
+              recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    run.results["train"] = {"rows": [{"variant": variant, "ratio_p50": 0.5}]}
+    cls, steps = VARIANTS[variant if world > 1 else learn.SINGLE], []
+
+    def step(self, tokens, targets, original=cls.step):
+        steps.append(tokens.tolist())
+        if len(steps) == stop_at and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, tokens, targets)
+
+    with mock.patch.object(cls, "step", step), mock.patch.object(learn, "LETTERS", 4):
+        try:
+            result = learn.run(run)
+        except KeyboardInterrupt:
+            return "stopped", len(steps)
+    return result.get("losses"), len(steps)
+
+
+@pytest.mark.parametrize("variant", ["ddp bucketed", "zero 2", "fsdp"])
+def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant):
+    (whole, _), _ = run_ranks(learned, 2, str(tmp_path / "whole"), variant)
+    assert len(whole) == STEPS
+    stopped = run_ranks(learned, 2, str(tmp_path / "part"), variant, 5)
+    assert stopped == [("stopped", 5)] * 2
+    resume = str(tmp_path / "part" / learn.CHECKPOINT)
+    for world in (1, 2, 4):
+        (losses, steps), *_ = run_ranks(
+            learned, world, str(tmp_path / f"on{world}"), variant, None, resume
+        )
+        assert steps == STEPS - 5
+        # On as many ranks the very numbers; else sums in another order.
+        assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
+
+
+def refused(resume):
+    with pytest.raises(UsageError, match="4 rows do not split over 3 ranks"):
+        learned(os.path.dirname(resume) + "/other", "ddp flat", None, resume, 3)
+    dist.barrier()
+
+
+def test_rows_that_do_not_split_are_refused(tmp_path):
+    run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
+    run_ranks(refused, 3, str(tmp_path / "part" / learn.CHECKPOINT))
+
+
+def test_the_fastest_that_can_learn_is_chosen():
+    rows = [
+        {"variant": "parameter server", "ratio_p50": 0.1},
+        {"variant": "zero 1", "ratio_p50": 0.8},
+        {"variant": "ddp flat", "ratio_p50": 0.9},
+        {"variant": "single process"},
+    ]
+    assert learn.fastest(rows) == "zero 1"
+    assert learn.fastest([]) == "torch DDP"
