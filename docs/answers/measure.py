@@ -276,7 +276,7 @@ def _live_after_forward(context: int, *, autocast: bool) -> float:
     """MiB where the backward pass begins, on a GPU that is not there: fake tensors, its rules."""
     from unittest import mock
 
-    from llmsys_suite.measure.live_memory import LiveMemory, make_state
+    from accounting.memory.live import LiveMemory, make_state
     from llmsys_suite.model import Decoder, ModelConfig, plain_attention
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_leaves
