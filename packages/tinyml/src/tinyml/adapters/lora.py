@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tinyml.layers import check_finite, is_conv1d, is_of, weight_of
+from tinyml.layers import check_finite, guarded, is_conv1d, is_of, nearest, weight_of
 
 
 class LoRA(nn.Module):
@@ -160,6 +160,7 @@ def add_lora(
     dropout: float = 0.0,
     targets: Iterable[str] | None = None,
     kinds: Sequence[type[nn.Module]] = (nn.Linear,),
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """Freeze `model` and put an adapter at every layer of `kinds`, in place; return the model.
 
@@ -168,7 +169,7 @@ def add_lora(
     has one adapter. An error leaves the model as it was.
     """
     wanted = None if targets is None else tuple(targets)
-    places = _places(model, tuple(kinds), wanted)
+    places = _places(model, tuple(kinds), wanted, guarded(model, protect))
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     made: dict[nn.Module, LoRA] = {}
     try:
@@ -188,7 +189,10 @@ def add_lora(
 
 
 def _places(
-    model: nn.Module, kinds: tuple[type[nn.Module], ...], targets: tuple[str, ...] | None
+    model: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    targets: tuple[str, ...] | None,
+    held: set[str],
 ) -> list[tuple[nn.Module, str]]:
     """Where adapters go: (parent, name of the child)."""
     places: list[tuple[nn.Module, str]] = []
@@ -197,13 +201,15 @@ def _places(
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and is_of(module, kinds) and (targets is None or matching):
+        if full and full not in held and is_of(module, kinds) and (targets is None or matching):
             parent, _, name = full.rpartition(".")
             places.append((model.get_submodule(parent), name))
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
-        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}")
+        known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
+        like = nearest(min(missed), known)
+        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
     if not places:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
     return places

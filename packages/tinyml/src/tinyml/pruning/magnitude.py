@@ -84,6 +84,7 @@ def prune(
     pattern: str | None = None,
     input_norms: Mapping[str, Tensor] | None = None,
     layers: Sequence[type[nn.Module]] = PRUNABLE,
+    protect: Sequence[str] = (),
 ) -> Pruned:
     """A copy of `model` with the least important weights set to zero, and the masks.
 
@@ -91,10 +92,10 @@ def prune(
     scope="global" it is the share of all weights together, wherever they are. `pattern` "2:4"
     keeps 2 of every 4 neighbors along the input instead, whatever `sparsity` says. `input_norms`
     (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
-    pruned; biases never are.
+    pruned but those of layers that `protect` names; biases never are.
     """
     model = copy.deepcopy(model)
-    chosen = layers_of(model, layers)
+    chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
         chosen = by_layer(sparsity, chosen, model)
     for name, layer in chosen.items():

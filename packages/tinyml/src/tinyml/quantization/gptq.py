@@ -44,6 +44,7 @@ def gptq(
     symmetric: bool = True,
     observer: Observer = "minmax",
     damping: float = 0.01,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
 
@@ -56,7 +57,7 @@ def gptq(
     granularity = granularity or ("group" if group_size else "channel")
     check_bits(bits, "a grid has")
     model = copy.deepcopy(model)
-    layers = layers_of(model, (nn.Linear,))
+    layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
         make_dense(model, layer)
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
@@ -76,7 +77,7 @@ def gptq(
         visit_in_step(model, batches, layers, rounded)
     for name in layers.keys() - done.keys():
         rounded(name, _identity(outputs_first(layers[name], weight_of(layers[name]))))
-    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name))
+    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
 
 
 @torch.no_grad()

@@ -37,21 +37,22 @@ def kmeans_quantize(
     bits: int | Mapping[str, int],
     *,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` in which each weight is one of 2^bits values of its layer.
 
-    `bits` may be given by layer name; other layers stay as they are. The palettes train like any
-    parameter, the codes do not change.
+    `bits` may be given by layer name; other layers, and those that `protect` names, stay. The
+    palettes train like any parameter, the codes do not change.
     """
 
     if isinstance(bits, Mapping):
-        by_layer(bits, layers_of(model, layers), model)
+        by_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         width = bits.get(name) if isinstance(bits, Mapping) else bits
         return None if width is None else Palette(weight_of(layer), width)
 
-    return compress_weights(copy.deepcopy(model), layers, compress)
+    return compress_weights(copy.deepcopy(model), layers, compress, protect)
 
 
 class Palette(CompressedWeight):

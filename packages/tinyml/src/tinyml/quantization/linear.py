@@ -102,14 +102,16 @@ def quantize(
     observer: Observer = "minmax",
     activations: Literal["float", "dynamic", "auto"] = "float",
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` whose weights are `bits`-bit whole numbers on a grid.
 
     One scale for each output channel (row), unless `group_size` or `granularity` says otherwise.
-    `bits` may be given by layer name; other layers stay. activations="dynamic" also rounds the
-    inputs of linear layers to int8 as they come and multiplies whole numbers (see `Int8Linear`),
-    with the same bits everywhere, by the exact product that is fastest here. "auto" does so only
-    where it is measured to be faster than float32 here. Weights alone are only smaller.
+    `bits` may be given by layer name; other layers, and those that `protect` names, stay.
+    activations="dynamic" also rounds the inputs of linear layers to int8 as they come and
+    multiplies whole numbers (see `Int8Linear`), with the same bits everywhere, by the exact product
+    that is fastest here. "auto" does so only where it is measured to be faster than float32 here.
+    Weights alone are only smaller.
     """
     granularity = granularity or ("group" if group_size else "channel")
     model = copy.deepcopy(model)
@@ -124,7 +126,7 @@ def quantize(
         raise ValueError(f"activations is {activations!r}; 'float', 'dynamic' or 'auto'")
 
     if isinstance(bits, Mapping):
-        by_layer(bits, layers_of(model, layers), model)
+        by_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         width = bits.get(name) if isinstance(bits, Mapping) else bits
@@ -135,4 +137,4 @@ def quantize(
         grid = grid_of(rows, width, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
         return GridWeight(grid.quantize(rows), grid, weight, width, transposed=is_conv1d(layer))
 
-    return compress_weights(model, layers, compress)
+    return compress_weights(model, layers, compress, protect)
