@@ -6,6 +6,7 @@ import pytest
 import torch
 from tinyml import (
     add_lora,
+    awq,
     convert,
     gptq,
     kmeans_quantize,
@@ -17,6 +18,7 @@ from tinyml import (
     quantize,
     save,
     size_of,
+    smoothquant,
     unmerge,
 )
 from tinyml.pruning.channels import channel_groups, channel_importance
@@ -241,6 +243,21 @@ def test_what_is_protected_stays_as_it_is(way):
             assert torch.equal(now, parameter) == kept, name
     with pytest.raises(ValueError, match="'lm_head' may be meant"):
         protected(dense, ["lm_haed"])
+
+
+@pytest.mark.parametrize("way", [awq, smoothquant])
+@pytest.mark.parametrize("model", EACH)
+def test_transformers_are_calibrated_whole_and_saved(model, way, tmp_path):
+    dense = MODELS[model]()
+    small = way(dense, [TOKENS])
+    assert size_of(small).bytes < size_of(dense).bytes / 2
+    with torch.no_grad():
+        exact, ours = dense(TOKENS).logits, small(TOKENS).logits
+    assert (ours - exact).norm() < (0.02 if way is smoothquant else 0.25) * exact.norm()
+    save(small, tmp_path / "small.safetensors")
+    back = load(MODELS[model](), tmp_path / "small.safetensors")
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, ours)
 
 
 def test_an_error_in_the_model_ends_every_batch():

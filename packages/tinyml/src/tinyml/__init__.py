@@ -14,7 +14,8 @@ from tinyml.integer.to_onnx import to_onnx
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
-from tinyml.quantization.gptq import gptq
+from tinyml.quantization.gptq import awq, gptq, smoothquant
+from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import kmeans, kmeans_quantize
 from tinyml.quantization.linear import quantize
@@ -23,6 +24,7 @@ from tinyml.size import Size, size_of
 
 __all__ = [
     "CProgram",
+    "Int4Linear",
     "Int8Linear",
     "IntegerModel",
     "LoRA",
@@ -32,6 +34,7 @@ __all__ = [
     "SoftPrompt",
     "adapt",
     "add_lora",
+    "awq",
     "convert",
     "gptq",
     "kmeans",
@@ -49,6 +52,7 @@ __all__ = [
     "save_lora",
     "sensitivity",
     "size_of",
+    "smoothquant",
     "sort_channels",
     "to_c",
     "to_onnx",

@@ -73,6 +73,7 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
+    from tinyml.quantization.int4 import Int4Linear
     from tinyml.quantization.int8 import Int8Linear
 
     found: dict[int, torch.Tensor] = {}
@@ -82,6 +83,8 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
                 key = id(parametrization[-1])
                 if key not in found:
                     found[key] = getattr(layer, name)
+        elif isinstance(layer, Int4Linear):
+            found[id(layer)] = layer.weight
         elif isinstance(layer, Int8Linear):
             found[id(layer)] = layer.weight_codes
             if layer.bias is not None:

@@ -283,7 +283,8 @@ _SAME = {
     "unsqueeze": "reshape", "dropout": "same", "feature_dropout": "same", "clone": "same",
     "contiguous": "same", "alias": "same", "detach": "same", "_to_copy": "same", "to": "same",
     "max_pool2d_with_indices": "max_pool2d", "concat": "cat", "concatenate": "cat",
-    "_native_batch_norm_legit_no_training": "batch_norm", "_native_batch_norm_legit": "batch_norm", "_native_batch_norm_legit": "batch_norm", "convolution": "conv2d",
+    "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",
+    "_native_batch_norm_legit": "batch_norm",
 }  # fmt: skip
 _ELEMENTWISE = {
     "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",

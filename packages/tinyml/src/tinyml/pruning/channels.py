@@ -186,16 +186,14 @@ def _selected(
                 lost = gone.repeat_interleave(each.width).to(read.device)
                 read.index_fill_(each.axis, lost.nonzero().flatten(), 0)
     for (name, axis), places in chosen.items():
-        tensor, end = _tensor(small, name), 0
+        whole, end = _tensor(small, name), 0
         parts: list[Tensor] = []
         for start, stop, inside in sorted(places, key=lambda place: place[:2]):
             parts.extend((torch.arange(end, start), inside))
             end = stop
-        index = torch.cat([*parts, torch.arange(end, tensor.shape[axis])])
+        index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
         layer, _, key = name.rpartition(".")
-        _replace(
-            small.get_submodule(layer), key, tensor.index_select(axis, index.to(tensor.device))
-        )
+        _replace(small.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
     for place, was, group in walk.sizes:
         if (index := keep.get(walk.find(group))) is not None:
             _rewrite(small.get_submodule(place), was, was // walk.find(group).size * len(index))

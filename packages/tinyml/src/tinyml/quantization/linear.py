@@ -19,6 +19,7 @@ from tinyml.layers import (
     by_layer,
     compress_weights,
     empty_like_nothing,
+    guarded,
     is_conv1d,
     layers_of,
     outputs_first,
@@ -35,11 +36,15 @@ class GridWeight(CompressedWeight):
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
+    divide: Tensor | None
 
     def __init__(
-        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
-    ) -> None:
+        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False,
+        divide: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
+        # What is stored of each input is so many times its weights: divided when it is read.
+        self.register_buffer("divide", None if divide is None else divide.to(weight.dtype))
         self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
         self.bits, self.shape, self.rows = bits, weight.shape, codes.shape
         self.low = grid.low
@@ -61,11 +66,12 @@ class GridWeight(CompressedWeight):
         scale: Tensor,
         zero: Tensor | None,
         transposed: bool = False,
+        divide: Tensor | None = None,
     ) -> GridWeight:
         """What was saved, in place of a weight of this shape."""
         grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
         codes_like = torch.full((*rows,), low)
-        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed)
+        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
         made.codes = codes
         return made
 
@@ -87,8 +93,9 @@ class GridWeight(CompressedWeight):
         codes = self.whole_numbers()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
-        dense = self.scale * codes
-        return dense.view(self.shape[::-1]).t() if self.transposed else dense.view(self.shape)
+        dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
+        dense = dense if self.divide is None else dense / self.divide
+        return dense.t() if self.transposed else dense
 
 
 @torch.no_grad()
@@ -115,13 +122,23 @@ def quantize(
     """
     granularity = granularity or ("group" if group_size else "channel")
     model = copy.deepcopy(model)
+    if activations == "auto" and bits == 4:
+        # The module imports what is above: a linear layer of such weights.
+        from tinyml.quantization.int4 import with_int4_linears
+
+        return with_int4_linears(
+            quantize(
+                model, 4, granularity="group", group_size=group_size or 32, symmetric=symmetric,
+                observer=observer, layers=layers, protect=protect,
+            )
+        )  # fmt: skip
     if activations in ("dynamic", "auto"):
         if bits != 8 or granularity != "channel" or not symmetric:
             raise ValueError(
                 f"activations={activations!r} takes bits=8, one symmetric scale a channel; "
                 f"got bits={bits}, granularity={granularity!r}, symmetric={symmetric}"
             )
-        return with_int8_linears(model, observer, activations)
+        return with_int8_linears(model, observer, activations, guarded(model, protect))
     if activations != "float":
         raise ValueError(f"activations is {activations!r}; 'float', 'dynamic' or 'auto'")
 
