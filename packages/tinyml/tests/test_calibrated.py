@@ -26,8 +26,12 @@ def error(model, small, batches):
 def test_awq_is_closer_than_rounding_to_the_nearest():
     for seed in range(5):
         model, batches = uneven(seed)
-        plain, ours = quantize(model, 3), awq(model, batches, 3)
-        assert error(model, ours, batches) < 0.7 * error(model, plain, batches)
+        for size, share in ((None, 0.97), (16, 0.75)):
+            plain, ours = (
+                quantize(model, 3, group_size=size),
+                awq(model, batches, 3, group_size=size),
+            )
+            assert error(model, ours, batches) < share * error(model, plain, batches)
 
 
 def test_awq_of_one_step_is_rounding_to_the_nearest():

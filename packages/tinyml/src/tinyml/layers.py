@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,6 +191,29 @@ def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
         return None
     last = cast(Any, layer).parametrizations.weight[-1]
     return last if isinstance(last, CompressedWeight) else None
+
+
+class Replacement(nn.Module):
+    """A layer of our own in place of a linear layer or an embedding."""
+
+    def restored(self) -> nn.Module:
+        """A plain layer with the dense weight that is computed with."""
+        raise NotImplementedError
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` to compress, in which every replacement is a plain layer again."""
+    model = copy.deepcopy(model)
+    made: dict[nn.Module, nn.Module] = {
+        module: module.restored() for module in model.modules() if isinstance(module, Replacement)
+    }
+    if model in made:
+        return made[model]
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in made:
+                setattr(parent, name, made[child])
+    return model
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from tinyml.layers import (
     is_conv1d,
     make_dense,
     nearest,
+    plain_copy,
 )
 
 
@@ -195,8 +196,8 @@ def _selected(
         layer, _, key = name.rpartition(".")
         _replace(small.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
     for place, was, group in walk.sizes:
-        if (index := keep.get(walk.find(group))) is not None:
-            _rewrite(small.get_submodule(place), was, was // walk.find(group).size * len(index))
+        if (left := keep.get(walk.find(group))) is not None:
+            _rewrite(small.get_submodule(place), was, was // walk.find(group).size * len(left))
     return _checked(small, zeroed, inputs)
 
 
@@ -258,7 +259,7 @@ def _dense_copy(model: nn.Module) -> nn.Module:
         raise ValueError(
             "the model has adapters, whose rank would change; merge them, or prune first"
         )
-    model = copy.deepcopy(model)
+    model = plain_copy(model)
     for layer in list(model.modules()):
         if compressed_weight(layer) is not None:
             make_dense(model, layer)

@@ -9,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -25,6 +24,7 @@ from tinyml.layers import (
     layers_of,
     make_dense,
     outputs_first,
+    plain_copy,
     weight_of,
 )
 
@@ -94,7 +94,7 @@ def prune(
     (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
     pruned but those of layers that `protect` names; biases never are.
     """
-    model = copy.deepcopy(model)
+    model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
         chosen = by_layer(sparsity, chosen, model)

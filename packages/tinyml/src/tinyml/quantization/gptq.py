@@ -10,7 +10,6 @@ Notable (Frantar et al., "GPTQ", 2023):
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from tinyml.layers import (
     layers_of,
     make_dense,
     outputs_first,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
@@ -137,7 +137,7 @@ def smoothquant(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; a share from 0 to 1")
-    model, divide = copy.deepcopy(model), {}
+    model, divide = plain_copy(model), {}
     layers = layers_of(_with_dense(model), (nn.Linear,), protect)
     shared = [identity(module) for module in model.modules()]
 
@@ -167,7 +167,7 @@ def round_in_step(
 
     A layer that never runs gets no inputs: an empty list.
     """
-    model = _with_dense(copy.deepcopy(model))
+    model = _with_dense(plain_copy(model))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))

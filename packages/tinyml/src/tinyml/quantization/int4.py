@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.layers import compressed_weight, is_conv1d
-from tinyml.quantization.int8 import SHOWN_TOKENS, choose, close_ones
+from tinyml.layers import Replacement, compressed_weight, is_conv1d
+from tinyml.quantization.int8 import SHOWN_TOKENS, choose, close_ones, plain_linear
 from tinyml.quantization.linear import GridWeight
 from tinyml.quantization.products import fastest, in_order
 
 _times: dict[object, dict[str, float]] = {}
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(Replacement):
     """y = x w^T + bias with w = S (q - Z) of 4 bits, by the kernel or by a dense weight made anew.
 
     For inference. `grid` is the stored weight; what the kernel reads is made of it at first use and
@@ -53,6 +53,10 @@ class Int4Linear(nn.Module):
         """(..., in) -> (..., out)."""
         alone = inputs.numel() and self._chosen(inputs)[0] == "weights alone"
         return self._weights_alone(inputs) if alone else self._dense(inputs)
+
+    def restored(self) -> nn.Module:
+        """An nn.Linear."""
+        return plain_linear(self.weight, self.bias, self.grid.transposed)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """For so many tokens on this machine: what is computed, and the times that say so."""

@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.layers import compressed_weight, identity, is_conv1d, outputs_first, weight_of
+from tinyml.layers import (
+    Replacement,
+    compressed_weight,
+    identity,
+    is_conv1d,
+    outputs_first,
+    weight_of,
+)
 from tinyml.quantization.grid import Observer, grid_of
 from tinyml.quantization.products import Int8Weights, fastest, in_order
 
@@ -44,7 +51,7 @@ def close_ones(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[
     return kept
 
 
-class Int8Linear(nn.Module):
+class Int8Linear(Replacement):
     """y = (q_x q_w^T) s_x s_w + bias, with a scale for each token and one for each output.
 
     For inference: it has no gradient. With may_stay_float=True each number of tokens is computed by
@@ -65,6 +72,7 @@ class Int8Linear(nn.Module):
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
         self.may_stay_float, self.dtype = may_stay_float, weight.dtype
+        self.transposed = is_conv1d(linear)
         weight = weight.float() if divide is None else weight.float() * divide
         # Each input over its own number, the weights times it: the same product (SmoothQuant).
         self.register_buffer("divide", None if divide is None else divide.to(self.dtype))
@@ -97,6 +105,10 @@ class Int8Linear(nn.Module):
             if kind == "weights alone":
                 return self._weights_alone(inputs)
         return self._multiply(weights, inputs)
+
+    def restored(self) -> nn.Module:
+        """An nn.Linear."""
+        return plain_linear(self.weight.to(self.dtype), self.bias, self.transposed)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """For so many tokens on this machine: what is computed, and the times that say so."""
@@ -172,7 +184,7 @@ class Int8Linear(nn.Module):
         return self.__dict__ | {"_prepared": None}
 
 
-class Int8Embedding(nn.Module):
+class Int8Embedding(Replacement):
     """Rows of an `Int8Linear`'s weight: an embedding that is tied to the layer above it."""
 
     def __init__(self, table: Int8Linear) -> None:
@@ -184,10 +196,26 @@ class Int8Embedding(nn.Module):
         """The dense weight that the codes stand for."""
         return self.table.weight
 
+    def restored(self) -> nn.Module:
+        """An nn.Embedding, no longer tied."""
+        return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype), freeze=False)
+
     def forward(self, indices: Tensor) -> Tensor:
         """(...) -> (..., width)."""
         rows = self.table.weight_codes[indices] * self.table.scale[indices][..., None]
         return rows.to(self.table.dtype)
+
+
+def plain_linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
+    """An nn.Linear of this weight; a Conv1D, which it would have to be, cannot be made here."""
+    if transposed:
+        raise ValueError("its layers were Conv1D and are replaced; compress the model before that")
+    outputs, inputs = weight.shape
+    made = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight.clone())
+    if bias is not None:
+        made.bias = nn.Parameter(bias.clone())
+    return made
 
 
 def with_int8_linears(
@@ -207,7 +235,7 @@ def with_int8_linears(
         for name, module in model.named_modules()
         if name not in held and (type(module) is nn.Linear or is_linear_alike(module))
     ]
-    if not linears and not any(isinstance(module, Int8Linear) for module in model.modules()):
+    if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     names = {module: name for name, module in model.named_modules()}
     made: dict[nn.Module, nn.Module] = {}

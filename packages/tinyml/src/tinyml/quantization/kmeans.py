@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +26,7 @@ from tinyml.layers import (
     check_bits,
     compress_weights,
     layers_of,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.pack import pack, unpack
@@ -52,7 +52,7 @@ def kmeans_quantize(
         width = bits.get(name) if isinstance(bits, Mapping) else bits
         return None if width is None else Palette(weight_of(layer), width)
 
-    return compress_weights(copy.deepcopy(model), layers, compress, protect)
+    return compress_weights(plain_copy(model), layers, compress, protect)
 
 
 class Palette(CompressedWeight):

@@ -6,7 +6,6 @@ codes whenever the weight is read, so any layer that holds a weight can be compr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +22,7 @@ from tinyml.layers import (
     is_conv1d,
     layers_of,
     outputs_first,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
@@ -121,7 +121,7 @@ def quantize(
     Weights alone are only smaller.
     """
     granularity = granularity or ("group" if group_size else "channel")
-    model = copy.deepcopy(model)
+    model = plain_copy(model)
     if activations == "auto" and bits == 4:
         # The module imports what is above: a linear layer of such weights.
         from tinyml.quantization.int4 import with_int4_linears

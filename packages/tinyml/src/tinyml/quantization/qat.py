@@ -25,6 +25,7 @@ from tinyml.layers import (
     compress_weights,
     compressed_weight,
     is_conv1d,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
@@ -50,7 +51,7 @@ def prepare_qat(
         check_finite(f"{name}.weight", weight)
         return RoundedWeight(weight, bits, kind, group_size, learn_scale, transposed)
 
-    return compress_weights(copy.deepcopy(model), layers, compress, protect)
+    return compress_weights(plain_copy(model), layers, compress, protect)
 
 
 @torch.no_grad()
