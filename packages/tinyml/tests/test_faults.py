@@ -113,8 +113,11 @@ def test_masks_of_another_model_change_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = model[0].weight.clone()
     masks = Masks({"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(5, 4)})
-    with pytest.raises(ValueError, match="another model"):
-        masks.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for use in (lambda: masks.apply(model), lambda: masks.keep(model, optimizer)):
+        with pytest.raises(ValueError, match="another model"):
+            use()
+    optimizer.step()
     assert torch.equal(model[0].weight, before)
 
 

@@ -129,6 +129,10 @@ class CompressedWeight(nn.Module):
         """The tensor to train or keep in place of `weight`."""
         raise NotImplementedError
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A dense weight of this shape as it would be if it were stored so."""
+        return weight
+
     def format(self) -> list[int]:
         """The whole numbers that the stored codes cannot be read without."""
         raise NotImplementedError

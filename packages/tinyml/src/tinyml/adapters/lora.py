@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tinyml.layers import check_finite, guarded, is_conv1d, is_of, nearest, weight_of
+from tinyml.layers import (
+    check_finite,
+    compressed_weight,
+    guarded,
+    is_conv1d,
+    is_of,
+    nearest,
+    weight_of,
+)
 
 
 class LoRA(nn.Module):
@@ -102,13 +110,18 @@ class LoRA(nn.Module):
         self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
         self._before = (before,)
 
+    @torch.no_grad()
     def check_mergeable(self) -> None:
         """Raise if the update cannot be merged."""
-        if is_parametrized(self.base, "weight"):
+        if (stored := compressed_weight(self.base)) is not None:
+            whole = cast(Tensor, self.base.weight) + self.update
+            lost = float((stored.rounded(whole) - whole).norm() / self.update.norm())
             raise RuntimeError(
-                "the base weight is compressed and cannot take the update; leave the adapter "
-                "beside it, or compress after merging"
+                "the base weight is compressed: stored like it, the merged one would be off by "
+                f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
             )
+        if is_parametrized(self.base, "weight"):
+            raise RuntimeError("the base weight is parametrized and cannot take the update")
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
@@ -168,7 +181,9 @@ def add_lora(
     "q_proj" does for "blocks.0.q_proj"; each has to be found. A layer that the model holds twice
     has one adapter. An error leaves the model as it was.
     """
-    wanted = None if targets is None else tuple(targets)
+    wanted = (
+        targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
+    )
     places = _places(model, tuple(kinds), wanted, guarded(model, protect))
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     made: dict[nn.Module, LoRA] = {}

@@ -53,18 +53,22 @@ class Masks(Mapping[str, Tensor]):
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Zero what is pruned, in place; names and shapes that do not fit change nothing."""
-        parameters = {name: model.get_parameter(name) for name in self}
-        for name, mask in self.items():
-            if parameters[name].shape != mask.shape:
+        for parameter, mask in self._fitting(model):
+            parameter.mul_(mask)
+
+    def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
+        for name, (parameter, mask) in zip(self, pairs, strict=True):
+            if parameter.shape != mask.shape:
                 raise ValueError(
                     f"the mask of {name} is {tuple(mask.shape)}, the parameter "
-                    f"{tuple(parameters[name].shape)}; these are masks of another model"
+                    f"{tuple(parameter.shape)}; these are masks of another model"
                 )
-        for name, mask in self.items():
-            parameters[name].mul_(mask)
+        return pairs
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """From now on, apply the masks after every step of `optimizer`, for fine-tuning."""
+        self._fitting(model)
         optimizer.register_step_post_hook(lambda *_: self.apply(model))
 
 

@@ -78,6 +78,11 @@ class Palette(CompressedWeight):
         """The palette."""
         return self._palette.to(weight)
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """By the best palette of so many bits."""
+        palette, codes = kmeans(weight, 2**self.bits)
+        return palette.to(weight)[codes.long()]
+
     def format(self) -> list[int]:
         """Bits."""
         return [self.bits]

@@ -79,6 +79,18 @@ class GridWeight(CompressedWeight):
         """Nothing: the codes are what is kept."""
         return empty_like_nothing(weight)
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """On the best grid of this form."""
+        first = (weight.t() if self.transposed else weight).float()
+        first = first if self.divide is None else first * self.divide
+        grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
+        made = GridWeight(
+            grid.quantize(first.reshape(self.rows)), grid, weight, self.bits,
+            transposed=self.transposed, divide=self.divide,
+        )  # fmt: skip
+        dense: Tensor = made(weight)
+        return dense
+
     def format(self) -> list[int]:
         """Bits and the lowest code."""
         return [self.bits, self.low]
