@@ -1,4 +1,4 @@
-"""The study's pictures are what its rows draw to, and little is lost."""
+"""The pictures of the study are what its rows draw to, and little is lost."""
 
 import importlib.util
 import json
