@@ -87,7 +87,7 @@ def test_an_adapter_trains_beside_a_quantized_base():
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
     assert (model(inputs) - targets).square().mean().item() < 0.7 * before
-    with pytest.raises(RuntimeError, match="off by .* % of the update"):
+    with pytest.raises(RuntimeError, match=r"off by .* % of the update"):
         merge(model)
 
 

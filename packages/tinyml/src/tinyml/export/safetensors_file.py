@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tinyml.layers import CompressedWeight, compressed_weight
+from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Embedding, Int8Linear
 from tinyml.quantization.kmeans import Palette
-from tinyml.quantization.linear import GridWeight
 from tinyml.quantization.pack import pack, unpack
 
 _FORMAT = "tinyml-1"

@@ -31,9 +31,9 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.in_step import second_moment, visit_in_step
 from tinyml.quantization.int8 import with_int8_linears
-from tinyml.quantization.linear import GridWeight
 
 
 @torch.no_grad()

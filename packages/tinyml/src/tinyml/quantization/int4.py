@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.layers import Replacement, compressed_weight, is_conv1d
+from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int8 import SHOWN_TOKENS, choose, close_ones, plain_linear
-from tinyml.quantization.linear import GridWeight
 from tinyml.quantization.products import fastest, in_order
 
 _times: dict[object, dict[str, float]] = {}

@@ -1,8 +1,4 @@
-"""Weights on an even grid, packed: what is stored of r = S (q - Z).
-
-Notable: the layer stays the layer it was. Its weight becomes a parametrization that unpacks the
-codes whenever the weight is read, so any layer that holds a weight can be compressed.
-"""
+"""Linear quantization of a model: which weights, how many bits, which product."""
 
 from __future__ import annotations
 
@@ -10,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
     by_layer,
     compress_weights,
-    empty_like_nothing,
     guarded,
     is_conv1d,
     layers_of,
@@ -25,89 +20,10 @@ from tinyml.layers import (
     plain_copy,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.grid import Granularity, Observer, as_rows, grid_of
+from tinyml.quantization.grid_weight import GridWeight
+from tinyml.quantization.int4 import with_int4_linears
 from tinyml.quantization.int8 import with_int8_linears
-from tinyml.quantization.pack import pack, unpack
-
-
-class GridWeight(CompressedWeight):
-    """A weight as packed codes, scales and zero points."""
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    divide: Tensor | None
-
-    def __init__(
-        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False,
-        divide: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        # What is stored of each input is so many times its weights: divided when it is read.
-        self.register_buffer("divide", None if divide is None else divide.to(weight.dtype))
-        self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
-        self.bits, self.shape, self.rows = bits, weight.shape, codes.shape
-        self.low = grid.low
-        self.register_buffer("codes", pack(codes - grid.low, bits))
-        self.register_buffer("scale", grid.scale.to(weight.dtype))
-        zero = (
-            None if not grid.zero.any() else grid.zero.to(torch.int8 if grid.low else torch.uint8)
-        )
-        self.register_buffer("zero", zero)
-
-    @staticmethod
-    def restore(
-        weight: Tensor,
-        codes: Tensor,
-        *,
-        bits: int,
-        rows: Sequence[int],
-        low: int,
-        scale: Tensor,
-        zero: Tensor | None,
-        transposed: bool = False,
-        divide: Tensor | None = None,
-    ) -> GridWeight:
-        """What was saved, in place of a weight of this shape."""
-        grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
-        codes_like = torch.full((*rows,), low)
-        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
-        made.codes = codes
-        return made
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Nothing: the codes are what is kept."""
-        return empty_like_nothing(weight)
-
-    def rounded(self, weight: Tensor) -> Tensor:
-        """On the best grid of this form."""
-        first = (weight.t() if self.transposed else weight).float()
-        first = first if self.divide is None else first * self.divide
-        grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
-        made = GridWeight(
-            grid.quantize(first.reshape(self.rows)), grid, weight, self.bits,
-            transposed=self.transposed, divide=self.divide,
-        )  # fmt: skip
-        dense: Tensor = made(weight)
-        return dense
-
-    def format(self) -> list[int]:
-        """Bits and the lowest code."""
-        return [self.bits, self.low]
-
-    def whole_numbers(self) -> Tensor:
-        """q, int16, as rows."""
-        count = self.shape.numel()
-        return (unpack(self.codes, self.bits, count).to(torch.int16) + self.low).view(self.rows)
-
-    def forward(self, _: Tensor) -> Tensor:
-        """The dense weight."""
-        codes = self.whole_numbers()
-        if self.zero is not None:
-            codes = codes - self.zero.to(torch.int16)
-        dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
-        dense = dense if self.divide is None else dense / self.divide
-        return dense.t() if self.transposed else dense
 
 
 @torch.no_grad()
@@ -135,9 +51,6 @@ def quantize(
     granularity = granularity or ("group" if group_size else "channel")
     model = plain_copy(model)
     if activations == "auto" and bits == 4:
-        # The module imports what is above: a linear layer of such weights.
-        from tinyml.quantization.int4 import with_int4_linears
-
         return with_int4_linears(
             quantize(
                 model, 4, granularity="group", group_size=group_size or 32, symmetric=symmetric,

@@ -29,7 +29,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
-from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.grid_weight import GridWeight
 
 
 def prepare_qat(
