@@ -113,9 +113,30 @@ def test_masks_of_another_model_change_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = model[0].weight.clone()
     masks = Masks({"0.weight": torch.zeros(4, 4), "1.weight": torch.zeros(5, 4)})
-    with pytest.raises(ValueError, match="another model"):
-        masks.apply(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for use in (lambda: masks.apply(model), lambda: masks.keep(model, optimizer)):
+        with pytest.raises(ValueError, match="another model"):
+            use()
+    optimizer.step()
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("name", ["prune", "kmeans_quantize", "quantize", "dynamic", "gptq"])
+@pytest.mark.parametrize("activations", ["dynamic", "auto"])
+def test_a_model_whose_layers_were_replaced_is_compressed_again(name, activations):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(32, 16), "head": nn.Linear(16, 32, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model.forward = lambda tokens: tokens
+    chain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    inputs = torch.randn(5, 16)
+    once = quantize(chain, activations=activations)
+    compress = FINITE_ONLY | {"gptq": lambda m: gptq(m, [inputs], 4)}
+    again = compress[name](once)
+    again = again.model if name == "prune" else again
+    assert (again(inputs) - once(inputs)).norm() < 0.6 * once(inputs).norm()
+    tied = compress["kmeans_quantize"](quantize(model, activations="dynamic"))
+    assert tied["head"].weight.shape == model["head"].weight.shape
 
 
 FORMATS = {

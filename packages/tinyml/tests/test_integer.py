@@ -223,12 +223,12 @@ def test_every_bit_equals_the_oracle(build, way, monkeypatch):
     convolution.forget_choices()
 
 
-def compiled(program, folder):
+def compiled(program, folder, *options):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler here")
     program.save(folder / "network.c")
-    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-O2"]
+    strict = ["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", *(options or ["-O2"])]
     command = [compiler, *strict, "-o", folder / "network", folder / "network.c"]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "network"
@@ -252,6 +252,46 @@ def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
     )
     outputs = np.frombuffer(run.stdout, dtype=np.int8).reshape(1000, -1)
     assert np.array_equal(outputs, model.integers(codes).numpy())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-O0"],
+        ["-O3", "-march=native"],
+        ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"],
+    ],
+)
+def test_the_c_program_is_the_same_however_it_is_compiled(build, options, tmp_path):
+    size = 9 if build == "chain" else 8
+    images = torch.randn(20, 2, size, size, generator=torch.Generator().manual_seed(5))
+    model = IntegerModel(BUILDS[build](), [images])
+    codes = model.quantize(10 * images)
+    program = compiled(to_c(model), tmp_path, *options)
+    run = subprocess.run([program], input=codes.numpy().tobytes(), capture_output=True, check=True)
+    outputs = np.frombuffer(run.stdout, dtype=np.int8).reshape(20, -1)
+    assert np.array_equal(outputs, model.integers(codes).numpy())
+
+
+def test_views_that_are_changed_in_place_are_followed():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            y.view(len(y), -1).relu_()
+            y.add_(1)
+            return y
+
+    torch.manual_seed(0)
+    model, inputs = InPlace().eval(), torch.randn(8, 3, 6, 6)
+    with torch.no_grad():
+        exact = model(inputs)
+    assert (IntegerModel(model, [inputs])(inputs) - exact).norm() < 0.02 * exact.norm()
 
 
 def test_what_a_c_program_takes_is_counted():

@@ -1,6 +1,7 @@
 """Lloyd to its fixed point, the palette's gradient, and bytes."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -111,3 +112,16 @@ def test_bits_by_layer_leave_the_others():
 def test_nan_is_an_error():
     with pytest.raises(ValueError, match="finite"):
         kmeans(torch.tensor([1.0, float("nan")]), 2)
+
+
+@pytest.mark.timing
+def test_ten_million_weights_take_at_most_two_sorts():
+    weights = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) * 0.02
+
+    def seconds(call):
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    ratios = [seconds(lambda: kmeans(weights, 16)) / seconds(weights.sort) for _ in range(3)]
+    assert sorted(ratios)[1] <= 2, ratios

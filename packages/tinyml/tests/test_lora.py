@@ -87,7 +87,7 @@ def test_an_adapter_trains_beside_a_quantized_base():
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
     assert (model(inputs) - targets).square().mean().item() < 0.7 * before
-    with pytest.raises(RuntimeError, match="compress after merging"):
+    with pytest.raises(RuntimeError, match=r"off by .* % of the update"):
         merge(model)
 
 
@@ -224,3 +224,27 @@ def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
     with pytest.raises(ValueError, match=r"2: lora_B holds nan or inf.*nothing was merged"):
         merge(model)
     assert not model[0].merged
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_merging_into_a_quantized_base_reports_what_would_be_lost(symmetric):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 16))
+    model = add_lora(quantize(plain, 4, group_size=8, symmetric=symmetric), 2)
+    model[0].lora_B.data.normal_(std=0.05)
+    whole = model[0].base.weight + model[0].update
+    stored = nn.Sequential(nn.Linear(32, 16, bias=False))
+    stored[0].weight.data = whole.detach()
+    again = quantize(stored, 4, group_size=8, symmetric=symmetric)[0].weight
+    lost = float(((again - whole).norm() / model[0].update.norm()).detach())
+    with pytest.raises(RuntimeError, match=f"off by {100 * lost:.3g} % of the update"):
+        merge(model)
+    assert not model[0].merged
+
+
+def test_one_target_is_a_name_not_its_letters():
+    model = add_lora(nn.ModuleDict({"up": nn.Linear(8, 8), "p": nn.Linear(8, 8)}), 2, targets="up")
+    assert isinstance(model["up"], LoRA)
+    assert not isinstance(model["p"], LoRA)
+    with pytest.raises(ValueError, match="'q_proj' may be meant"):
+        add_lora(nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), 2, targets=["q_porj"])

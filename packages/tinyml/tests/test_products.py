@@ -158,7 +158,7 @@ def test_loaded_weights_are_the_ones_that_multiply():
 def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch):
     times = {"int8": 1.0, "float": 2.0 if wins == "int8" else 0.9}
     monkeypatch.setattr("tinyml.quantization.int8.fastest", lambda ways: times)
-    monkeypatch.setattr("tinyml.quantization.int8._both_times", {})
+    monkeypatch.setattr("tinyml.quantization.int8._times", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     inputs = torch.randn(4, 64)
     auto, dynamic = (quantize(model, activations=a) for a in ("auto", "dynamic"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tinyml import (
     add_lora,
+    awq,
     convert,
     gptq,
     kmeans_quantize,
@@ -17,6 +18,7 @@ from tinyml import (
     quantize,
     save,
     size_of,
+    smoothquant,
     unmerge,
 )
 from tinyml.pruning.channels import channel_groups, channel_importance
@@ -168,23 +170,94 @@ def test_gptq_sees_what_the_rounded_layers_before_make():
     assert torch.equal(ours[2].weight, second[0].weight)
 
 
-@pytest.mark.parametrize("model", ["llama", EACH[2]])
-def test_hidden_units_of_a_decoder_can_be_removed(model):
-    dense = MODELS[model]()
+def decoder():
+    suite = pytest.importorskip("llmsys_suite.model", reason="the suite is not installed")
+    torch.manual_seed(0)
+    return suite.Decoder(
+        suite.ModelConfig(d_model=32, d_ff=64, num_layers=2, num_heads=4, context=32, vocabulary=97)
+    ).eval()
+
+
+# Each layer's units and the parts of its attention: with grouped queries a unit is a pair of heads.
+UNITS = {
+    "gpt2": (4, "transformer.h.{}.attn", ["c_attn"]),
+    "llama": (2, "model.layers.{}.self_attn", ["q_proj", "k_proj", "v_proj"]),
+    "qwen": (2, "model.layers.{}.self_attn", ["q_proj", "k_proj", "v_proj"]),
+    "decoder": (4, "blocks.{}.attention", ["q", "k", "v"]),
+}
+
+
+@pytest.mark.parametrize("model", [*EACH, "decoder"])
+def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
+    dense = (MODELS | {"decoder": decoder})[model]()
+    heads, place, parts = UNITS[model]
     groups = channel_groups(dense, TOKENS)
-    names = [f"model.layers.{i}.mlp" for i in range(2)]
-    assert [sorted(g.writers) for g in groups] == [
-        [f"{name}.gate_proj", f"{name}.up_proj"] for name in names
+    attentions = [g for g in groups if ".attn" in g.writers[0] or "attention" in g.writers[0]
+                  or "self_attn" in g.writers[0]]  # fmt: skip
+    assert len(groups) == 4
+    assert [g.writers for g in attentions] == [
+        [f"{place.format(layer)}.{part}" for part in parts] for layer in range(2)
     ]
-    small = prune_channels(dense, 0.5, TOKENS)
-    assert small.model.layers[0].mlp.up_proj.weight.shape == (32, 32)
-    zeroed = copy.deepcopy(dense)
-    for group in groups:
-        removed = channel_importance(dense, group).argsort(descending=True, stable=True)[32:]
-        for name, _ in group.readers:
-            zeroed.get_submodule(name).weight.data[:, removed] = 0
+    assert {g.size for g in attentions} == {heads}
+    small, zeroed = prune_channels(dense, 0.5, TOKENS), copy.deepcopy(dense)
     with torch.no_grad():
-        torch.testing.assert_close(small(TOKENS).logits, zeroed(TOKENS).logits)
+        for group in groups:
+            order = channel_importance(dense, group).argsort(descending=True, stable=True)
+            for each in [each for each in group.slices if each.role == "reader"]:
+                for unit in order[group.size // 2 :].tolist():
+                    weight = zeroed.get_parameter(each.tensor)
+                    weight.narrow(each.axis, unit * each.width, each.width).zero_()
+        ours, exact = small(TOKENS + 1), zeroed(TOKENS + 1)
+        if model != "decoder":
+            ours, exact = ours.logits, exact.logits
+            small.generate(TOKENS, max_new_tokens=2, do_sample=False)  # with a cache
+    torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+    assert size_of(small).parameters < 0.8 * size_of(dense).parameters
+
+
+def test_the_heads_of_one_layer_can_be_named():
+    dense = llama()
+    small = prune_channels(dense, {"model.layers.1.self_attn.k_proj": 0.5}, TOKENS)
+    assert small.model.layers[1].self_attn.q_proj.weight.shape == (16, 32)
+    assert small.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
+    assert small.model.layers[1].mlp.up_proj.weight.shape == (64, 32)
+
+
+@pytest.mark.parametrize("way", [way for way in SMALLER if way != "int8"])
+def test_what_is_protected_stays_as_it_is(way):
+    protected = {
+        "palettes": lambda m, p: kmeans_quantize(m, 4, protect=p),
+        "4 bits": lambda m, p: quantize(m, 4, protect=p),
+        "gptq": lambda m, p: gptq(m, [TOKENS], 4, protect=p),
+        "trained": lambda m, p: convert(prepare_qat(m, 4, protect=p)),
+        "half": lambda m, p: prune(m, 0.5, protect=p).model,
+        "2:4": lambda m, p: prune(m, 0, pattern="2:4", protect=p).model,
+    }[way]
+    dense = gpt2()
+    small = protected(dense, ["lm_head", "h.0.attn"])
+    for name, parameter in dense.named_parameters():
+        kept = "wte" in name or "h.0.attn" in name or "ln" in name or "bias" in name
+        if "wpe" not in name:
+            layer, _, key = name.rpartition(".")
+            now = getattr(small.get_submodule(layer), key)
+            assert torch.equal(now, parameter) == kept, name
+    with pytest.raises(ValueError, match="'lm_head' may be meant"):
+        protected(dense, ["lm_haed"])
+
+
+@pytest.mark.parametrize("way", [awq, smoothquant])
+@pytest.mark.parametrize("model", EACH)
+def test_transformers_are_calibrated_whole_and_saved(model, way, tmp_path):
+    dense = MODELS[model]()
+    small = way(dense, [TOKENS])
+    assert size_of(small).bytes < size_of(dense).bytes / 2
+    with torch.no_grad():
+        exact, ours = dense(TOKENS).logits, small(TOKENS).logits
+    assert (ours - exact).norm() < (0.02 if way is smoothquant else 0.25) * exact.norm()
+    save(small, tmp_path / "small.safetensors")
+    back = load(MODELS[model](), tmp_path / "small.safetensors")
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, ours)
 
 
 def test_an_error_in_the_model_ends_every_batch():

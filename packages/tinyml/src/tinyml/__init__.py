@@ -11,10 +11,12 @@ from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import CProgram, to_c
 from tinyml.integer.to_onnx import to_onnx
+from tinyml.pruning.allocation import Allocation, allocate, round_weight
 from tinyml.pruning.channels import prune_channels, sort_channels
 from tinyml.pruning.magnitude import Masks, prune
 from tinyml.pruning.sensitivity import sensitivity
-from tinyml.quantization.gptq import gptq
+from tinyml.quantization.gptq import awq, gptq, smoothquant
+from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import kmeans, kmeans_quantize
 from tinyml.quantization.linear import quantize
@@ -22,7 +24,9 @@ from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import Size, size_of
 
 __all__ = [
+    "Allocation",
     "CProgram",
+    "Int4Linear",
     "Int8Linear",
     "IntegerModel",
     "LoRA",
@@ -32,6 +36,8 @@ __all__ = [
     "SoftPrompt",
     "adapt",
     "add_lora",
+    "allocate",
+    "awq",
     "convert",
     "gptq",
     "kmeans",
@@ -45,10 +51,12 @@ __all__ = [
     "prune",
     "prune_channels",
     "quantize",
+    "round_weight",
     "save",
     "save_lora",
     "sensitivity",
     "size_of",
+    "smoothquant",
     "sort_channels",
     "to_c",
     "to_onnx",

@@ -7,6 +7,7 @@ faster. Errors, bytes and counts do not depend on the machine's mood.
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import itertools
 import json
@@ -16,36 +17,26 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import to_c
-from tinyml.pruning.magnitude import prune
-from tinyml.pruning.sensitivity import sensitivity
-from tinyml.quantization.gptq import gptq
-from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.kmeans import kmeans, kmeans_quantize
+from tinyml.quantization.kmeans import kmeans
 from tinyml.quantization.linear import quantize
-from tinyml.quantization.qat import convert, prepare_qat
 from tinyml.size import size_of
 
 Row = dict[str, float | int | str]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """All rows: k-means, int8 linear, LoRA, sensitivity scan, a compressed digits classifier."""
+    """All rows: k-means, linear layers of 8 and 4 bits, an integer network."""
     return [
         *_kmeans(device, quick),
-        *_int8(device, quick),
+        *_linear(device, quick),
         *_integer(quick),
-        *_lora(device),
-        *_sensitivity(device, quick),
-        *_digits(device, quick),
     ]
 
 
@@ -96,39 +87,57 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
     return (time.perf_counter() - start) * 1e3, float(fitted.inertia_)
 
 
-def _int8(device: str, quick: bool) -> list[Row]:
-    """A dynamic int8 linear, and one that may stay in float, beside nn.Linear in float32."""
+def _linear(device: str, quick: bool) -> list[Row]:
+    """Linear layers of 8 and 4 bits beside nn.Linear in float32, and torchao's where it is."""
     shapes: tuple[tuple[int, int, int], ...] = ((1, 1024, 1024), (32, 1024, 1024))
     if not quick:
-        shapes += ((1, 4096, 4096), (32, 4096, 4096), (256, 1024, 4096))
+        shapes += ((1, 4096, 4096), (32, 4096, 4096), (256, 1024, 4096), (512, 1024, 1024))
     rows: list[Row] = []
     for tokens, inputs, outputs in shapes:
         torch.manual_seed(0)
-        linear = nn.Linear(inputs, outputs, device=device).requires_grad_(False)
-        ours, auto = Int8Linear(linear), Int8Linear(linear, may_stay_float=True)
+        linear: Any = nn.Sequential(nn.Linear(inputs, outputs, device=device)).requires_grad_(False)
         x = torch.randn(tokens, inputs, device=device)
-        chosen: nn.Module = auto if auto.gains() else linear
-        exact = linear(x)
         rounds = 5 if quick else 21
-        ratio = _ratio(partial(linear, x), partial(ours, x), rounds)
-        rows.append(
-            {
-                "case": "int8_linear",
+        for name, bits, activations in _LAYERS:
+            ours: Any = quantize(linear, bits, activations=activations)
+            layer = ours[0]
+            row: Row = {
+                "case": "linear",
+                "layer": name,
                 "tokens": tokens,
                 "in": inputs,
                 "out": outputs,
                 "processor": _processor(),
-                "way": ours.way(x),
-                **ratio,
-                "float32_over_auto_p50": _ratio(partial(linear, x), partial(chosen, x), rounds)[
-                    "float32_over_ours_p50"
-                ],
-                "relative_error": float((ours(x) - exact).norm() / exact.norm()),
-                "weight_bytes_ratio": linear.weight.nbytes
-                / (ours.weight_codes.nbytes + ours.scale.nbytes),
+                "chosen": layer.explain([tokens])[0].split(" (")[0].split(": ")[-1]
+                if hasattr(layer, "explain")
+                else "float32",
+                **_ratio(partial(linear, x), partial(ours, x), rounds),
+                "relative_error": float((ours(x) - linear(x)).norm() / linear(x).norm()),
+                "weight_bytes_ratio": linear[0].weight.nbytes / size_of(ours).bytes,
             }
-        )
+            peer = _torchao(linear) if name == "int8 dynamic" else None
+            if peer is not None:
+                again = _ratio(partial(peer, x), partial(ours, x), rounds)
+                row["torchao_over_ours_p50"] = again["float32_over_ours_p50"]
+                change = (peer(x) - linear(x)).norm() / linear(x).norm()
+                row["torchao_relative_error"] = float(change)  # its sums clip without VNNI
+            rows.append(row)
     return rows
+
+
+_LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (
+    ("int8 dynamic", 8, "dynamic"), ("int8 auto", 8, "auto"), ("int4 auto", 4, "auto"),
+)  # fmt: skip
+
+
+def _torchao(linear: nn.Module) -> nn.Module | None:
+    """The same layer by torchao, eager: int8 weights, inputs rounded as they come."""
+    if not importlib.util.find_spec("torchao"):
+        return None
+    library: Any = importlib.import_module("torchao.quantization")
+    peer = copy.deepcopy(linear)
+    library.quantize_(peer, library.Int8DynamicActivationInt8WeightConfig())
+    return peer
 
 
 def _processor() -> str:
@@ -165,128 +174,6 @@ def _integer(quick: bool) -> list[Row]:
             "c_ram_kib": program.ram_bytes / 1024,
         }
     ]
-
-
-def _lora(device: str) -> list[Row]:
-    """Weights that do not come back from merge and unmerge: ours, and by adding and subtracting."""
-    rows: list[Row] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        base = nn.Linear(1024, 1024, device=device, dtype=dtype)
-        layer = LoRA(base, 8)
-        layer.lora_B.data.normal_(std=0.02)
-        before = base.weight.detach().clone()
-        layer.merge()
-        layer.unmerge()
-        delta = layer.update.detach()
-        rows.append(
-            {
-                "case": "lora_unmerge",
-                "dtype": str(dtype).removeprefix("torch."),
-                "ours_changed_share": float((base.weight != before).float().mean()),
-                "subtracting_changed_share": float(
-                    ((before + delta) - delta != before).float().mean()
-                ),
-            }
-        )
-    return rows
-
-
-def _sensitivity(device: str, quick: bool) -> list[Row]:
-    """A scan of ten equal layers, from cached prefixes and whole."""
-    torch.manual_seed(0)
-    width = 256 if quick else 512
-    layers = [module for _ in range(10) for module in (nn.Linear(width, width), nn.ReLU())]
-    model = nn.Sequential(*layers).to(device)
-    batches = [(torch.randn(256, width, device=device), torch.zeros(256, device=device).long())]
-
-    def scan(method: str) -> tuple[float, int, dict[str, dict[float, float]]]:
-        start = time.perf_counter()
-        found = sensitivity(
-            model,
-            batches,
-            F.cross_entropy,
-            amounts=(0.5, 0.9),
-            compress=torch.mul,  # costs nothing, so that what is timed is the scan
-            method=method,  # type: ignore[arg-type]
-        )
-        return time.perf_counter() - start, found.layer_calls, found.values
-
-    pairs = [(scan("whole"), scan("prefix")) for _ in range(3 if quick else 5)]
-    ratios = [whole[0] / prefix[0] for whole, prefix in pairs]
-    whole, prefix = pairs[0]
-    return [
-        {
-            "case": "sensitivity",
-            "layers": 10,
-            "whole_layer_calls": whole[1],
-            "prefix_layer_calls": prefix[1],
-            "same_numbers": str(whole[2] == prefix[2]),
-            **_quantiles("whole_over_ours", ratios),
-        }
-    ]
-
-
-def _digits(device: str, quick: bool) -> list[Row]:
-    """Handwritten digits (scikit-learn's 1797 images of 8 x 8): what each compression leaves."""
-    if not importlib.util.find_spec("sklearn"):
-        return []
-    images, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32, device=device).view(-1, 1, 8, 8) / 8 - 1
-    y = torch.tensor(labels, device=device).long()
-    order = torch.randperm(len(x), generator=_generator(0)).to(device)
-    train, test = order[:1437], order[1437:]
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10),
-    ).to(device)  # fmt: skip
-
-    def fit(model: nn.Module, epochs: int, after: Callable[[], None] = lambda: None) -> nn.Module:
-        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-        model.train()
-        for _ in range(epochs):
-            for part in torch.split(train[torch.randperm(len(train), device=device)], 64):
-                optimizer.zero_grad()
-                torch.autograd.backward(F.cross_entropy(model(x[part]), y[part]))
-                optimizer.step()
-                after()
-        return model.eval()
-
-    def row(name: str, compressed: nn.Module, size: int) -> Row:
-        with torch.no_grad():
-            right = int((compressed(x[test]).argmax(1) == y[test]).sum())
-        return {
-            "case": "digits",
-            "model": name,
-            "right_of_360": right,
-            "kib": size / 1024,
-            "times_smaller": dense / size,
-        }
-
-    dense = size_of(model).bytes
-    fit(model, 4 if quick else 10)
-    rows = [row("float32", model, dense)]
-    pruned, masks = prune(model, 0.8)
-    rows.append(row("pruned 80 %", pruned, size_of(pruned).sparse_bytes))
-    fit(pruned, 2, lambda: masks.apply(pruned))
-    rows.append(row("pruned 80 %, tuned", pruned, size_of(pruned).sparse_bytes))
-    for bits in (4, 2):
-        palette = kmeans_quantize(model, bits)
-        rows.append(row(f"palette {bits} bits", palette, size_of(palette).bytes))
-        tuned = fit(palette, 2)
-        rows.append(row(f"palette {bits} bits, tuned", tuned, size_of(tuned).bytes))
-    for bits in (8, 4, 2):
-        linear = quantize(model, bits)
-        rows.append(row(f"linear {bits} bits", linear, size_of(linear).bytes))
-    trained = convert(fit(prepare_qat(model, 2, learn_scale=True), 2))
-    rows.append(row("linear 2 bits, trained", trained, size_of(trained).bytes))
-    calibrated = gptq(model, [x[train[:512]]], 2)
-    rows.append(row("gptq 2 bits (linear layers)", calibrated, size_of(calibrated).bytes))
-    integer = IntegerModel(model, [x[train[:512]]])
-    rows.append(row("integers only, 8 bits", integer, size_of(integer).bytes))
-    return rows
 
 
 def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -35,13 +37,17 @@ def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if is_conv1d(layer) else weight
 
 
-def layers_of(model: nn.Module, kinds: Sequence[type[nn.Module]]) -> dict[str, nn.Module]:
+def layers_of(
+    model: nn.Module, kinds: Sequence[type[nn.Module]], protect: Sequence[str] = ()
+) -> dict[str, nn.Module]:
     """The layers of these kinds by name; of layers that share one weight, the first.
 
-    A weight that is compressed counts as much as a dense one.
+    A weight that is compressed counts as much as a dense one. A weight of a layer that `protect`
+    names (see `guarded`) is left out, whoever else has it.
     """
     found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
+    held = guarded(model, protect)
+    seen = {identity(m) for n, m in model.named_modules() if n in held} - {None}
     for name, module in model.named_modules():
         if is_of(module, kinds) and (key := identity(module)) is not None:
             if key not in seen:
@@ -51,6 +57,28 @@ def layers_of(model: nn.Module, kinds: Sequence[type[nn.Module]]) -> dict[str, n
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{type(model).__name__} has no layer of the kinds {wanted}")
     return found
+
+
+def guarded(model: nn.Module, protect: Sequence[str]) -> set[str]:
+    """The modules that `protect` names, and all inside them.
+
+    A name is a module's whole one, or some of its parts between dots: "lm_head", "layers.0",
+    "q_proj". One that fits no module is an error.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    held: set[str] = set()
+    for wanted in [protect] if isinstance(protect, str) else protect:
+        if not (fits := {name for name in names if f".{wanted}." in f".{name}."}):
+            like = nearest(wanted, names)
+            raise ValueError(f"protect: no layer has a name like {wanted!r}{like}")
+        held |= fits
+    return held
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is not known, as the end of a message."""
+    alike = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; {alike[0]!r} may be meant" if alike else ""
 
 
 def identity(layer: nn.Module) -> int | None:
@@ -73,6 +101,7 @@ def by_layer(
             if name in unknown and identity(module) in firsts
         }
         why = "".join(f"; {n!r} shares the weight of {first!r}" for n, first in shared.items())
+        why = why or nearest(unknown[0], layers)
         raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
     return {name: layer for name, layer in layers.items() if name in given}
 
@@ -100,6 +129,10 @@ class CompressedWeight(nn.Module):
         """The tensor to train or keep in place of `weight`."""
         raise NotImplementedError
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """A dense weight of this shape as it would be if it were stored so."""
+        return weight
+
     def format(self) -> list[int]:
         """The whole numbers that the stored codes cannot be read without."""
         raise NotImplementedError
@@ -121,13 +154,14 @@ def compress_weights(
     model: nn.Module,
     kinds: Sequence[type[nn.Module]],
     compress: Callable[[str, nn.Module], CompressedWeight | None],
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """Give every layer of `kinds` the compressed weight that `compress(name, layer)` returns.
 
     Layers that share a weight share its compressed form. None leaves a layer as it is. All of the
     compressed weights are made before the first is put in, so an error changes nothing.
     """
-    chosen = layers_of(model, kinds)
+    chosen = layers_of(model, kinds, protect)
     made = {name: compress(name, layer) for name, layer in chosen.items()}
     for name, compressed in made.items():
         if compressed is None:
@@ -161,6 +195,29 @@ def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
         return None
     last = cast(Any, layer).parametrizations.weight[-1]
     return last if isinstance(last, CompressedWeight) else None
+
+
+class Replacement(nn.Module):
+    """A layer of our own in place of a linear layer or an embedding."""
+
+    def restored(self) -> nn.Module:
+        """A plain layer with the dense weight that is computed with."""
+        raise NotImplementedError
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` to compress, in which every replacement is a plain layer again."""
+    model = copy.deepcopy(model)
+    made: dict[nn.Module, nn.Module] = {
+        module: module.restored() for module in model.modules() if isinstance(module, Replacement)
+    }
+    if model in made:
+        return made[model]
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in made:
+                setattr(parent, name, made[child])
+    return model
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What a model takes: bytes as stored, codebooks and scales included, and multiplications.
+"""What a model takes: bytes as stored, codebooks and scales included, multiplications, time.
 
 Notable: each tensor once, however many layers share it; a pruned weight also by what a sparse file
 of it takes, a bit for each weight and the weights that are not zero.
@@ -6,11 +6,17 @@ of it takes, a bit for each weight and the weights that are not zero.
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from tinyml.layers import evaluating
+
+_PASSES = 7
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class Size:
     """How many of those are not zero."""
     macs: int | None = None
     """Multiply-accumulates of one forward pass on the given inputs."""
+    milliseconds: float | None = None
+    """The median time of some passes on the given inputs, here and now."""
 
     @property
     def bytes(self) -> int:
@@ -46,6 +54,8 @@ class Size:
     def __str__(self) -> str:
         lines = [f"{nbytes:>14,}  {name}" for name, nbytes in self.by_name.items()]
         lines.append(f"{self.bytes:>14,}  bytes, {self.bits_per_parameter:.2f} bits a parameter")
+        if self.macs is not None:
+            lines.append(f"{self.macs:>14,}  multiplications, {self.milliseconds:.3g} ms")
         return "\n".join(lines)
 
 
@@ -69,10 +79,12 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
         sum(tensor.numel() for tensor in weights),
         sum(int(tensor.count_nonzero()) for tensor in weights),
         _macs(model, inputs) if inputs else None,
+        _milliseconds(model, inputs) if inputs else None,
     )
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
+    from tinyml.quantization.int4 import Int4Linear
     from tinyml.quantization.int8 import Int8Linear
 
     found: dict[int, torch.Tensor] = {}
@@ -82,6 +94,8 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
                 key = id(parametrization[-1])
                 if key not in found:
                     found[key] = getattr(layer, name)
+        elif isinstance(layer, Int4Linear):
+            found[id(layer)] = layer.weight
         elif isinstance(layer, Int8Linear):
             found[id(layer)] = layer.weight_codes
             if layer.bias is not None:
@@ -92,9 +106,21 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
+    with evaluating(model):
+        times = []
+        for _ in range(_PASSES + 1):
+            start = time.perf_counter()
+            model(*inputs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
 def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    with FlopCounterMode(display=False) as counter:
+    with evaluating(model), FlopCounterMode(display=False) as counter:
         model(*inputs)
     return int(counter.get_total_flops()) // 2

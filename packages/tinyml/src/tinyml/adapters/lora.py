@@ -20,7 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from tinyml.layers import check_finite, is_conv1d, is_of, weight_of
+from tinyml.layers import (
+    check_finite,
+    compressed_weight,
+    guarded,
+    is_conv1d,
+    is_of,
+    nearest,
+    weight_of,
+)
 
 
 class LoRA(nn.Module):
@@ -102,13 +110,18 @@ class LoRA(nn.Module):
         self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
         self._before = (before,)
 
+    @torch.no_grad()
     def check_mergeable(self) -> None:
         """Raise if the update cannot be merged."""
-        if is_parametrized(self.base, "weight"):
+        if (stored := compressed_weight(self.base)) is not None:
+            whole = cast(Tensor, self.base.weight) + self.update
+            lost = float((stored.rounded(whole) - whole).norm() / self.update.norm())
             raise RuntimeError(
-                "the base weight is compressed and cannot take the update; leave the adapter "
-                "beside it, or compress after merging"
+                "the base weight is compressed: stored like it, the merged one would be off by "
+                f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
             )
+        if is_parametrized(self.base, "weight"):
+            raise RuntimeError("the base weight is parametrized and cannot take the update")
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
@@ -160,6 +173,7 @@ def add_lora(
     dropout: float = 0.0,
     targets: Iterable[str] | None = None,
     kinds: Sequence[type[nn.Module]] = (nn.Linear,),
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """Freeze `model` and put an adapter at every layer of `kinds`, in place; return the model.
 
@@ -167,8 +181,10 @@ def add_lora(
     "q_proj" does for "blocks.0.q_proj"; each has to be found. A layer that the model holds twice
     has one adapter. An error leaves the model as it was.
     """
-    wanted = None if targets is None else tuple(targets)
-    places = _places(model, tuple(kinds), wanted)
+    wanted = (
+        targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
+    )
+    places = _places(model, tuple(kinds), wanted, guarded(model, protect))
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     made: dict[nn.Module, LoRA] = {}
     try:
@@ -188,7 +204,10 @@ def add_lora(
 
 
 def _places(
-    model: nn.Module, kinds: tuple[type[nn.Module], ...], targets: tuple[str, ...] | None
+    model: nn.Module,
+    kinds: tuple[type[nn.Module], ...],
+    targets: tuple[str, ...] | None,
+    held: set[str],
 ) -> list[tuple[nn.Module, str]]:
     """Where adapters go: (parent, name of the child)."""
     places: list[tuple[nn.Module, str]] = []
@@ -197,13 +216,15 @@ def _places(
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and is_of(module, kinds) and (targets is None or matching):
+        if full and full not in held and is_of(module, kinds) and (targets is None or matching):
             parent, _, name = full.rpartition(".")
             places.append((model.get_submodule(parent), name))
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
-        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}")
+        known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
+        like = nearest(min(missed), known)
+        raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
     if not places:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
     return places

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tinyml.layers import CompressedWeight, compressed_weight
+from tinyml.quantization.grid_weight import GridWeight
+from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Embedding, Int8Linear
 from tinyml.quantization.kmeans import Palette
-from tinyml.quantization.linear import GridWeight
 from tinyml.quantization.pack import pack, unpack
 
 _FORMAT = "tinyml-1"
@@ -103,19 +104,22 @@ def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
         parent = name.rpartition(".")[0]
         if not isinstance(named.get(parent), Int8Embedding):
             same = first.setdefault(id(named[name]), name)
-            layers[name] = {"kind": "int8", "same": same}
+            auto = {"auto": True} if cast(Int8Linear, named[name]).may_stay_float else {}
+            layers[name] = {"kind": "int8", "same": same} | auto
     for name, layer in named.items():
         if isinstance(layer, Int8Embedding):
             layers[name] = {"kind": "int8 embedding", "table": first[id(layer.table)]}
     for name, layer in model.named_modules():
-        if (stored := compressed_weight(layer)) is not None:
+        stored = layer.grid if isinstance(layer, Int4Linear) else compressed_weight(layer)
+        if stored is not None:
             how = {"same": first.setdefault(id(stored), name)}
             if isinstance(stored, Palette):
                 layers[name] = how | {"kind": "palette", "bits": stored.bits}
             elif isinstance(stored, GridWeight):
                 rows = {"rows": list(stored.rows), "low": stored.low}
                 rows |= {"transposed": True} if stored.transposed else {}
-                layers[name] = how | {"kind": "grid", "bits": stored.bits} | rows
+                kind = "int4" if isinstance(layer, Int4Linear) else "grid"
+                layers[name] = how | {"kind": kind, "bits": stored.bits} | rows
             else:
                 raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
     return layers
@@ -137,11 +141,19 @@ def _compress_as(
         elif how.get("same", name) != name:
             new = model.get_submodule(how["same"])
         else:
-            new = Int8Linear(layer)
+            over = state.get(f"{name}.divide")
+            new = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
         setattr(model.get_submodule(parent), child, new)
         return
     weight = layer.get_parameter("weight").detach()
     key = f"{name}.parametrizations.weight"
+    if how["kind"] == "int4":
+        key = f"{name}.grid"
+        state = state | {
+            f"{key}.0.{part}": state[f"{key}.{part}"]
+            for part in ("codes", "scale", "zero", "divide")
+            if f"{key}.{part}" in state
+        }
     if how["same"] not in shared:
         made = Palette if how["kind"] == "palette" else GridWeight
         zero = state.get(f"{key}.0.zero")
@@ -150,9 +162,15 @@ def _compress_as(
         if made is GridWeight:
             arguments["zero"] = zero
             arguments["scale"] = state[f"{key}.0.scale"]
+            arguments["divide"] = state.get(f"{key}.0.divide")
         else:
             arguments["palette"] = state[f"{key}.original"]
         shared[how["same"]] = made.restore(weight, state[f"{key}.0.codes"], **arguments)
+    if how["kind"] == "int4":
+        parent, _, child = name.rpartition(".")
+        grid = cast(GridWeight, shared[how["same"]])
+        setattr(model.get_submodule(parent), child, Int4Linear(grid, cast(nn.Linear, layer).bias))
+        return
     parametrize.register_parametrization(layer, "weight", shared[how["same"]], unsafe=True)
     if how["same"] != name:
         other = cast(Any, model.get_submodule(how["same"])).parametrizations.weight

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,91 +16,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyml.integer.graph import Geometry
-from tinyml.quantization.products import EXACT_IN_FLOAT32, fastest
+from tinyml.quantization.products import EXACT_IN_FLOAT32, Exact, ends, forget_choices
 
+__all__ = ["WAYS", "Int8Filters", "forget_choices"]
 _LARGEST = 128
 
 
-@dataclass(frozen=True)
-class ConvolutionChoice:
-    """The way that is taken for a shape class, and what it was measured against."""
-
-    shape: tuple[int, ...]
-    """images (to the next power of two), channels, height, width, filters."""
-    way: str
-    milliseconds: dict[str, float]
-    wrong: tuple[str, ...]
-
-    def __str__(self) -> str:
-        times = sorted(self.milliseconds.items(), key=lambda item: item[1])
-        listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in times)
-        wrong = f"; wrong here: {', '.join(self.wrong)}" if self.wrong else ""
-        return f"{' x '.join(map(str, self.shape))}: {self.way} ({listed}{wrong})"
-
-
-class Int8Filters:
-    """int8 filters (out, in / groups, rows, columns) that many images are convolved with."""
+class Int8Filters(Exact):
+    """int8 filters (out, in / groups, rows, columns) for padded images (n, in, height, width)."""
 
     def __init__(self, codes: Tensor, geometry: Geometry) -> None:
-        self.codes, self.geometry = codes, geometry
-        self._kept: dict[str, Any] = {}
+        super().__init__(codes)
+        self.geometry = geometry
 
-    def convolve(self, images: Tensor, fill: int) -> Tensor:
-        """int8 images, padded with `fill` -> exact sums (n, out, height, width)."""
+    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+        """Those of this file."""
+        return WAYS
+
+    def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
+        """Images to the next power of two, channels, height, width, filters."""
+        count = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
+        return count, *inputs.shape[1:], len(self.codes)
+
+    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
+        """Two images of the ends, and two where every sum is the largest."""
+        codes = ends(self.codes, -127, 127, 0)
+        codes[: len(codes) // 2] = 127
+        trials = [ends(inputs[:2], -128, 127, 1), torch.full_like(inputs[:2], -128)]
+        return Int8Filters(codes, self.geometry), trials
+
+    def padded(self, images: Tensor, fill: int) -> Tensor:
+        """The images with `fill` around them, as the product takes them."""
         rows, columns = self.geometry.padding
-        if rows or columns:
-            images = F.pad(images, (columns, columns, rows, rows), value=fill)
-        if not len(images):
-            return float64(self, images)
-        return WAYS[self.choice(images).way](self, images)
-
-    def choice(self, padded: Tensor) -> ConvolutionChoice:
-        """The way for images like these, measured if it is the first time."""
-        count = 1 << (len(padded) - 1).bit_length()
-        shape = (count, *padded.shape[1:], len(self.codes))
-        key = shape, self.geometry, torch.get_num_threads(), str(padded.device)
-        if key not in _chosen:
-            _chosen[key] = self._measure(shape, padded)
-        return _chosen[key]
-
-    def keep(self, way: str, make: Callable[[], Any]) -> Any:
-        """What `way` makes of the filters, once."""
-        if way not in self._kept:
-            self._kept[way] = make()
-        return self._kept[way]
-
-    @torch.no_grad()
-    def _measure(self, shape: tuple[int, ...], padded: Tensor) -> ConvolutionChoice:
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, self.codes.shape, generator=generator).bool()
-        hard = Int8Filters(torch.where(signs, 127, -127).to(self.codes), self.geometry)
-        hard.codes[: len(signs) // 2] = 127
-        ends = torch.randint(0, 2, padded[:2].shape, generator=generator).bool()
-        trials = [torch.where(ends, 127, -128).to(padded), torch.full_like(padded[:2], -128)]
-        exact = [float64(hard, trial) for trial in trials]
-        ways: dict[str, Callable[[], Tensor]] = {}
-        wrong = []
-        for name, way in WAYS.items():
-            try:
-                sums = [way(hard, trial).double() for trial in trials]
-            except (RuntimeError, AttributeError):  # this build or geometry has no such product
-                continue
-            if all(map(torch.equal, sums, exact)):
-                ways[name] = lambda way=way: way(self, padded)  # type: ignore[misc]
-            else:
-                wrong.append(name)
-        times = fastest(ways)
-        best = min(times, key=lambda name: times[name])
-        self._kept = {name: kept for name, kept in self._kept.items() if name == best}
-        return ConvolutionChoice(shape, best, times, tuple(wrong))
-
-
-_chosen: dict[Any, ConvolutionChoice] = {}
-
-
-def forget_choices() -> None:
-    """Measure every shape class again."""
-    _chosen.clear()
+        return (
+            F.pad(images, (columns, columns, rows, rows), value=fill) if rows or columns else images
+        )
 
 
 def float64(filters: Int8Filters, images: Tensor) -> Tensor:

@@ -1,15 +1,13 @@
 """A float network as a list of steps: what there is to compute, whoever wrote the forward.
 
 Notable:
-- `torch.export` runs the model's own code once, so wrappers, functions and operators count as much
-  as layers do; what does not depend on the input (a palette's lookup, say) is computed here;
+- what does not depend on the input (a palette's lookup, say) is computed here;
 - batch normalization after a product is folded into it, an activation that only cuts a range off
   (ReLU, ReLU6) into the step before, because integers are clamped there anyway.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+
+from tinyml.exported import Exported, described, exported, operator_name
 
 
 @dataclass(frozen=True)
@@ -88,38 +88,22 @@ class Step:
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """The steps of `model`, first the input, last the output; an error names what has none."""
     example = example[:2] if len(example) > 1 else torch.cat([example, example])
-    model = copy.deepcopy(model).eval()
-    try:
-        with torch.no_grad():
-            program = torch.export.export(model, (example,))
-    except Exception as error:  # it runs the model's own code, which may raise anything
-        raise ValueError(
-            f"{type(model).__name__} cannot be exported ({error}); "
-            "take out of it the part that works on tensors alone"
-        ) from error
-    walk = _Walk(program, len(example))
-    for node in program.graph.nodes:
-        walk.visit(node)
+    walk = _Walk(exported(model, (example,)), len(example))
     return _folded(walk.steps, walk.output)
 
 
 class _Walk:
     """Goes through an exported graph; every node becomes a step or a constant."""
 
-    def __init__(self, program: torch.export.ExportedProgram, batch: int) -> None:
-        signature = program.graph_signature
-        stored = {**program.state_dict, **program.constants}
-        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        names |= signature.inputs_to_lifted_tensor_constants
-        self._constants = {node: stored[name] for node, name in names.items()}
-        self._inputs = set(signature.user_inputs)
-        self._batch = batch
+    def __init__(self, graph: Exported, batch: int) -> None:
+        self._constants, self._batch = graph.constants, batch
         self._at: dict[fx.Node, Any] = {}
         self.steps: list[Step] = []
         self.output: Step
+        for node in graph.nodes:
+            self._visit(node)
 
-    def visit(self, node: fx.Node) -> None:
-        """Follow one node."""
+    def _visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             if node.name in self._constants:
                 self._at[node] = self._constants[node.name].detach()
@@ -128,14 +112,15 @@ class _Walk:
             else:
                 raise ValueError(f"the model takes a second input, {node.name}; one is supported")
         elif node.op == "output":
-            outputs: list[fx.Node] = list(node.all_input_nodes)
+            outputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
             if len(outputs) != 1 or not isinstance(self._at[outputs[0]], Step):
                 raise ValueError(f"the model returns {len(outputs)} values; one is supported")
             self.output = self._at[outputs[0]]
-        elif node.op == "call_function":
+        elif node.target is operator.getitem:  # of what an operator returns, the values
+            held = self._at[node.args[0]]  # type: ignore[index]
+            self._at[node] = held if isinstance(held, Step) else held[node.args[1]]
+        elif node.op == "call_function" and not node.name.startswith("_assert"):
             self._at[node] = self._call(node)
-            if str(node.target).split(".")[1].endswith("_"):  # in place: its argument is changed
-                self._at[node.all_input_nodes[0]] = self._at[node]
 
     def _call(self, node: fx.Node) -> Any:
         values = [n for n in node.all_input_nodes if isinstance(self._at[n], Step)]
@@ -143,27 +128,25 @@ class _Walk:
         options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
         if not values:
             return node.target(*arguments, **options)  # type: ignore[operator]
-        name = str(node.target).split(".")[1].removesuffix("_")
+        name = operator_name(node)
         make = getattr(self, f"_{_SAME.get(name, name)}", None)
-        if name in _ELEMENTWISE and len(values) == 1 and isinstance(arguments[0], Step):
+        alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
+        if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
             rest: Any = arguments[1:]
-            function = lambda x, f=node.target, r=rest, o=options: _pure(f)(x, *r, **o)  # noqa: E731
+            function = lambda x, f=node.target, r=rest, o=options: f(x, *r, **o)  # noqa: E731
             return self._step("table", node, [arguments[0]], function=function, operator=name)
         if make is None:
             raise self._unknown(node)
         return make(node, *arguments, **options)
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
-        made_by = node.meta.get("nn_module_stack")
-        place = list(made_by.values())[-1][0] if made_by else ""
-        where = f" in {place}" if place else ""
         return ValueError(
-            f"{node.name} ({node.target}{where}) has no integer form here{why and ': ' + why}; "
-            "see IntegerModel"
+            f"{described(node)} has no integer form here{why and ': ' + why}; see IntegerModel"
         )
 
     def _step(self, kind: str, node: fx.Node, sources: Sequence[Step], **fields: Any) -> Step:
-        shape = tuple(node.meta["val"].shape)
+        value = node.meta["val"]
+        shape = tuple((value[0] if isinstance(value, tuple | list) else value).shape)
         if not shape or shape[0] != self._batch:
             raise self._unknown(node, f"its shape {shape} does not keep the batch first")
         step = Step(kind, node.name, list(sources), shape, **fields)
@@ -193,7 +176,7 @@ class _Walk:
     def _batch_norm(
         self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
     ) -> Step:
-        if mean is None or variance is None or rest[0] is True:
+        if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or rest[0] is True:
             raise self._unknown(node, "it keeps no statistics")
         eps = rest[2] if isinstance(rest[0], bool) else rest[1]
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
@@ -298,25 +281,19 @@ class _Walk:
 _SAME = {
     "flatten": "reshape", "view": "reshape", "_unsafe_view": "reshape", "squeeze": "reshape",
     "unsqueeze": "reshape", "dropout": "same", "feature_dropout": "same", "clone": "same",
-    "contiguous": "same", "alias": "same", "detach": "same", "detach_": "same",
-    "lift_fresh_copy": "same", "concat": "cat", "concatenate": "cat",
+    "contiguous": "same", "alias": "same", "detach": "same", "_to_copy": "same", "to": "same",
+    "max_pool2d_with_indices": "max_pool2d", "concat": "cat", "concatenate": "cat",
     "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",
+    "_native_batch_norm_legit": "batch_norm",
 }  # fmt: skip
 _ELEMENTWISE = {
     "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
-    "square", "mish", "selu", "celu", "logsigmoid", "softsign", "erf", "sqrt",
+    "square", "mish", "selu", "celu", "logsigmoid", "softsign", "erf", "sqrt", "rsub", "pow",
+    "prelu",
 }  # fmt: skip
 _CUT_HERE = {"product", "sum", "cat", "gate"}
 _CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
-
-
-def _pure(operator_: Any) -> Callable[..., Tensor]:
-    """The operator that returns what this one, perhaps in place, computes."""
-    name = str(operator_).split(".")[1]
-    if not name.endswith("_"):
-        return operator_
-    return getattr(getattr(torch.ops.aten, name[:-1]), str(operator_).split(".")[2])
 
 
 def _folded(steps: list[Step], output: Step) -> list[Step]:

@@ -96,7 +96,8 @@ class IntegerProduct(nn.Module):
         """(n, channels, height, width) or (..., features), int8."""
         product = self.prepared()
         if isinstance(product, Int8Filters):
-            return self._requantize(product.convolve(codes, self.before.zero), (-1, 1, 1))
+            sums = product.product(product.padded(codes, self.before.zero))
+            return self._requantize(sums, (-1, 1, 1))
         flat = codes.reshape(-1, codes.shape[-1])
         out = self._requantize(product.product(flat), (-1,))
         return out.view(*codes.shape[:-1], len(self.weight))

@@ -114,12 +114,10 @@ class IntegerModel(nn.Module):
         def note(layer: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
             assert isinstance(layer, IntegerProduct)
             product = layer.prepared()
+            given = inputs[0].flatten(0, -2)
             if isinstance(product, Int8Filters):
-                rows, columns = product.geometry.padding
-                padded = nn.functional.pad(inputs[0], (columns, columns, rows, rows))
-                lines.append(str(product.choice(padded)))
-            else:
-                lines.append(str(product.choice(inputs[0].flatten(0, -2))))
+                given = product.padded(inputs[0], 0)
+            lines.append(str(product.choice(given)))
 
         products = [layer for layer in self.layers if isinstance(layer, IntegerProduct)]
         handles = [layer.register_forward_hook(note) for layer in products]

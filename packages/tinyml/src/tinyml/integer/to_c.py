@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        _PREAMBLE,
+        files("tinyml.integer").joinpath("kernels.c").read_text(),
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
@@ -101,82 +102,6 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#endif",
     ]
     return CProgram("\n".join(lines) + "\n", arrays.bytes, arena)
-
-
-# A right shift of a negative number is the compiler's choice in C99; this is the floor everywhere.
-_PREAMBLE = """
-static int64_t floor_shift(int64_t value, int shift) {
-    return value >= 0 ? value >> shift : -((-value + ((int64_t)1 << shift) - 1) >> shift);
-}
-static int8_t clamped(int64_t value) {
-    return (int8_t)(value < -128 ? -128 : value > 127 ? 127 : value);
-}
-static int8_t requantized(int64_t value, int shift, int zero) {
-    int64_t half = shift ? (int64_t)1 << (shift - 1) : 0;
-    return clamped(floor_shift(value + half, shift) + zero);
-}
-static int32_t saturated(int64_t value) {
-    return (int32_t)(value > INT32_MAX ? INT32_MAX : value < INT32_MIN ? INT32_MIN : value);
-}
-static void convolve(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
-                     const int32_t *multiplier, const uint8_t *shift, int zero_in, int zero_out,
-                     int channels, int height, int width, int filters, int rows, int columns,
-                     int down, int right, int top, int left, int apart, int across, int groups,
-                     int out_height, int out_width) {
-    int each = channels / groups, made = filters / groups;
-    for (int f = 0; f < filters; f++)
-        for (int y = 0; y < out_height; y++)
-            for (int x = 0; x < out_width; x++) {
-                int64_t sum = bias[f];
-                for (int c = 0; c < each; c++) {
-                    const int8_t *plane = in + (f / made * each + c) * height * width;
-                    const int8_t *kernel = weight + ((int64_t)f * each + c) * rows * columns;
-                    for (int i = 0; i < rows; i++)
-                        for (int j = 0; j < columns; j++) {
-                            int v = y * down + i * apart - top, u = x * right + j * across - left;
-                            int inside = v >= 0 && v < height && u >= 0 && u < width;
-                            sum += (int32_t)kernel[i * columns + j] *
-                                   (inside ? plane[v * width + u] : zero_in);
-                        }
-                }
-                out[(f * out_height + y) * out_width + x] =
-                    requantized((int64_t)saturated(sum) * multiplier[f], shift[f], zero_out);
-            }
-}
-static void multiply(const int8_t *in, int8_t *out, const int8_t *weight, const int32_t *bias,
-                     const int32_t *multiplier, const uint8_t *shift, int zero_out, int rows,
-                     int inputs, int outputs) {
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            int64_t sum = bias[o];
-            for (int i = 0; i < inputs; i++)
-                sum += (int32_t)weight[(int64_t)o * inputs + i] * in[(int64_t)r * inputs + i];
-            out[(int64_t)r * outputs + o] =
-                requantized((int64_t)saturated(sum) * multiplier[o], shift[o], zero_out);
-        }
-}
-static void pool(const int8_t *in, int8_t *out, int channels, int height, int width, int rows,
-                 int columns, int down, int right, int top, int left, int out_height,
-                 int out_width, int largest, int zero) {
-    int32_t count = rows * columns;
-    for (int c = 0; c < channels; c++)
-        for (int y = 0; y < out_height; y++)
-            for (int x = 0; x < out_width; x++) {
-                int32_t most = -128, total = 0;
-                for (int i = 0; i < rows; i++)
-                    for (int j = 0; j < columns; j++) {
-                        int v = y * down + i - top, u = x * right + j - left;
-                        int inside = v >= 0 && v < height && u >= 0 && u < width;
-                        int value = inside ? in[(c * height + v) * width + u] : zero;
-                        total += value;
-                        if (inside && value > most) most = value;
-                    }
-                int32_t twice = 2 * total + count, both = 2 * count;
-                int32_t mean = twice >= 0 ? twice / both : -((-twice + both - 1) / both);
-                out[(c * out_height + y) * out_width + x] = (int8_t)(largest ? most : mean);
-            }
-}
-"""
 
 
 class _Arrays:

@@ -1,377 +1,617 @@
-"""Remove whole channels: a smaller dense model, faster with any kernel.
+"""Remove whole channels, hidden units and attention heads: a smaller dense model, faster anywhere.
 
 Notable:
-- a channel that one layer makes is read by others, through normalization, pooling, flattening and
-  residual sums. The traced graph (torch.fx) says which layers share their channels; those lose the
-  same ones, together;
-- what comes out is the model with those channels' weights at their readers set to zero, but small;
-- where the graph does something unknown, the channels that enter it stay.
+- what one layer writes is read by others, through normalization, pooling, residual sums,
+  concatenation, heads. The exported graph says which tensors share their units along which axis;
+  those lose the same ones, together;
+- a unit is what can go alone: a channel; where a width is split into heads, a head of every
+  projection; with grouped queries, a head of keys and values and all queries that read it;
+- what comes out is the model with those units' weights at their readers set to zero, but small, and
+  this is checked on the example before it is returned. What meets an operation that mixes its
+  units, such as normalization over them, stays.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from tinyml.layers import check_finite, evaluating
+from tinyml.adapters.lora import LoRA
+from tinyml.exported import Exported, described, exported, operator_name, place_of, tensors_in
+from tinyml.layers import (
+    check_finite,
+    compressed_weight,
+    evaluating,
+    guarded,
+    is_conv1d,
+    make_dense,
+    nearest,
+    plain_copy,
+)
 
-_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_POOL = (
-    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
-    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d,
-)  # fmt: skip
-_ELEMENTWISE = (
-    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ELU,
-    nn.Dropout, nn.Dropout2d, nn.Identity,
-)  # fmt: skip
-_ELEMENTWISE_CALLS = {
-    torch.relu, F.relu, F.gelu, F.silu, F.leaky_relu, F.dropout, torch.tanh, torch.sigmoid,
-    F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, "relu", "tanh", "sigmoid", "contiguous",
-}  # fmt: skip
-_SUMS = {
-    operator.add,
-    operator.iadd,
-    operator.sub,
-    operator.mul,
-    torch.add,
-    torch.mul,
-    "add",
-    "mul",
-}
-_FLATTENS = {torch.flatten, "flatten"}
+
+@dataclass
+class Slice:
+    """Where a tensor holds units: `width` elements each along `axis`, from element `start` on."""
+
+    tensor: str
+    axis: int
+    start: int
+    width: int
+    role: Literal["writer", "passer", "reader"]
+
+    @property
+    def layer(self) -> str:
+        """The module that holds the tensor."""
+        return self.tensor.rpartition(".")[0]
 
 
 @dataclass(eq=False)
 class Group:
-    """Channels that several layers share, so that they go together."""
+    """Units that several layers share, so that they go together."""
 
     size: int
-    fixed: bool = False
-    writers: list[str] = field(default_factory=list)
-    """Layers whose output channels they are (first dimension of the weight)."""
-    passers: list[str] = field(default_factory=list)
-    """Layers with a parameter for each: normalization, depthwise convolution."""
-    readers: list[tuple[str, int]] = field(default_factory=list)
-    """Layers whose inputs they are, and how many inputs each channel is."""
+    slices: list[Slice] = field(default_factory=list)
+    stays: str = ""
+    """Why they have to stay: the operation that they meet."""
+
+    def layers(self, role: str) -> list[str]:
+        """Those that write, pass on or read the units, each once."""
+        return list(dict.fromkeys(s.layer for s in self.slices if s.role == role))
+
+    @property
+    def writers(self) -> list[str]:
+        """Layers whose outputs they are."""
+        return self.layers("writer")
+
+    def coarsen(self, size: int) -> None:
+        """Join neighbors, so that there are `size` units."""
+        for each in self.slices:
+            each.width *= self.size // size
+        self.size = size
 
 
 @dataclass(frozen=True)
-class _Channels:
-    group: Group
-    repeat: int  # elements of the channel dimension for each channel
-    last: bool = False  # the channel dimension is the last one, not the second
+class _Along:
+    """Which dimension of a value holds units: for each part of it the group and the elements."""
+
+    dim: int
+    parts: tuple[tuple[Group, int], ...]
 
 
 def prune_channels(
-    model: nn.Module, sparsity: float | Mapping[str, float], *inputs: Any
+    model: nn.Module,
+    sparsity: float | Mapping[str, float],
+    *inputs: Any,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A smaller copy of `model` without the least important channels.
+    """A smaller copy of `model` without the least important channels, hidden units and heads.
 
-    `sparsity` is the share of channels to remove from every group that can lose some, or by the
-    name of a layer that writes the group. `inputs` are an example for `model(*inputs)`. A channel
-    matters by the norm of what its readers multiply it with. At least one channel stays.
+    `sparsity` is the share to remove from every group that can lose some, or by the name of a layer
+    that writes the group. `inputs` are an example for `model(*inputs)`. A unit matters by the norm
+    of what its readers multiply it with. At least one stays. No tensor of a layer that `protect`
+    names, or that lies within one, changes its size.
     """
-    groups = channel_groups(model, *inputs)
-    if isinstance(sparsity, Mapping):
-        writers = {name for group in groups for name in group.writers}
-        if unknown := sparsity.keys() - writers:
+    model = _dense_copy(model)
+    walk, held = _Walk(model, inputs), guarded(model, protect)
+    groups = _removable(walk, model)
+    shares = sparsity if isinstance(sparsity, Mapping) else {}
+    writers = sorted({name for group in groups for name in group.writers})
+    for name in shares:
+        if name not in writers:
+            why = next((f" ({g.stays})" for g in walk.groups() if name in g.writers), "")
             raise ValueError(
-                f"channels of {sorted(unknown)} cannot go; those of {sorted(writers)} can"
+                f"channels of [{name!r}] cannot go{why}; those of {writers} can"
+                f"{nearest(name, writers)}"
             )
-    keep = {}
-    for group in groups:
-        share = sparsity if not isinstance(sparsity, Mapping) else _share(group, sparsity)
+    for share in shares.values() if isinstance(sparsity, Mapping) else [sparsity]:
         if not 0 <= share < 1:
             raise ValueError(f"sparsity is {share}; it is a share from 0 to below 1")
+    keep = {}
+    for group in groups:
+        share = max((shares[n] for n in group.writers if n in shares), default=0.0)
+        share = share if isinstance(sparsity, Mapping) else sparsity
+        if held & {each.layer for each in group.slices}:
+            share = 0.0
         kept = max(1, group.size - round(share * group.size))
         order = channel_importance(model, group).argsort(descending=True, stable=True)
         keep[group] = order[:kept].sort().values
-    return _checked(_select(copy.deepcopy(model), keep), model, inputs)
+    return _selected(model, walk, keep, inputs)
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
-    """A copy that computes the same function with every group's channels by falling importance."""
+    """A copy that computes the same function with every group's units by falling importance."""
+    model = _dense_copy(model)
+    walk = _Walk(model, inputs)
     keep = {
         group: channel_importance(model, group).argsort(descending=True, stable=True)
-        for group in channel_groups(model, *inputs)
+        for group in _removable(walk, model)
     }
-    return _checked(_select(copy.deepcopy(model), keep), model, inputs)
+    return _selected(model, walk, keep, inputs)
+
+
+def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
+    """The groups of units that can be removed, in the order in which they are written."""
+    return _removable(_Walk(_dense_copy(model), inputs), model)
 
 
 @torch.no_grad()
 def channel_importance(model: nn.Module, group: Group) -> Tensor:
-    """The 2-norm, over all readers, of the weights that multiply each channel."""
+    """The 2-norm, over all readers, of the weights that multiply each unit."""
     total = torch.zeros(group.size, dtype=torch.float64)
-    for name, repeat in group.readers:
-        weight = model.get_submodule(name).get_parameter("weight").double().cpu()
-        check_finite(f"{name}.weight", weight)
-        weight = weight.transpose(0, 1).reshape(group.size, repeat, -1)
-        total += weight.square().sum((1, 2))
+    for each in group.slices:
+        if each.role == "reader":
+            weight = _tensor(model, each.tensor).detach().double().cpu()
+            check_finite(each.tensor, weight)
+            read = weight.narrow(each.axis, each.start, each.width * group.size)
+            rows = read.transpose(0, each.axis).reshape(group.size, -1)
+            total += rows.square().sum(1)
     return total.sqrt()
 
 
-def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
-    """The groups of channels that can be removed, in the order in which they are written.
-
-    A model that cannot be traced whole, as most decoders, is taken apart: the largest parts that
-    can be are traced by themselves, on what they are given when the model runs. Channels inside of
-    a part, such as the hidden units of a feed-forward block, are found all the same.
-    """
-    try:
-        found = _groups_of(model, inputs)
-    except _NotTraceable as error:
-        found = _groups_of_parts(model, inputs)
-        if not found:
-            raise ValueError(
-                f"{type(model).__name__} cannot be traced ({error}), and no part of it that can be "
-                "has channels to remove"
-            ) from error
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no channels between two layers to remove")
-    return found
-
-
-class _NotTraceable(Exception):
-    """The forward of a module depends on values, or on what a trace does not show."""
-
-
-def _groups_of(model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
-    from torch.fx.passes.shape_prop import ShapeProp  # it brings sympy
-
-    try:
-        traced = fx.GraphModule(model, fx.Tracer().trace(model))
-        with torch.no_grad(), evaluating(traced):
-            ShapeProp(traced).propagate(*inputs)
-    except Exception as error:  # tracing runs the model's own code, which may raise anything
-        raise _NotTraceable(error) from error
-    walk = _Walk(model)
-    for node in traced.graph.nodes:
-        walk.visit(node)
-    groups = dict.fromkeys(walk.find(group) for group in walk.made)
-    return [g for g in groups if not g.fixed and g.writers and g.readers and g.size > 1]
-
-
-def _groups_of_parts(model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
-    given: dict[nn.Module, tuple[Any, ...] | None] = {}
-
-    def note(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # What runs twice may be given other things each time; None: not to be traced alone.
-        given[module] = None if module in given or options else arguments
-
-    parts = [module for module in model.modules() if module is not model]
-    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in parts]
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(*inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    users: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        users.setdefault(id(parameter), set()).add(name)
-    found: list[Group] = []
-
-    def search(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            full = f"{prefix}{name}"
-            arguments = given.get(child)
-            try:
-                groups = _groups_of(child, arguments) if arguments else None
-            except _NotTraceable:
-                groups = None
-            if groups is None:
-                search(child, f"{full}.")
-                continue
-            for group in groups:
-                _rename(group, f"{full}.")
-                layers = [*group.writers, *group.passers, *(name for name, _ in group.readers)]
-                owned = [p for layer in layers for p in model.get_submodule(layer).parameters()]
-                if all(len(users[id(parameter)]) == 1 for parameter in owned):
-                    found.append(group)
-
-    search(model, "")
-    return found
-
-
-def _rename(group: Group, prefix: str) -> None:
-    group.writers = [prefix + name for name in group.writers]
-    group.passers = [prefix + name for name in group.passers]
-    group.readers = [(prefix + name, repeat) for name, repeat in group.readers]
-
-
-class _Walk:
-    """Follows channels through a graph, merging the groups that meet."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._merged: dict[Group, Group] = {}
-        self._at: dict[fx.Node, _Channels | None] = {}
-        self._seen: set[str] = set()
-        self.made: list[Group] = []
-
-    def find(self, group: Group) -> Group:
-        while group in self._merged:
-            group = self._merged[group]
-        return group
-
-    def visit(self, node: fx.Node) -> None:
-        self._at[node] = self._channels_of(node)
-
-    def _channels_of(self, node: fx.Node) -> _Channels | None:
-        sources = [self._at[n] for n in node.all_input_nodes]
-        known = [s for s in sources if s is not None]
-        if node.op == "call_module" and len(sources) == 1:
-            return self._module(str(node.target), sources[0], node)
-        if node.op in ("call_function", "call_method"):
-            target, first = node.target, node.all_input_nodes[0] if node.all_input_nodes else None
-            if target in _ELEMENTWISE_CALLS and len(known) == 1:
-                return known[0]
-            if target in _SUMS and first is not None:
-                return self._sum(node, sources)
-            if target in _FLATTENS and len(known) == 1 and first is not None:
-                return self._flatten(node, first, known[0])
-            if target in {torch.mean, "mean"} and len(known) == 1 and first is not None:
-                shape = _shape(first)
-                if not known[0].last and len(shape) > 2 and _shape(node)[:2] == shape[:2]:
-                    return known[0]
-        for source in known:
-            self.find(source.group).fixed = True
-        if node.op == "placeholder" and len(_shape(node)) > 1:
-            return _Channels(self._new(_shape(node)[1], fixed=True), 1)
-        return None
-
-    def _module(self, name: str, source: _Channels | None, node: fx.Node) -> _Channels | None:
-        layer = self._model.get_submodule(name)
-        last = isinstance(layer, nn.Linear)
-        if source is None or (
-            source.repeat == 1 and source.last != last and self.find(source.group).fixed
-        ):
-            # What comes in stays as it is, wherever its channels are.
-            width = _shape(node.all_input_nodes[0])[-1 if last else 1 :][:1] or (1,)
-            source = _Channels(self._new(width[0], fixed=True), 1, last)
-        group = self.find(source.group)
-        if isinstance(layer, _ELEMENTWISE + _POOL):
-            return source
-        if isinstance(layer, nn.Flatten):
-            return self._flatten(node, node.all_input_nodes[0], source)
-        flat = isinstance(layer, nn.Linear) and (source.last or len(_shape(node)) == 2)
-        again = name in self._seen
-        self._seen.add(name)
-        second = not source.last or len(_shape(node)) == 2
-        if not again and isinstance(layer, _NORM) and source.repeat == 1 and second:
-            group.passers.append(name)
-            return source
-        if not again and isinstance(layer, _CONV) and source.repeat == 1 and not source.last:
-            if layer.groups == 1:
-                group.readers.append((name, 1))
-                return self._written(name, layer.out_channels)
-            if layer.groups == layer.in_channels == layer.out_channels:
-                group.passers.append(name)
-                return source
-        if not again and flat:
-            assert isinstance(layer, nn.Linear)
-            group.readers.append((name, source.repeat))
-            return self._written(name, layer.out_features, last=True)
-        group.fixed = True
-        if again:  # one weight read at two places: whatever it writes stays too
-            for made in self.made:
-                if name in self.find(made).writers:
-                    self.find(made).fixed = True
-        return None
-
-    def _sum(self, node: fx.Node, sources: list[_Channels | None]) -> _Channels | None:
-        known = [s for s in sources if s is not None]
-        if len(sources) == 1:
-            return known[0] if known else None
-        same = {_shape(n) for n in node.all_input_nodes} == {_shape(node)}
-        alike = len({(s.repeat, s.last) for s in known}) == 1
-        if len(known) < len(sources) or not same or not alike:
-            for source in known:
-                self.find(source.group).fixed = True
-            return None
-        first = self.find(known[0].group)
-        for source in known[1:]:
-            other = self.find(source.group)
-            if other is not first:
-                first.fixed |= other.fixed
-                first.writers += other.writers
-                first.passers += other.passers
-                first.readers += other.readers
-                self._merged[other] = first
-        return known[0]
-
-    def _flatten(self, node: fx.Node, first: fx.Node, source: _Channels) -> _Channels | None:
-        before, after = _shape(first), _shape(node)
-        if len(after) == 2 and after[0] == before[0] and (len(before) == 2 or not source.last):
-            return _Channels(source.group, source.repeat * (after[1] // before[1]), last=True)
-        self.find(source.group).fixed = True
-        return None
-
-    def _written(self, name: str, size: int, last: bool = False) -> _Channels:
-        group = self._new(size)
-        group.writers.append(name)
-        return _Channels(group, 1, last)
-
-    def _new(self, size: int, fixed: bool = False) -> Group:
-        self.made.append(Group(size, fixed))
-        return self.made[-1]
+def _removable(walk: _Walk, model: nn.Module) -> list[Group]:
+    found = walk.groups()
+    groups = [g for g in found if not g.stays and g.writers and g.layers("reader") and g.size > 1]
+    if not groups:
+        why = "; ".join(f"{g.writers[0]}: {g.stays}" for g in found if g.writers and g.stays)
+        raise ValueError(
+            f"{type(model).__name__} has no channels between two layers to remove"
+            f"{why and '; ' + why}"
+        )
+    return groups
 
 
 @torch.no_grad()
-def _select(model: nn.Module, keep: Mapping[Group, Tensor]) -> nn.Module:
+def _selected(
+    model: nn.Module, walk: _Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
+) -> nn.Module:
+    """The units that are kept, in that order; checked against the model with the rest at zero."""
+    zeroed, small = copy.deepcopy(model), model
+    chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
     for group, index in keep.items():
-        for name in (*group.writers, *group.passers):
-            layer: Any = model.get_submodule(name)
-            for key, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-                if tensor.dim():
-                    _replace(layer, key, tensor.index_select(0, index.to(tensor.device)))
-            for key in ("out_channels", "out_features", "num_features"):
-                if hasattr(layer, key):
-                    setattr(layer, key, len(index))
-            if name in group.passers and isinstance(layer, _CONV):
-                layer.in_channels = layer.groups = len(index)
-        for name, repeat in group.readers:
-            layer = model.get_submodule(name)
-            inputs = (index[:, None] * repeat + torch.arange(repeat)).flatten()
-            weight = layer.get_parameter("weight")
-            _replace(layer, "weight", weight.index_select(1, inputs.to(weight.device)))
-            key = "in_features" if isinstance(layer, nn.Linear) else "in_channels"
-            setattr(layer, key, len(inputs))
-    return model
+        gone = torch.ones(group.size, dtype=torch.bool).index_fill(0, index, False)
+        for each in group.slices:
+            size = each.width * group.size
+            inside = (index[:, None] * each.width + torch.arange(each.width)).flatten()
+            places = chosen.setdefault((each.tensor, each.axis), [])
+            places.append((each.start, each.start + size, inside + each.start))
+            if each.role == "reader":
+                read = _tensor(zeroed, each.tensor).narrow(each.axis, each.start, size)
+                lost = gone.repeat_interleave(each.width).to(read.device)
+                read.index_fill_(each.axis, lost.nonzero().flatten(), 0)
+    for (name, axis), places in chosen.items():
+        whole, end = _tensor(small, name), 0
+        parts: list[Tensor] = []
+        for start, stop, inside in sorted(places, key=lambda place: place[:2]):
+            parts.extend((torch.arange(end, start), inside))
+            end = stop
+        index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
+        layer, _, key = name.rpartition(".")
+        _replace(small.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
+    for place, was, group in walk.sizes:
+        if (left := keep.get(walk.find(group))) is not None:
+            _rewrite(small.get_submodule(place), was, was // walk.find(group).size * len(left))
+    return _checked(small, zeroed, inputs)
 
 
-def _replace(layer: nn.Module, key: str, tensor: Tensor) -> None:
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    layer, _, key = name.rpartition(".")
+    tensor: Tensor = getattr(model.get_submodule(layer), key)
+    return tensor
+
+
+def _replace(layer: Any, key: str, tensor: Tensor) -> None:
+    """Another tensor, and the layer's attributes that say its sizes."""
     old = getattr(layer, key)
     if isinstance(old, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(layer, key, tensor)
+    if key != "weight":
+        return
+    first, second, *_ = (*tensor.shape, 0)
+    if is_conv1d(layer):
+        layer.nx, layer.nf = first, second
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = first, second
+    elif isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        layer.in_channels, layer.out_channels = first, second
+    elif isinstance(layer, nn.modules.conv._ConvNd):
+        if layer.groups > 1:
+            layer.groups = first * layer.groups // layer.out_channels
+        layer.out_channels, layer.in_channels = first, second * layer.groups
+    elif hasattr(layer, "num_features"):
+        layer.num_features = first
 
 
-@torch.no_grad()
-def _checked(small: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
+def _rewrite(module: nn.Module, was: int, now: int) -> None:
+    """A number of heads, or the size of a part, that a module keeps as an attribute."""
+    for key, value in vars(module).items():
+        if type(value) is int and value == was and not key.endswith(("dim", "hidden_size")):
+            setattr(module, key, now)
+
+
+def _checked(small: nn.Module, zeroed: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
     try:
-        with evaluating(small):
-            small(*inputs)
+        with evaluating(small), evaluating(zeroed):
+            pairs = zip(tensors_in(small(*inputs)), tensors_in(zeroed(*inputs)), strict=True)
+            for ours, exact in pairs:
+                if exact.is_floating_point():
+                    least = 1e-3 if torch.finfo(exact.dtype).bits > 16 else 0.1
+                    if not (ours - exact).norm() <= least * exact.norm() + 1e-6:
+                        raise RuntimeError("the outputs are not those of the model with zeros")
     except RuntimeError as error:
         raise ValueError(
-            f"{type(model).__name__} has a size written into its forward ({error}); "
+            f"{type(small).__name__} has a size written into its forward ({error}); "
             "take it from the tensor's shape"
         ) from error
     return small
 
 
-def _share(group: Group, sparsity: Mapping[str, float]) -> float:
-    return max((sparsity[name] for name in group.writers if name in sparsity), default=0.0)
+def _dense_copy(model: nn.Module) -> nn.Module:
+    if any(isinstance(module, LoRA) for module in model.modules()):
+        raise ValueError(
+            "the model has adapters, whose rank would change; merge them, or prune first"
+        )
+    model = plain_copy(model)
+    for layer in list(model.modules()):
+        if compressed_weight(layer) is not None:
+            make_dense(model, layer)
+    return model
+
+
+class _Walk:
+    """Follows units through a graph, merging the groups that meet."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._graph: Exported = exported(model, inputs)
+        self._merged: dict[Group, Group] = {}
+        self._at: dict[fx.Node, Any] = {}
+        self._made: list[Group] = []
+        self.sizes: list[tuple[str, int, Group]] = []
+        """Sizes that a module's code may hold as numbers: the module, the size, whose units."""
+        self._users: dict[int, int] = {}
+        for node in self._graph.nodes:
+            if node.name in self._graph.constants:
+                key = self._graph.constants[node.name].data_ptr()
+                self._users[key] = self._users.get(key, 0) + len(node.users)
+        for node in self._graph.nodes:
+            self._at[node] = self._visit(node)
+
+    def groups(self) -> list[Group]:
+        """All of them, also those that have to stay."""
+        return list(dict.fromkeys(self.find(group) for group in self._made))
+
+    def find(self, group: Group) -> Group:
+        """The group that this one has become a part of."""
+        while group in self._merged:
+            group = self._merged[group]
+        return group
+
+    def _visit(self, node: fx.Node) -> Any:
+        if node.op == "output":
+            return self._stop(node)
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            held = self._at[node.args[0]]  # type: ignore[index]
+            return held[operator.index(node.args[1])] if isinstance(held, list) else held  # type: ignore[arg-type]
+        name = operator_name(node)
+        rule = getattr(self, f"_{_SAME.get(name, name)}", None)
+        known = any(isinstance(self._at[n], _Along) for n in node.all_input_nodes)
+        if rule is None or not (known or name in _PRODUCTS):
+            return self._stop(node)
+        arguments: tuple[Any, ...] = node.args
+        return rule(node, *arguments, **node.kwargs)
+
+    def _stop(self, node: fx.Node) -> None:
+        """Whatever comes in stays as it is."""
+        for source in node.all_input_nodes:
+            held = self._at[source]
+            for along in held if isinstance(held, list) else [held]:
+                for group, _ in along.parts if along is not None else ():
+                    group = self.find(group)
+                    group.stays = group.stays or (
+                        "the model returns them" if node.op == "output" else described(node)
+                    )
+
+    # Products write new units and read those along the dimension that they sum over.
+
+    def _linear(self, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
+        return self._product(node, x, weight, bias, (1, 0), _shape(x), -1)
+
+    def _addmm(self, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
+        return self._product(node, x, weight, bias, (0, 1), _shape(x), -1)
+
+    def _matmul(self, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
+        if self._name(b) is not None and len(_shape(b)) == 2:
+            return self._product(node, a, b, None, (0, 1), _shape(a), -1)
+        first, second = self._at[a], self._at[b]
+        if first is None or second is None or first.dim != second.dim:
+            return self._stop(node)
+        if len(_shape(a)) != len(_shape(b)) or first.dim >= len(_shape(a)) - 2:
+            return self._stop(node)
+        return self._together(node, [first, second])
+
+    def _conv(
+        self, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None, stride: Any = 1,
+        padding: Any = 0, dilation: Any = 1, *rest: Any,
+    ) -> Any:  # fmt: skip
+        transposed = "transpose" in operator_name(node)
+        groups = rest[0] if rest and not transposed else 1
+        if transposed:  # (x, weight, bias, stride, padding, output_padding, groups, dilation)
+            groups = rest[0] if rest else 1
+        if groups == 1:
+            axes = (0, 1) if transposed else (1, 0)
+            return self._product(node, x, weight, bias, axes, _shape(x), 1)
+        along, shape = self._at[x], _shape(weight)
+        if transposed or along is None or along.dim != 1 or shape[1] != 1 or groups != _shape(x)[1]:
+            return self._stop(node)
+        times = shape[0] // groups  # each channel by itself, so many filters each
+        names = [self._name(each) for each in (weight, bias) if each is not None]
+        if None in names:
+            return self._stop(node)
+        self._note(along, [(str(name), 0) for name in names], "passer", times)
+        return _Along(1, tuple((group, extent * times) for group, extent in along.parts))
+
+    def _product(
+        self, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None,
+        axes: tuple[int, int], shape: tuple[int, ...], dim: int,
+    ) -> Any:  # fmt: skip
+        dim, along, name = dim % len(shape), self._at[x], self._name(weight)
+        added = None if bias is None else self._name(bias)
+        if name is None or (bias is not None and added is None):
+            return self._stop(node)
+        if along is not None and along.dim == dim:
+            self._note(along, [(name, axes[0])], "reader")
+        else:
+            self._stop(node)
+        size = _shape(weight)[axes[1]]
+        group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
+        if added is not None:
+            group.slices.append(Slice(added, 0, 0, 1, "writer"))
+        self._made.append(group)
+        return _Along(dim, ((group, size),))
+
+    def _name(self, node: Any) -> str | None:
+        """The name of a parameter or buffer that is used at one place only."""
+        if not isinstance(node, fx.Node) or node.name not in self._graph.names:
+            return None
+        once = self._users[self._graph.constants[node.name].data_ptr()] == 1
+        return self._graph.names[node.name] if once else None
+
+    def _note(
+        self, along: _Along, tensors: list[tuple[str, int]],
+        role: Literal["passer", "reader"], times: int = 1,
+    ) -> None:  # fmt: skip
+        start = 0
+        for group, extent in along.parts:
+            group = self.find(group)
+            for name, axis in tensors:
+                width = extent // group.size * times
+                group.slices.append(Slice(name, axis, start, width, role))
+            start += extent * times
+
+    def _batch_norm(self, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+        along, held = self._at[x], [r for r in rest[:4] if r is not None]
+        names = [self._name(each) for each in held]
+        if along.dim != 1 or None in names:
+            return self._stop(node)
+        self._note(along, [(str(name), 0) for name in names], "passer")
+        return along
+
+    # What works on each element alone, or mixes along other dimensions only, passes units on.
+
+    def _elementwise(self, node: fx.Node, *_: Any, **__: Any) -> Any:
+        return self._broadcast(node, node.all_input_nodes, _shape(node))
+
+    def _prelu(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
+        along, name = self._at[x], self._name(weight)
+        if math.prod(_shape(weight)) > 1:
+            if along.dim != 1 or name is None:
+                return self._stop(node)
+            self._note(along, [(name, 0)], "passer")
+        return along
+
+    def _broadcast(self, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]) -> Any:
+        moved, constant = [], []
+        for source in sources:
+            along, shift = self._at[source], len(shape) - len(_shape(source))
+            if along is not None:
+                moved.append(_Along(along.dim + shift, along.parts))
+            else:
+                constant.append((source, shift))
+        dim = moved[0].dim
+        if any(along.dim != dim for along in moved):
+            return self._stop(node)
+        for source, shift in constant:
+            if dim < shift or _shape(source)[dim - shift] == 1:
+                continue
+            name = self._name(source)
+            if name is None or _shape(source)[dim - shift] != shape[dim]:
+                return self._stop(node)
+            self._note(moved[0], [(name, dim - shift)], "passer")
+        return self._together(node, moved)
+
+    def _together(self, node: fx.Node, alongs: Sequence[_Along], grouped: bool = False) -> Any:
+        """The same units in several values: from here on one group for each part."""
+        first = alongs[0]
+        for other in alongs[1:]:
+            alike = len(first.parts) == len(other.parts) and all(
+                a == b or grouped for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
+            )
+            if not alike:
+                return self._stop(node)
+            for (one, _), (two, _) in zip(first.parts, other.parts, strict=True):
+                self._merge(self.find(one), self.find(two))
+        return first
+
+    def _merge(self, one: Group, two: Group) -> None:
+        if one is not two:
+            size = math.gcd(one.size, two.size)
+            one.coarsen(size)
+            two.coarsen(size)
+            one.slices += two.slices
+            one.stays = one.stays or two.stays
+            self._merged[two] = one
+
+    def _attention(
+        self, node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any = None, *_: Any,
+        **__: Any,
+    ) -> Any:  # fmt: skip
+        alongs = [self._at[each] for each in (q, k, v)]
+        dims = {along.dim if along is not None else -1 for along in alongs}
+        shared = len(_shape(q)) - 3  # (..., heads, tokens, width)
+        masked = mask is not None and len(_shape(mask)) > 2 and _shape(mask)[-3] != 1
+        if dims != {shared} or masked or any(len(along.parts) != 1 for along in alongs):
+            return self._stop(node)
+        return self._together(node, alongs, grouped=True)
+
+    def _inner(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+        """Windows, over the dimensions behind the second one."""
+        along = self._at[x]
+        return along if along.dim <= 1 and len(_shape(x)) > 2 else self._stop(node)
+
+    def _pad(self, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+        along = self._at[x]
+        return along if along.dim < len(_shape(x)) - len(sizes) // 2 else self._stop(node)
+
+    def _softmax(self, node: fx.Node, x: fx.Node, dim: int, *_: Any) -> Any:
+        along = self._at[x]
+        return self._stop(node) if dim % len(_shape(x)) == along.dim else along
+
+    def _layer_norm(self, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+        along = self._at[x]
+        return along if along.dim < len(_shape(x)) - len(sizes) else self._stop(node)
+
+    def _mean(self, node: fx.Node, x: fx.Node, dims: Any, keepdim: bool = False, **_: Any) -> Any:
+        along, rank = self._at[x], len(_shape(x))
+        gone = {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
+        if along.dim in gone:
+            return self._stop(node)
+        before = 0 if keepdim else sum(d < along.dim for d in gone)
+        return _Along(along.dim - before, along.parts)
+
+    def _permute(self, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
+        along = self._at[x]
+        return _Along([d % len(order) for d in order].index(along.dim), along.parts)
+
+    def _transpose(self, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
+        rank = len(_shape(x))
+        swapped = {a % rank: b % rank, b % rank: a % rank}
+        along = self._at[x]
+        return _Along(swapped.get(along.dim, along.dim), along.parts)
+
+    def _expand(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+        return self._broadcast(node, [x], _shape(node))
+
+    def _cat(self, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+        parts = [part for part in parts if math.prod(_shape(part))]
+        dim = dim % len(_shape(node))
+        alongs = [self._at[part] for part in parts]
+        if all(along is None or along.dim == dim for along in alongs):
+            joined: list[tuple[Group, int]] = []
+            for along, part in zip(alongs, parts, strict=True):
+                if along is None:
+                    extent = _shape(part)[dim]
+                    joined.append((Group(1, stays="they come from elsewhere"), extent))
+                else:
+                    joined += along.parts
+            return _Along(dim, tuple(joined))
+        if None in alongs or len({along.dim for along in alongs}) > 1:
+            return self._stop(node)
+        return self._together(node, alongs)
+
+    def _slice(self, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any) -> Any:
+        along = self._at[x]
+        return self._stop(node) if dim % len(_shape(x)) == along.dim else along
+
+    def _split(self, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+        along = self._at[x]
+        if dim % len(_shape(x)) != along.dim:
+            return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
+        total, ((group, extent), *more) = _shape(x)[along.dim], along.parts
+        group = self.find(group)
+        each = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
+        plain = not more and group.size == extent and not group.stays
+        if not plain or sum(each) != total or group.layers("reader") or not _alone(x):
+            return self._stop(node)
+        # One matrix that holds several, as queries, keys and values: from here on apart.
+        pieces, start = [], 0
+        for size in each:
+            slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
+            self._made.append(Group(size, slices))
+            self.sizes.append((place_of(node), size, self._made[-1]))
+            pieces.append(_Along(along.dim, ((self._made[-1], size),)))
+            start += size
+        group.slices = []
+        return pieces
+
+    def _view(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+        """The dimension that begins where the units' one began; its rest may be split off."""
+        along, before, after = self._at[x], _shape(x), _shape(node)
+        size, lead = before[along.dim], math.prod(before[: along.dim])
+        for dim, extent in enumerate(after):
+            if math.prod(after[:dim]) == lead and (extent != 1 or size == 1):
+                break
+        else:
+            return self._stop(node)
+        inside = [
+            math.prod(before[along.dim : end]) for end in range(along.dim + 1, len(before) + 1)
+        ]
+        outside = [math.prod(after[dim:end]) for end in range(dim + 1, len(after) + 1)]
+        if extent in inside:  # as it was, or with the dimensions behind it
+            times = extent // size
+            return _Along(dim, tuple((group, n * times) for group, n in along.parts))
+        if size not in outside or len(along.parts) > 1:
+            return self._stop(node)
+        group = self.find(along.parts[0][0])  # split, as into heads
+        group.coarsen(math.gcd(group.size, extent))
+        self.sizes.append((place_of(node), extent, group))
+        return _Along(dim, ((group, extent),))
+
+
+_PRODUCTS = {
+    "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d",
+}  # fmt: skip
+_RULES = {
+    "conv": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
+    "matmul": "mm bmm",
+    "batch_norm": "_native_batch_norm_legit_no_training",
+    "layer_norm": "rms_norm",
+    "attention": "scaled_dot_product_attention",
+    "pad": "constant_pad_nd",
+    "mean": "sum amax amin",
+    "transpose": "t",
+    "split": "split_with_sizes",
+    "view": "reshape flatten unflatten _unsafe_view squeeze unsqueeze",
+    "inner": "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d "
+    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d",
+    "elementwise": "relu relu6 hardtanh clamp clamp_min clamp_max hardswish hardsigmoid sigmoid "
+    "tanh silu gelu elu leaky_relu softplus neg abs exp square mish selu celu sqrt rsqrt pow add "
+    "sub rsub mul div maximum minimum where clone contiguous dropout feature_dropout _to_copy to "
+    "alias detach masked_fill",
+}
+_SAME = {operator: rule for rule, operators in _RULES.items() for operator in operators.split()}
+
+
+def _alone(node: fx.Node) -> bool:
+    """Whether nobody else reads what was written before it came here."""
+    while operator_name(node) not in _PRODUCTS:
+        if len(node.users) > 1 or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return len(node.users) == 1
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    meta: Any = node.meta.get("tensor_meta")
-    return tuple(meta.shape) if hasattr(meta, "shape") else ()
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, Tensor) else ()

@@ -9,7 +9,6 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -25,6 +24,7 @@ from tinyml.layers import (
     layers_of,
     make_dense,
     outputs_first,
+    plain_copy,
     weight_of,
 )
 
@@ -53,18 +53,22 @@ class Masks(Mapping[str, Tensor]):
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Zero what is pruned, in place; names and shapes that do not fit change nothing."""
-        parameters = {name: model.get_parameter(name) for name in self}
-        for name, mask in self.items():
-            if parameters[name].shape != mask.shape:
+        for parameter, mask in self._fitting(model):
+            parameter.mul_(mask)
+
+    def _fitting(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        pairs = [(model.get_parameter(name), mask) for name, mask in self.items()]
+        for name, (parameter, mask) in zip(self, pairs, strict=True):
+            if parameter.shape != mask.shape:
                 raise ValueError(
                     f"the mask of {name} is {tuple(mask.shape)}, the parameter "
-                    f"{tuple(parameters[name].shape)}; these are masks of another model"
+                    f"{tuple(parameter.shape)}; these are masks of another model"
                 )
-        for name, mask in self.items():
-            parameters[name].mul_(mask)
+        return pairs
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """From now on, apply the masks after every step of `optimizer`, for fine-tuning."""
+        self._fitting(model)
         optimizer.register_step_post_hook(lambda *_: self.apply(model))
 
 
@@ -84,6 +88,7 @@ def prune(
     pattern: str | None = None,
     input_norms: Mapping[str, Tensor] | None = None,
     layers: Sequence[type[nn.Module]] = PRUNABLE,
+    protect: Sequence[str] = (),
 ) -> Pruned:
     """A copy of `model` with the least important weights set to zero, and the masks.
 
@@ -91,10 +96,10 @@ def prune(
     scope="global" it is the share of all weights together, wherever they are. `pattern` "2:4"
     keeps 2 of every 4 neighbors along the input instead, whatever `sparsity` says. `input_norms`
     (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
-    pruned; biases never are.
+    pruned but those of layers that `protect` names; biases never are.
     """
-    model = copy.deepcopy(model)
-    chosen = layers_of(model, layers)
+    model = plain_copy(model)
+    chosen = layers_of(model, layers, protect)
     if isinstance(sparsity, Mapping):
         chosen = by_layer(sparsity, chosen, model)
     for name, layer in chosen.items():

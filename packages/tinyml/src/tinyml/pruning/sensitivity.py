@@ -48,6 +48,7 @@ def sensitivity(
     compress: Callable[[Tensor, float], Tensor] = prune_weight,
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     method: Literal["auto", "prefix", "whole"] = "auto",
+    protect: Sequence[str] = (),
 ) -> Sensitivity:
     """Scan every layer alone over `amounts`; the model is as before afterwards.
 
@@ -60,7 +61,7 @@ def sensitivity(
         raise ValueError(f"method is {method!r}; 'auto', 'prefix' or 'whole'")
     if not batches:
         raise ValueError("a scan needs at least one (inputs, targets) batch")
-    chosen = layers_of(model, layers)
+    chosen = layers_of(model, layers, protect)
     for name, layer in chosen.items():
         check_finite(f"{name}.weight".lstrip("."), layer.get_parameter("weight"))
     trials = {

@@ -10,9 +10,8 @@ Notable (Frantar et al., "GPTQ", 2023):
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,19 @@ from tinyml.layers import (
     check_finite,
     compress_weights,
     evaluating,
+    guarded,
+    identity,
     is_conv1d,
     layers_of,
     make_dense,
     outputs_first,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
-from tinyml.quantization.in_step import visit_in_step
-from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.grid_weight import GridWeight
+from tinyml.quantization.in_step import second_moment, visit_in_step
+from tinyml.quantization.int8 import with_int8_linears
 
 
 @torch.no_grad()
@@ -44,6 +47,7 @@ def gptq(
     symmetric: bool = True,
     observer: Observer = "minmax",
     damping: float = 0.01,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
 
@@ -51,32 +55,146 @@ def gptq(
     is rounded, so it is done on the inputs that the rounded ones before it make, and the cost grows
     with the depth and no faster. A layer that never runs is rounded to the nearest.
     """
-    if not batches:
-        raise ValueError("gptq needs at least one batch of inputs to calibrate on")
-    granularity = granularity or ("group" if group_size else "channel")
+
+    def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
+        weight = weight_of(layer)
+        first = outputs_first(layer, weight)
+        hessian = second_moment(inputs) if inputs else _identity(first)
+        rows = as_rows(first.float(), kind, group_size)
+        grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
+        codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
+        return GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+
+    kind = granularity or ("group" if group_size else "channel")
     check_bits(bits, "a grid has")
-    model = copy.deepcopy(model)
-    layers = layers_of(model, (nn.Linear,))
+    return round_in_step(model, batches, rounded, protect)
+
+
+@torch.no_grad()
+def awq(
+    model: nn.Module,
+    batches: Sequence[Any],
+    bits: int = 4,
+    *,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    observer: Observer = "minmax",
+    steps: int = 20,
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """A copy of `model` whose linear weights are rounded after each input was scaled by its size.
+
+    Inputs that are large on `batches` matter more, so their weights are multiplied by
+    s = rms(x)^a before rounding and divided by it when read, which makes their error smaller (Lin
+    et al., "AWQ", 2023, section 3.2). The share a of [0, 1] is the one of `steps` for which the
+    layer's outputs change least; a = 0 is rounding to the nearest. Batches run as in `gptq`.
+    """
+
+    def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
+        weight, transposed = weight_of(layer), is_conv1d(layer)
+        first = outputs_first(layer, weight).float()
+        hessian = second_moment(inputs) if inputs else _identity(first)
+        size = hessian.diagonal().sqrt().float()
+        size = size.clamp(min=1e-4 * float(size.max()) + 1e-12)
+        best, least = None, torch.inf
+        for step in range(steps):
+            divide = size ** (step / steps)
+            divide = divide / (divide.max() * divide.min()).sqrt()
+            rows = as_rows(first * divide, "group" if group_size else "channel", group_size)
+            grid = grid_of(rows, bits, symmetric=symmetric, observer=observer)
+            grid = grid.stored_as(weight.dtype)
+            made = GridWeight(
+                grid.quantize(rows), grid, weight, bits, transposed=transposed,
+                divide=divide if step else None,
+            )  # fmt: skip
+            change = outputs_first(layer, made(weight)).double() - first.double()
+            error = float(((change @ hessian) * change).sum())
+            if best is None or error < least:
+                best, least = made, error
+        assert best is not None
+        return best
+
+    check_bits(bits, "a grid has")
+    if steps < 1:
+        raise ValueError(f"{steps} steps; one or more shares are tried")
+    return round_in_step(model, batches, rounded, protect)
+
+
+@torch.no_grad()
+def smoothquant(
+    model: nn.Module,
+    batches: Sequence[Any],
+    *,
+    alpha: float = 0.5,
+    activations: Literal["dynamic", "auto"] = "dynamic",
+    protect: Sequence[str] = (),
+) -> nn.Module:
+    """`quantize(model, activations=...)` with inputs made even first, where a few are very large.
+
+    Each input is divided by s = max|x|^alpha / max|w|^(1 - alpha) and its weights multiplied by it,
+    so that the inputs' range is shared with the weights (Xiao et al., "SmoothQuant", 2023, equation
+    4). Layers that share their weight with another stay as they are.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha is {alpha}; a share from 0 to 1")
+    model, divide = plain_copy(model), {}
+    layers = layers_of(_with_dense(model), (nn.Linear,), protect)
+    shared = [identity(module) for module in model.modules()]
+
+    def note(name: str, inputs: list[Tensor]) -> None:
+        weight = outputs_first(layers[name], weight_of(layers[name])).float()
+        check_finite(f"{name}.weight", weight)
+        largest = torch.cat(inputs).float().abs().amax(0)
+        check_finite(f"what {name} is given", largest)
+        ratio = largest.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (
+            1 - alpha
+        )
+        if shared.count(identity(layers[name])) == 1:
+            divide[name] = ratio
+
+    with evaluating(model):
+        visit_in_step(model, _some(batches), layers, note)
+    return with_int8_linears(model, "minmax", activations, guarded(model, protect), divide)
+
+
+def round_in_step(
+    model: nn.Module,
+    batches: Sequence[Any],
+    rounded: Callable[[nn.Module, list[Tensor]], GridWeight],
+    protect: Sequence[str],
+) -> nn.Module:
+    """A copy with each linear weight as `rounded(layer, inputs)` makes it, first to last.
+
+    A layer that never runs gets no inputs: an empty list.
+    """
+    model = _with_dense(plain_copy(model))
+    layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
-        make_dense(model, layer)
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     done: dict[str, GridWeight] = {}
 
-    def rounded(name: str, hessian: Tensor) -> None:
-        layer = layers[name]
-        weight = weight_of(layer)
-        first = outputs_first(layer, weight)
-        rows = as_rows(first.float(), granularity, group_size)
-        grid = grid_of(rows, bits, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
-        codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
-        done[name] = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+    def visit(name: str, inputs: list[Tensor]) -> None:
+        weight = weight_of(layers[name])
+        done[name] = rounded(layers[name], inputs)
         weight.copy_(done[name](weight))  # the layers behind it see what it will give
 
     with evaluating(model):
-        visit_in_step(model, batches, layers, rounded)
+        visit_in_step(model, _some(batches), layers, visit)
     for name in layers.keys() - done.keys():
-        rounded(name, _identity(outputs_first(layers[name], weight_of(layers[name]))))
-    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name))
+        visit(name, [])
+    return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
+
+
+def _with_dense(model: nn.Module) -> nn.Module:
+    for layer in list(layers_of(model, (nn.Linear,)).values()):
+        make_dense(model, layer)
+    return model
+
+
+def _some(batches: Sequence[Any]) -> Sequence[Any]:
+    if not batches:
+        raise ValueError("at least one batch of inputs is needed to calibrate on")
+    return batches
 
 
 @torch.no_grad()

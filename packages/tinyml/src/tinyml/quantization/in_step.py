@@ -74,12 +74,12 @@ def visit_in_step(
     model: nn.Module,
     batches: Sequence[Any],
     layers: Mapping[str, nn.Module],
-    visit: Callable[[str, Tensor], None],
+    visit: Callable[[str, list[Tensor]], None],
 ) -> None:
-    """Call `visit(name, H)` for each layer that runs, in the order in which the batches come to it.
+    """Call `visit(name, inputs)` for each layer that runs, in the order in which they come to it.
 
-    H = sum x x^T over the layer's inputs of all batches, at its first use. What `visit` does to the
-    layer is what the batches go on with. An error in the model is raised here.
+    `inputs` are those of all batches, (tokens, width) each, at the layer's first use. What `visit`
+    does to the layer is what the batches go on with. An error in the model is raised here.
     """
     done: set[str] = set()
     running: list[_Batch] = []
@@ -110,7 +110,8 @@ def visit_in_step(
             # Batches may take different ways: the layer that was met first is next.
             name = next(n for n in order if any(batch.waits_at == n for batch in waiting))
             ready = [batch for batch in waiting if batch.waits_at == name]
-            visit(name, _second_moment([b.inputs for b in ready if b.inputs is not None]))
+            inputs = [b.inputs for b in ready if b.inputs is not None]
+            visit(name, [x.reshape(-1, x.shape[-1]) for x in inputs])
             done.add(name)
     finally:
         for batch in running:
@@ -119,11 +120,11 @@ def visit_in_step(
             handle.remove()
 
 
-def _second_moment(inputs: Sequence[Tensor]) -> Tensor:
-    total: Tensor | None = None
+def second_moment(inputs: Sequence[Tensor]) -> Tensor:
+    """H = sum x x^T over inputs (tokens, width) each."""
+    width = inputs[0].shape[-1]
+    total = torch.zeros(width, width, dtype=torch.float64, device=inputs[0].device)
     for each in inputs:
-        tokens = each.reshape(-1, each.shape[-1]).double()
-        product = tokens.t() @ tokens
-        total = product if total is None else total.add_(product)
-    assert total is not None
+        tokens = each.double()
+        total.addmm_(tokens.t(), tokens)
     return total

@@ -12,7 +12,6 @@ Notable:
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +26,7 @@ from tinyml.layers import (
     check_bits,
     compress_weights,
     layers_of,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.pack import pack, unpack
@@ -37,21 +37,22 @@ def kmeans_quantize(
     bits: int | Mapping[str, int],
     *,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` in which each weight is one of 2^bits values of its layer.
 
-    `bits` may be given by layer name; other layers stay as they are. The palettes train like any
-    parameter, the codes do not change.
+    `bits` may be given by layer name; other layers, and those that `protect` names, stay. The
+    palettes train like any parameter, the codes do not change.
     """
 
     if isinstance(bits, Mapping):
-        by_layer(bits, layers_of(model, layers), model)
+        by_layer(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         width = bits.get(name) if isinstance(bits, Mapping) else bits
         return None if width is None else Palette(weight_of(layer), width)
 
-    return compress_weights(copy.deepcopy(model), layers, compress)
+    return compress_weights(plain_copy(model), layers, compress, protect)
 
 
 class Palette(CompressedWeight):
@@ -76,6 +77,11 @@ class Palette(CompressedWeight):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The palette."""
         return self._palette.to(weight)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """By the best palette of so many bits."""
+        palette, codes = kmeans(weight, 2**self.bits)
+        return palette.to(weight)[codes.long()]
 
     def format(self) -> list[int]:
         """Bits."""

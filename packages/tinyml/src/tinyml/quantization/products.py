@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,83 +30,149 @@ _ROUNDS, _HOPELESS_MS = 5, 100.0
 
 
 @dataclass(frozen=True)
-class ShapeClass:
-    """What one choice holds for: tokens by powers of two, the other sizes as they are."""
-
-    tokens: int
-    inputs: int
-    outputs: int
-    device: str
-    threads: int
-
-
-@dataclass(frozen=True)
 class Choice:
-    """The way that is taken for a shape class, and what it was measured against."""
+    """The way that is taken for a class of shapes, and what it was measured against."""
 
-    shape: ShapeClass
+    shape: tuple[int, ...]
+    """Tokens or images (to the next power of two), then the other sizes."""
+    threads: int
     way: str
     milliseconds: dict[str, float]
     """The fastest of a few rounds of each way that is exact here."""
-    wrong: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
     """Ways that returned a wrong integer on this machine."""
-    extra_bytes: int
+    extra_bytes: int = 0
     """What the way keeps beside the codes while the model is in memory; never in a state dict."""
 
     def __str__(self) -> str:
-        s, times = self.shape, self.milliseconds
-        listed = ", ".join(f"{name} {times[name]:.3g} ms" for name in sorted(times, key=times.get))  # type: ignore[arg-type]
-        text = f"{s.tokens} x {s.inputs} x {s.outputs}, {s.threads} threads: {self.way} ({listed}"
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in in_order(self.milliseconds))
+        text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.way} ({times}"
         text += f"; wrong here: {', '.join(self.wrong)})" if self.wrong else ")"
         return text + (f", {self.extra_bytes:,} bytes kept beside" if self.extra_bytes else "")
 
 
-class Int8Weights:
-    """int8 codes (outputs, inputs) that many inputs are multiplied with.
+def in_order(times: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The fastest first."""
+    return sorted(times.items(), key=lambda item: item[1])
 
-    `product(codes)` gives the exact sums as float32 or int32, whichever way is fastest here.
-    `largest` bounds the inputs' absolute values: 127 or 128.
+
+_chosen: dict[Any, Choice] = {}
+
+
+def forget_choices() -> None:
+    """Measure every class of shapes again at its next product."""
+    global _chosen
+    _chosen = {}
+
+
+class Exact:
+    """int8 weights that many inputs meet, by the fastest of the ways that are exact here.
+
+    `product(inputs)` gives exact sums as float32, float64 or int32. Subclasses say which `ways`
+    there are, the last of them, "float64", the plainest and right everywhere.
     """
 
-    def __init__(self, codes: Tensor, *, largest: int = 127) -> None:
-        self.codes, self.largest = codes, largest
-        self._kept: dict[str, tuple[Tensor, ...]] = {}
-        self._edges: list[int] | None = None
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+        self._kept: dict[str, Any] = {}
         self._ways: dict[object, str] = {}
-        self._generation = _generation
+        self._chosen_from = _chosen
+
+    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+        """Every way by name."""
+        raise NotImplementedError
+
+    def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
+        """The class of shapes that inputs belong to."""
+        raise NotImplementedError
+
+    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
+        """Weights and inputs at the ends of their range, where a clipped sum shows."""
+        raise NotImplementedError
 
     def product(self, inputs: Tensor) -> Tensor:
-        """Whole numbers (tokens, inputs), as float32 or int8 -> sums (tokens, outputs)."""
-        return WAYS[self.way(inputs)](self, inputs)
+        """Whole numbers, as float32 or int8 -> exact sums."""
+        return self.ways()[self.way(inputs)](self, inputs)
 
     def way(self, inputs: Tensor) -> str:
         """The name of the way for inputs like these; see `choice`."""
         if torch.compiler.is_compiling():  # nothing can be timed inside a compiled graph
             return "float64"
-        key = (len(inputs) - 1).bit_length(), inputs.device, torch.get_num_threads()
-        if key not in self._ways or self._generation != _generation:
-            if self._generation != _generation:
-                self._ways, self._generation = {}, _generation
+        if self._chosen_from is not _chosen:
+            self._ways, self._chosen_from = {}, _chosen
+        count = (len(inputs) - 1).bit_length()
+        key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
+        if key not in self._ways:
             self._ways[key] = self.choice(inputs).way
         return self._ways[key]
 
+    @torch.no_grad()
     def choice(self, inputs: Tensor) -> Choice:
         """The way for inputs like these, measured if it is the first time."""
-        return _choices(self, inputs)
+        shape, threads = self.shape_of(inputs), torch.get_num_threads()
+        key = type(self), shape, getattr(self, "geometry", None), str(inputs.device), threads
+        if key in _chosen:
+            return _chosen[key]
+        if not inputs.numel() or not self.codes.numel():
+            return Choice(shape, threads, "float64", {})
+        hard, trials = self.hardest(inputs)
+        exact = [self.ways()["float64"](hard, trial).double() for trial in trials]
+        calls: dict[str, Callable[[], Tensor]] = {}
+        wrong = []
+        for name, way in self.ways().items():
+            try:
+                sums = [way(hard, trial).double() for trial in trials]
+            except (RuntimeError, AttributeError):  # this build or shape has no such product
+                continue
+            if all(map(torch.equal, sums, exact)):
+                calls[name] = lambda way=way: way(self, inputs)  # type: ignore[misc]
+            else:
+                wrong.append(name)
+        times = fastest(calls)
+        best = in_order(times)[0][0]
+        self._kept = {way: kept for way, kept in self._kept.items() if way == best}
+        extra = sum(t.nbytes for t in self._kept.get(best, ()) if isinstance(t, Tensor))
+        _chosen[key] = Choice(shape, threads, best, times, tuple(wrong), extra)
+        return _chosen[key]
 
-    def keep(self, way: str, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def keep(self, way: str, make: Callable[[], Any]) -> Any:
         """What `way` makes of the codes, once."""
         if way not in self._kept:
             self._kept[way] = make()
         return self._kept[way]
 
-    def forget(self, *, but: str = "") -> None:
-        """Drop what was kept by ways other than `but`."""
-        self._kept = {way: kept for way, kept in self._kept.items() if way == but}
 
-    def kept_bytes(self, way: str) -> int:
-        """Bytes that `way` keeps beside the codes."""
-        return sum(tensor.nbytes for tensor in self._kept.get(way, ()))
+def ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
+    """Random numbers, each one of the two ends."""
+    signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(seed)).bool()
+    return torch.where(signs, high, low).to(like)
+
+
+class Int8Weights(Exact):
+    """int8 codes (outputs, inputs) for inputs (tokens, inputs) of at most `largest`: 127 or 128."""
+
+    def __init__(self, codes: Tensor, *, largest: int = 127) -> None:
+        super().__init__(codes)
+        self.largest = largest
+        self._edges: list[int] | None = None
+
+    def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+        """Those of this file."""
+        return WAYS
+
+    def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
+        """Tokens to the next power of two, inputs, outputs."""
+        tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
+        return tokens, inputs.shape[1], len(self.codes)
+
+    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
+        """Half of the rows with neighbors that add up, not cancel."""
+        codes = ends(self.codes, -128, 127, 0)
+        codes[: len(codes) // 2] = 127
+        inputs = inputs.float()
+        trials = [ends(inputs, -self.largest, 127, seed) for seed in (1, 2)]
+        trials.append(torch.full_like(inputs, -self.largest))
+        return Int8Weights(codes, largest=self.largest), trials
 
     @property
     def edges(self) -> list[int]:
@@ -130,10 +197,12 @@ def exact_parts(codes: Tensor, largest: int) -> list[int]:
 
 
 def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
+    _check_offered(weights.codes, inputs)
     return torch._int_mm(inputs.to(torch.int8), weights.codes.t())
 
 
 def _int8_halves(weights: Int8Weights, inputs: Tensor) -> Tensor:
+    _check_offered(weights.codes, inputs)
     half, rest = weights.keep("int8 halves", lambda: (weights.codes >> 1, weights.codes & 1))
     codes = inputs.to(torch.int8)
     return torch._int_mm(codes, half.t()).mul_(2).add_(torch._int_mm(codes, rest.t()))
@@ -172,81 +241,13 @@ WAYS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
 """The exact ways, the plainest last: it is right everywhere, and the others are held against it."""
 
 
-_chosen: dict[ShapeClass, Choice] = {}
-_generation = 0
-
-
-def forget_choices() -> None:
-    """Measure every shape class again at its next product."""
-    global _generation
-    _chosen.clear()
-    _generation += 1
-
-
-def shape_class(inputs: Tensor, outputs: int) -> ShapeClass:
-    """The class that inputs (tokens, inputs) belong to."""
-    tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
-    threads = torch.get_num_threads() if inputs.device.type == "cpu" else 0
-    return ShapeClass(tokens, inputs.shape[1], outputs, str(inputs.device), threads)
-
-
-def _choices(weights: Int8Weights, inputs: Tensor) -> Choice:
-    shape = shape_class(inputs, len(weights.codes))
-    if shape not in _chosen:
-        _chosen[shape] = _measure(shape, weights, inputs)
-    return _chosen[shape]
-
-
-@torch.no_grad()
-def _measure(shape: ShapeClass, weights: Int8Weights, inputs: Tensor) -> Choice:
-    if not shape.tokens or not shape.inputs or not shape.outputs:
-        return Choice(shape, "float64", {}, (), 0)
-    hard, trials = _hardest(shape, weights)
-    exact = [WAYS["float64"](hard, trial) for trial in trials]
-    ways: dict[str, Callable[[], Tensor]] = {}
-    wrong = []
-    for name, way in WAYS.items():
-        if not _offered(name, shape):
-            continue
-        try:
-            sums = [way(hard, trial).to(torch.int32) for trial in trials]
-        except RuntimeError:  # this build or device has no such product
-            continue
-        if all(map(torch.equal, sums, exact)):
-            ways[name] = lambda way=way: way(weights, inputs)  # type: ignore[misc]
-        else:
-            wrong.append(name)
-    times = fastest(ways)
-    best = min(times, key=lambda name: times[name])
-    extra = weights.kept_bytes(best)
-    weights.forget(but=best)
-    return Choice(shape, best, times, tuple(wrong), extra)
-
-
-def _offered(way: str, shape: ShapeClass) -> bool:
-    if not way.startswith("int8"):
-        return True
-    if shape.device.startswith("cuda") and (
-        shape.tokens <= _SMALLEST or shape.inputs % 8 or shape.outputs % 8
-    ):
-        return False
-    return min(shape.inputs, shape.outputs) >= _SMALLEST
-
-
-def _hardest(shape: ShapeClass, weights: Int8Weights) -> tuple[Int8Weights, list[Tensor]]:
-    """Weights and inputs of this shape at the ends of their range, where a clipped sum shows."""
-    generator = torch.Generator().manual_seed(0)
-
-    def ends(rows: int, least: int) -> Tensor:
-        signs = torch.randint(0, 2, (rows, shape.inputs), generator=generator).bool()
-        return torch.where(signs, 127, least).to(shape.device)
-
-    codes = ends(shape.outputs, -128).to(torch.int8)
-    codes[: shape.outputs // 2] = 127  # neighbors that add up, not cancel
-    least = -weights.largest
-    trials = [ends(shape.tokens, least), ends(shape.tokens, 127), ends(shape.tokens, least)]
-    trials[2][:] = least
-    return Int8Weights(codes, largest=weights.largest), [trial.float() for trial in trials]
+def _check_offered(codes: Tensor, inputs: Tensor) -> None:
+    outputs, width = codes.shape
+    fits = min(outputs, width) >= _SMALLEST
+    if inputs.is_cuda:
+        fits &= len(inputs) > _SMALLEST and not width % 8 and not outputs % 8
+    if not fits:
+        raise RuntimeError("there is no int8 product of this shape")
 
 
 def fastest(ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:

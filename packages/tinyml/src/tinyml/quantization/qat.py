@@ -25,10 +25,11 @@ from tinyml.layers import (
     compress_weights,
     compressed_weight,
     is_conv1d,
+    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
-from tinyml.quantization.linear import GridWeight
+from tinyml.quantization.grid_weight import GridWeight
 
 
 def prepare_qat(
@@ -39,6 +40,7 @@ def prepare_qat(
     group_size: int | None = None,
     learn_scale: bool = False,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    protect: Sequence[str] = (),
 ) -> nn.Module:
     """A copy of `model` to train, whose layers act with rounded weights. See `convert`."""
     kind = granularity or ("group" if group_size else "channel")
@@ -49,7 +51,7 @@ def prepare_qat(
         check_finite(f"{name}.weight", weight)
         return RoundedWeight(weight, bits, kind, group_size, learn_scale, transposed)
 
-    return compress_weights(copy.deepcopy(model), layers, compress)
+    return compress_weights(plain_copy(model), layers, compress, protect)
 
 
 @torch.no_grad()

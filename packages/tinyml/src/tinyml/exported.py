@@ -1,0 +1,85 @@
+"""The graph of a model as `torch.export` makes it: tensors and operators, whoever wrote them.
+
+Notable: the model's own code runs once, so wrappers, functions and operators count as much as
+layers do. What it does in place is written anew as values (views of a tensor included), and what is
+no tensor among its outputs, such as a cache, is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+_MODEL = "model."
+
+
+class Exported:
+    """The nodes, and what each placeholder that is not an input holds."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        signature = program.graph_signature
+        stored = {**program.state_dict, **program.constants}
+        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        self.nodes: list[fx.Node] = list(program.graph.nodes)
+        self.names = {node: name.removeprefix(_MODEL) for node, name in names.items()}
+        """The name in the model of each parameter and buffer."""
+        names |= signature.inputs_to_lifted_tensor_constants
+        self.constants: dict[str, Tensor] = {node: stored[name] for node, name in names.items()}
+
+
+def exported(model: nn.Module, inputs: tuple[Any, ...]) -> Exported:
+    """The graph of `model(*inputs)` in evaluation mode; ValueError where there is none."""
+    wrapped = _TensorsOnly(copy.deepcopy(model)).eval()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(wrapped, inputs).run_decompositions({})
+    except Exception as error:  # it runs the model's own code, which may raise anything
+        raise ValueError(
+            f"{type(model).__name__} cannot be exported ({error}); "
+            "take out of it the part that works on tensors alone"
+        ) from error
+    return Exported(program)
+
+
+class _TensorsOnly(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        return tensors_in(self.model(*inputs))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_in(part)]
+    return []
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's plain name: "conv2d" for aten.conv2d.default."""
+    return str(node.target).split(".")[1] if "." in str(node.target) else node.name
+
+
+def place_of(node: fx.Node) -> str:
+    """The module whose forward made this node, by its name in the model."""
+    stack = node.meta.get("nn_module_stack") or {}
+    places = [path for path, _ in stack.values()]
+    return "" if not places or places[-1] == _MODEL[:-1] else str(places[-1]).removeprefix(_MODEL)
+
+
+def described(node: fx.Node) -> str:
+    """A node as messages name it."""
+    place = place_of(node)
+    return f"{node.name} ({node.target}{f' in {place}' if place else ''})"

@@ -1,0 +1,124 @@
+"""How many bits, or which sparsity, each layer gets so that the whole fits in so many bytes.
+
+Notable: what each layer loses by itself (`sensitivity`) is taken to add up. Of all ways to choose
+one form for each layer the one with the least loss that fits is found by dynamic programming over
+bytes: with bytes rounded up to one part in 4,096 of the budget, so that what is chosen always fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import check_bits, is_conv1d, layers_of, outputs_first, weight_of
+from tinyml.pruning.magnitude import prune
+from tinyml.pruning.sensitivity import Sensitivity
+from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.linear import quantize
+from tinyml.quantization.pack import packed_bytes
+from tinyml.size import size_of
+
+_PARTS = 4096
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What each layer is stored as; a layer with neither stays as it is."""
+
+    bits: dict[str, int]
+    sparsity: dict[str, float]
+    bytes: int
+    """Of the whole model as `size_of(...).sparse_bytes` counts it."""
+    loss: float
+    """What the metric loses if layers lose independently."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """A copy of the model, pruned and quantized so."""
+        small = prune(model, self.sparsity).model if self.sparsity else model
+        return quantize(small, self.bits) if self.bits else small
+
+
+def round_weight(weight: Tensor, bits: float) -> Tensor:
+    """The weight on `quantize`'s grid of so many bits: the `compress` of a scan over bits."""
+    rows = as_rows(weight.float(), "channel")
+    grid = grid_of(rows, int(bits)).stored_as(weight.dtype)
+    return grid.dequantize(grid.quantize(rows)).view(weight.shape).to(weight.dtype)
+
+
+def allocate(
+    model: nn.Module,
+    budget_bytes: int,
+    *,
+    bits: Sensitivity | None = None,
+    sparsity: Sensitivity | None = None,
+    larger_is_better: bool = True,
+) -> Allocation:
+    """The bits and sparsities with the least loss for which the model fits in `budget_bytes`.
+
+    `bits` is `sensitivity(..., amounts=(2, 3, 4, ...), compress=round_weight)`, `sparsity` one over
+    shares. `larger_is_better` says of the metric whether it is an accuracy or a loss.
+    """
+    given = {"bits": bits, "sparsity": sparsity}
+    scans = {kind: scan for kind, scan in given.items() if scan is not None}
+    if not scans:
+        raise ValueError("give a scan over bits, over sparsities, or both")
+    layers = layers_of(model, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding))
+    dense = {name: weight_of(layer).nbytes for name, layer in layers.items()}
+    forms: dict[str, list[tuple[float, int, str, float]]] = {}
+    for kind, scan in scans.items():
+        for name, values in scan.values.items():
+            if name not in layers:
+                raise ValueError(f"the scan has a layer {name!r} that the model lacks")
+            mine = forms.setdefault(name, [(0.0, dense[name], "", 0.0)])
+            for amount, value in values.items():
+                lost = scan.baseline - value if larger_is_better else value - scan.baseline
+                nbytes = _bytes(layers[name], kind, amount)
+                mine.append((max(lost, 0.0), nbytes, kind, amount))
+    fixed = size_of(model).sparse_bytes - sum(dense[name] for name in forms)
+    least = fixed + sum(min(form[1] for form in each) for each in forms.values())
+    unit = max(1, budget_bytes // _PARTS)
+    if least > budget_bytes:
+        raise ValueError(f"{budget_bytes} bytes are below {least}, the least of these forms")
+    chosen, total = _cheapest(list(forms.values()), (budget_bytes - fixed) // unit, unit)
+    picked = dict(zip(forms, chosen, strict=True))
+    return Allocation(
+        {name: int(form[3]) for name, form in picked.items() if form[2] == "bits"},
+        {name: form[3] for name, form in picked.items() if form[2] == "sparsity"},
+        fixed + sum(form[1] for form in chosen),
+        total,
+    )
+
+
+def _bytes(layer: nn.Module, kind: str, amount: float) -> int:
+    weight = weight_of(layer)
+    if kind == "bits":
+        check_bits(int(amount), "a grid has")
+        rows = len(outputs_first(layer, weight) if is_conv1d(layer) else weight)
+        return packed_bytes(weight.numel(), int(amount)) + rows * weight.itemsize
+    kept = weight.numel() - round(amount * weight.numel())
+    return min(weight.nbytes, -(-weight.numel() // 8) + kept * weight.itemsize)
+
+
+def _cheapest(forms: list[list[Any]], room: int, unit: int) -> tuple[list[Any], float]:
+    """One of each list: least[b] is the least loss of those so far in at most b units."""
+    least = torch.zeros(room + 1, dtype=torch.float64)
+    tables = []
+    for each in forms:
+        trials = torch.full((len(each), room + 1), torch.inf, dtype=torch.float64)
+        for number, (lost, nbytes, *_) in enumerate(each):
+            size = -(-nbytes // unit)
+            if size <= room:
+                trials[number, size:] = least[: room + 1 - size] + lost
+        least, best = trials.min(0)
+        tables.append(best)
+    if not torch.isfinite(least[room]):
+        raise ValueError("the budget is too near to the least that these forms take")
+    chosen, total = [], float(least[room])
+    for each, best in zip(reversed(forms), reversed(tables), strict=True):
+        form = each[int(best[room])]
+        room -= -(-form[1] // unit)
+        chosen.append(form)
+    return chosen[::-1], total

@@ -1,0 +1,96 @@
+"""Weights on an even grid, packed: what is stored of r = S (q - Z).
+
+Notable: the layer stays the layer it was. Its weight becomes a parametrization that unpacks the
+codes whenever the weight is read, so any layer that holds a weight can be compressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tinyml.layers import CompressedWeight, empty_like_nothing
+from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.pack import pack, unpack
+
+
+class GridWeight(CompressedWeight):
+    """A weight as packed codes, scales and zero points."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    divide: Tensor | None
+
+    def __init__(
+        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False,
+        divide: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        # What is stored of each input is so many times its weights: divided when it is read.
+        self.register_buffer("divide", None if divide is None else divide.to(weight.dtype))
+        self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
+        self.bits, self.shape, self.rows = bits, weight.shape, codes.shape
+        self.low = grid.low
+        self.register_buffer("codes", pack(codes - grid.low, bits))
+        self.register_buffer("scale", grid.scale.to(weight.dtype))
+        zero = (
+            None if not grid.zero.any() else grid.zero.to(torch.int8 if grid.low else torch.uint8)
+        )
+        self.register_buffer("zero", zero)
+
+    @staticmethod
+    def restore(
+        weight: Tensor,
+        codes: Tensor,
+        *,
+        bits: int,
+        rows: Sequence[int],
+        low: int,
+        scale: Tensor,
+        zero: Tensor | None,
+        transposed: bool = False,
+        divide: Tensor | None = None,
+    ) -> GridWeight:
+        """What was saved, in place of a weight of this shape."""
+        grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
+        codes_like = torch.full((*rows,), low)
+        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
+        made.codes = codes
+        return made
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Nothing: the codes are what is kept."""
+        return empty_like_nothing(weight)
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """On the best grid of this form."""
+        first = (weight.t() if self.transposed else weight).float()
+        first = first if self.divide is None else first * self.divide
+        grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
+        made = GridWeight(
+            grid.quantize(first.reshape(self.rows)), grid, weight, self.bits,
+            transposed=self.transposed, divide=self.divide,
+        )  # fmt: skip
+        dense: Tensor = made(weight)
+        return dense
+
+    def format(self) -> list[int]:
+        """Bits and the lowest code."""
+        return [self.bits, self.low]
+
+    def whole_numbers(self) -> Tensor:
+        """q, int16, as rows."""
+        count = self.shape.numel()
+        return (unpack(self.codes, self.bits, count).to(torch.int16) + self.low).view(self.rows)
+
+    def forward(self, _: Tensor) -> Tensor:
+        """The dense weight."""
+        codes = self.whole_numbers()
+        if self.zero is not None:
+            codes = codes - self.zero.to(torch.int16)
+        dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
+        dense = dense if self.divide is None else dense / self.divide
+        return dense.t() if self.transposed else dense

@@ -1,0 +1,290 @@
+"""A small VGG, trained, and what each way of compression leaves of it: rows and pictures.
+
+    python packages/tinyml/study/digits.py                      scikit-learn's digits, five seeds
+    python packages/tinyml/study/digits.py --cifar FOLDER       CIFAR-10 (binary version)
+    python packages/tinyml/study/digits.py --draw               the pictures again, from the rows
+
+A seed is another split and another start; an interval is that of the mean over them (95 %).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tinyml import (
+    IntegerModel,
+    allocate,
+    convert,
+    gptq,
+    kmeans_quantize,
+    prepare_qat,
+    prune,
+    prune_channels,
+    quantize,
+    round_weight,
+    sensitivity,
+    size_of,
+)
+from tinyml.plot import Panel, Picture, plot_frontier, plot_sensitivity, plot_weights
+from tinyml.pruning.sensitivity import Sensitivity
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+AMOUNTS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+BITS = (2, 3, 4, 5, 6, 7, 8)
+Row = dict[str, Any]
+
+
+class Task:
+    """Images, labels and a split; trains and judges."""
+
+    def __init__(self, images: Tensor, labels: Tensor, seed: int, epochs: int) -> None:
+        self.images, self.labels, self.epochs = images, labels, epochs
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+        self.train, self.test = order[: 4 * len(order) // 5], order[4 * len(order) // 5 :]
+        torch.manual_seed(seed)
+
+    def model(self) -> nn.Module:
+        """Four convolutions with batch normalization, two poolings, a linear layer."""
+        channels, size = self.images.shape[1:3]
+        layers: list[nn.Module] = []
+        for index, width in enumerate((32, 64, 64, 128)):
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)] if index % 2 else []
+            channels = width
+        head = nn.Linear(channels * (size // 4) ** 2, 10)
+        return self.fit(nn.Sequential(*layers, nn.Flatten(), head), self.epochs, 3e-3)
+
+    def fit(
+        self, model: nn.Module, epochs: int, lr: float, after: Callable[[], None] = lambda: None
+    ) -> nn.Module:
+        """Adam with a rate that falls to zero."""
+        optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+        steps = epochs * -(-len(self.train) // 64)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        model.train()
+        for _ in range(epochs):
+            for part in self.train[torch.randperm(len(self.train))].split(64):
+                optimizer.zero_grad()
+                torch.autograd.backward(
+                    F.cross_entropy(model(self.images[part]), self.labels[part])
+                )
+                optimizer.step()
+                schedule.step()
+                after()
+        return model.eval()
+
+    @torch.no_grad()
+    def right(self, model: nn.Module) -> int:
+        """How many images of the test are right."""
+        return int((model(self.images[self.test]).argmax(1) == self.labels[self.test]).sum())
+
+
+def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
+    """Every compressed model by its name, and its bytes."""
+    found: dict[str, tuple[nn.Module, int]] = {"float32": (model, size_of(model).bytes)}
+
+    def add(name: str, small: nn.Module) -> nn.Module:
+        found[name] = copy.deepcopy(small), size_of(small).sparse_bytes
+        return small
+
+    tune = max(2, task.epochs // 3)
+    for share in (50, 80, 90):
+        pruned, masks = prune(model, share / 100)
+        add(f"pruned {share} %", pruned)
+        task.fit(pruned, tune, 1e-3, lambda m=pruned, k=masks: k.apply(m))  # type: ignore[misc]
+        add(f"pruned {share} %, tuned", pruned)
+    for share in (30, 50):
+        narrow = prune_channels(model, share / 100, task.images[:2])
+        add(f"channels {share} %", narrow)
+        add(f"channels {share} %, tuned", task.fit(narrow, tune, 1e-3))
+    for bits in BITS:
+        palette = add(f"palette {bits} bits", kmeans_quantize(model, bits))
+        add(f"linear {bits} bits", quantize(model, bits))
+        add(f"palette {bits} bits, tuned", task.fit(palette, tune, 1e-3))
+        rounded = task.fit(prepare_qat(model, bits, learn_scale=True), tune, 1e-3)
+        add(f"linear {bits} bits, trained", convert(rounded))
+    calibration = task.images[task.train[:512]]
+    add("gptq 2 bits (linear layers)", gptq(model, [calibration], 2))
+    add("integers only, 8 bits", IntegerModel(model, [calibration]))
+    batch = [(task.images[task.train], task.labels[task.train])]
+    scan = sensitivity(model, batch, _log_likelihood, amounts=BITS, compress=round_weight)
+    shares = sensitivity(model, batch, _log_likelihood, amounts=AMOUNTS)
+    budget = size_of(quantize(model, 3)).bytes
+    add("mixed, bytes of 3 bits", allocate(model, budget, bits=scan, sparsity=shares).apply(model))
+    return found
+
+
+def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+    return -F.cross_entropy(logits, labels)
+
+
+def study(images: Tensor, labels: Tensor, seeds: int, epochs: int) -> list[Row]:
+    """All rows: what each way leaves, by seeds; of the first seed also what the layers are like."""
+    right: dict[str, list[int]] = {}
+    nbytes: dict[str, int] = {}
+    rows: list[Row] = []
+    for seed in range(seeds):
+        task = Task(images, labels, seed, epochs)
+        model = task.model()
+        made = ways(task, model)
+        for name, (small, size) in made.items():
+            right.setdefault(name, []).append(task.right(small))
+            nbytes[name] = size
+        if not seed:
+            rows = _layers(task, model)
+            times = _times({name: made[name][0] for name in _TIMED}, images[task.test])
+            folder = HERE / "pictures"
+            folder.mkdir(exist_ok=True)
+            plot_weights(model).save(folder / "weights.svg")
+            print("seed 0 done", flush=True)
+    count = len(task.test)
+    for name, each in right.items():
+        lost = [100 * (a - b) / count for a, b in zip(each, right["float32"], strict=True)]
+        low, high = _interval([float(value) for value in each])
+        least, most = _interval(lost)
+        rows.append(
+            {
+                "case": "digits", "model": name, f"right_of_{count}": statistics.mean(each),
+                "low": low, "high": high, "points": statistics.mean(lost), "points_low": least,
+                "points_high": most, "kib": nbytes[name] / 1024,
+                "times_smaller": nbytes["float32"] / nbytes[name], "seeds": seeds,
+            }
+        )  # fmt: skip
+    for name, (time_ms, faster) in times.items():
+        rows.append({"case": "latency", "model": name, "time_ms": time_ms, "times_faster": faster})
+    return rows
+
+
+_TIMED = ("float32", "pruned 50 %, tuned", "channels 30 %, tuned", "channels 50 %, tuned",
+          "palette 4 bits, tuned", "integers only, 8 bits")  # fmt: skip
+
+
+@torch.no_grad()
+def _times(models: dict[str, nn.Module], images: Tensor) -> dict[str, tuple[float, float]]:
+    """Processor milliseconds of a batch, and float32's over it, the models in turns."""
+    clocks: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(31):
+        for name, model in models.items():
+            start = time.process_time()
+            model(images)
+            clocks[name].append((time.process_time() - start) * 1e3)
+    over = {
+        name: statistics.median(a / b for a, b in zip(clocks["float32"], each, strict=True))
+        for name, each in clocks.items()
+    }
+    return {name: (statistics.median(each), over[name]) for name, each in clocks.items()}
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, mean
+    half = STUDENT.get(len(values), 2.0) * statistics.stdev(values) / len(values) ** 0.5
+    return mean - half, mean + half
+
+
+def _layers(task: Task, model: nn.Module) -> list[Row]:
+    def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(1) == targets).float().mean()
+
+    batch = [(task.images[task.test], task.labels[task.test])]
+    rows: list[Row] = []
+    scan = sensitivity(model, batch, accuracy, amounts=AMOUNTS)
+    for name, values in scan.values.items():
+        weight = model.get_submodule(name).get_parameter("weight").detach()
+        rows.append(
+            {"case": "sensitivity", "layer": name, "weights": weight.numel(),
+             "std": float(weight.std()), "untouched": scan.baseline}
+            | {str(amount): value for amount, value in values.items()}
+        )  # fmt: skip
+    return rows
+
+
+def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+    """Every picture that the rows hold, by its name."""
+    found = {row["model"]: row for row in rows if row["case"] == "digits"}
+    right = next(key for key in found["float32"] if key.startswith("right_of"))
+    count = int(right.rpartition("_")[2])
+
+    def point(name: str, x: float | None = None) -> tuple[float, ...]:
+        row = found[name]
+        each = (100 * row[key] / count for key in (right, "low", "high"))
+        return (row["kib"] if x is None else x, *each)
+
+    top = 100 * found["float32"][right] / count
+    curves = {
+        "k-means": "palette {} bits", "k-means, trained": "palette {} bits, tuned",
+        "linear": "linear {} bits", "linear, trained": "linear {} bits, trained",
+    }  # fmt: skip
+    by_bits = {name: [point(way.format(b), b) for b in BITS] for name, way in curves.items()}
+    ways = {
+        "k-means, trained": [point(f"palette {bits} bits, tuned") for bits in BITS],
+        "linear, trained": [point(f"linear {bits} bits, trained") for bits in BITS],
+        "weights pruned, tuned": [point(f"pruned {s} %, tuned") for s in (90, 80, 50)],
+        "channels pruned, tuned": [point(f"channels {s} %, tuned") for s in (50, 30)],
+        "integers only": [point("integers only, 8 bits")],
+        "mixed bits and sparsity": [point("mixed, bytes of 3 bits")],
+    }
+    timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
+    scans = [row for row in rows if row["case"] == "sensitivity"]
+    scan = Sensitivity(
+        scans[0]["untouched"], {r["layer"]: {a: r[str(a)] for a in AMOUNTS} for r in scans}, 0
+    )
+    return {
+        "sensitivity": plot_sensitivity(scan, metric="accuracy"),
+        "bits": Picture([Panel("", "bits", "right, %", by_bits, level=top)]),
+        "frontier": plot_frontier(ways, metric="right, %", level=top),
+        "latency": plot_frontier(
+            {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="right, %"
+        ),
+    }
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1,797 images of 8 x 8."""
+    from sklearn.datasets import load_digits
+
+    pixels, classes = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    return images, torch.tensor(classes).long()
+
+
+def cifar(folder: Path) -> tuple[Tensor, Tensor]:
+    """The binary version's records: a label, then 3 x 32 x 32 bytes."""
+    files = sorted(folder.glob("data_batch_*.bin"))
+    raw = np.concatenate([np.fromfile(file, np.uint8).reshape(-1, 3073) for file in files])
+    images = torch.from_numpy(raw[:, 1:]).view(-1, 3, 32, 32).float() / 127.5 - 1
+    return images, torch.from_numpy(raw[:, 0].astype(np.int64))
+
+
+def main() -> None:
+    """Measure, keep the rows and draw them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--cifar", type=Path)
+    parser.add_argument("--json", type=Path, default=HERE / "rows.json")
+    parser.add_argument("--draw", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.draw:
+        images, labels = cifar(arguments.cifar) if arguments.cifar else digits()
+        rows = study(images, labels, arguments.seeds, arguments.epochs)
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    for name, picture in pictures(json.loads(arguments.json.read_text())).items():
+        picture.save(HERE / "pictures" / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

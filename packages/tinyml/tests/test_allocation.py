@@ -1,0 +1,80 @@
+"""What each layer is stored as, so that the whole fits: the best choice there is, and it fits."""
+
+import itertools
+
+import pytest
+import torch
+from tinyml import allocate, quantize, round_weight, sensitivity, size_of
+from tinyml.pruning.sensitivity import Sensitivity
+from torch import nn
+
+BITS, SHARES = (2, 4, 8), (0.5, 0.9)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 24), nn.ReLU(), nn.Linear(24, 5)
+    )
+
+
+def scans(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    names = ("0", "3", "5")
+
+    def loss(amounts):
+        return {n: {a: -float(torch.rand((), generator=generator)) for a in amounts} for n in names}
+
+    return Sensitivity(0.0, loss(BITS), 0), Sensitivity(0.0, loss(SHARES), 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("budget", [2200, 3000, 5000, 9000])
+def test_no_other_choice_that_fits_loses_less(seed, budget):
+    model = network()
+    bits, sparsity = scans(model, seed)
+    found = allocate(model, budget, bits=bits, sparsity=sparsity)
+    small = found.apply(model)
+    assert size_of(small).sparse_bytes == found.bytes <= budget
+    options = [("", 0), *(("bits", b) for b in BITS), *(("sparsity", s) for s in SHARES)]
+    for choice in itertools.product(options, repeat=3):
+        named = dict(zip(("0", "3", "5"), choice, strict=True))
+        lost = sum(
+            -(bits if kind == "bits" else sparsity).values[name][amount]
+            for name, (kind, amount) in named.items()
+            if kind
+        )
+        if lost < found.loss - 1e-9:
+            one = {n: a for n, (kind, a) in named.items() if kind == "bits"}
+            two = {n: a for n, (kind, a) in named.items() if kind == "sparsity"}
+            other = type(found)(one, two, 0, 0.0).apply(model)
+            # Bytes are rounded up to 1 in 4,096 of the budget for each layer.
+            assert size_of(other).sparse_bytes > budget * (1 - 3 / 4096)
+
+
+def test_a_scan_over_bits_is_what_quantize_does():
+    model, inputs = network(), torch.randn(8, 1, 6, 6)
+    target = torch.randint(5, (8,))
+    metric = nn.functional.cross_entropy
+    found = sensitivity(model, [(inputs, target)], metric, amounts=BITS, compress=round_weight)
+    for bits in BITS:
+        small = quantize(model, {"3": bits})
+        assert found.values["3"][bits] == pytest.approx(
+            float(metric(small(inputs), target).detach())
+        )
+    chosen = allocate(model, 3000, bits=found, larger_is_better=False)
+    assert size_of(chosen.apply(model)).sparse_bytes <= 3000
+    assert not chosen.sparsity
+
+
+def test_what_cannot_be_is_refused():
+    model = network()
+    bits, _ = scans(model)
+    with pytest.raises(ValueError, match="100 bytes are below"):
+        allocate(model, 100, bits=bits)
+    with pytest.raises(ValueError, match="a scan over bits"):
+        allocate(model, 100)
+    with pytest.raises(ValueError, match="'9' that the model lacks"):
+        allocate(model, 5000, bits=Sensitivity(0.0, {"9": {4: 0.1}}, 0))
+    plenty = allocate(model, 10**6, bits=bits)
+    assert (plenty.bits, plenty.loss) == ({}, 0.0)
