@@ -210,7 +210,7 @@ def kernels() -> list[Row]:
 
         def run(phase: str, model: nn.Module = model, optimizer: Any = optimizer) -> float:
             nonlocal loss
-            begin = time.perf_counter()
+            begin = time.process_time()
             if phase == "forward":
                 loss = model.loss(tokens, tokens)  # noqa: B023
             elif phase == "backward":
@@ -218,17 +218,29 @@ def kernels() -> list[Row]:
             else:
                 optimizer.step()
                 optimizer.zero_grad()
-            return time.perf_counter() - begin
+            return time.process_time() - begin
 
         phases = ("forward", "backward", "optimizer")
-        # The timer without the profiler: the median of steps, the first of which warms up.
-        timers = [[run(phase) for phase in phases] for _ in range(6)][1:]
-        for phase, timer in zip(
-            phases, map(statistics.median, zip(*timers, strict=True)), strict=True
-        ):
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-                run(phase)
-            events = {event.key: event for event in profiler.key_averages()}
+        # The timer and the profiler take turns; the first turn warms up.
+        timers: dict[str, list[float]] = {phase: [] for phase in phases}
+        totals: dict[str, list[float]] = {phase: [] for phase in phases}
+        profiles: dict[str, Any] = {}
+        for _ in range(6):
+            for phase in phases:
+                timers[phase].append(run(phase))
+            for phase in phases:
+                with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+                    run(phase)
+                profiles[phase] = {event.key: event for event in profiler.key_averages()}
+                totals[phase].append(
+                    sum(
+                        event.self_cpu_time_total
+                        for key, event in profiles[phase].items()
+                        if key.startswith("aten::")
+                    )
+                )
+        for phase in phases:
+            timer, events = statistics.median(timers[phase][1:]), profiles[phase]
             own = {k: e.self_cpu_time_total for k, e in events.items() if k.startswith("aten::")}
             total = sum(own.values())
             top = sorted(own, key=lambda key: -own[key])[:3]
@@ -236,7 +248,7 @@ def kernels() -> list[Row]:
                 "context": context,
                 "phase": phase,
                 "timer_ms": 1e3 * timer,
-                "operators_ms": total / 1e3,
+                "operators_ms": statistics.median(totals[phase][1:]) / 1e3,
                 "top_operators": ", ".join(f"{k[6:]} x {events[k].count}" for k in top),
                 "matrix_products": sum(own.get(f"aten::{k}", 0) for k in ("mm", "bmm", "addmm"))
                 / total,
@@ -852,13 +864,25 @@ def parametric(data: Path) -> list[Row]:
     return rows
 
 
-def run() -> list[Row]:
-    """`llmsys run` as it stands: what each stage took, and what it found, in short."""
+def parallel() -> list[Row]:
+    """Ten iterations of the model split over two ranks, by pipeline and by tensor parallelism."""
+    rows: list[Row] = _stages("parallel")["parallel"]["rows"]
+    return rows
+
+
+def _stages(*wanted: str) -> dict[str, Any]:
+    """What `llmsys run` writes of each stage."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        command = [sys.executable, "-m", "llmsys_suite", "run", "--out", str(folder)]
+        command = [sys.executable, "-m", "llmsys_suite", "run", *wanted, "--out", str(folder)]
         subprocess.run(command, check=False, capture_output=True)
-        stages = json.loads((folder / "summary.json").read_text())["stages"]
+        stages: dict[str, Any] = json.loads((folder / "summary.json").read_text())["stages"]
+        return stages
+
+
+def run() -> list[Row]:
+    """`llmsys run` as it stands: what each stage took, and what it found, in short."""
+    stages = _stages()
     losses = stages["train"]["losses"]["single process"]
     plan, audit = stages["plan"], stages["audit"]
     found = {
@@ -880,8 +904,8 @@ CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
         warmup, sizes, precision, kernels, layers, attention_memory, attention_time, model_compiled,
-        checkpointing, epoch, trace, rates, digits, prompt_overfits, sharding, isoflop, parametric,
-        run,
+        checkpointing, epoch, parallel, trace, rates, digits, prompt_overfits, sharding, isoflop,
+        parametric, run,
     )
 }  # fmt: skip
 
