@@ -10,6 +10,7 @@ of torch's repository) those of its files.
 """
 
 import functools
+import importlib
 import os
 import re
 import sys
@@ -122,9 +123,8 @@ if folder := os.environ.get("TORCH_TESTS"):
     # Of another release than torch's wheel, maybe: what went since then is not used by these tests.
     sys.modules.setdefault("torch.distributed._spmd", mock.MagicMock())
     sys.modules.setdefault("torch.distributed._spmd.comm_tensor", mock.MagicMock())
-    import test_c10d_common
-    import test_c10d_gloo
-    import test_c10d_spawn_gloo
+    names = ("test_c10d_common", "test_c10d_gloo", "test_c10d_spawn_gloo")
+    test_c10d_common, test_c10d_gloo, test_c10d_spawn_gloo = map(importlib.import_module, names)
 
     for module in (test_c10d_common, test_c10d_gloo):
         module.gpus_for_rank = lambda world: [[rank] for rank in range(world)]

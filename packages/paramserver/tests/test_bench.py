@@ -1,26 +1,7 @@
-"""What is measured is measured, and drawn."""
-
-import sys
-from pathlib import Path
+"""What is measured is measured."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import study
-from paramserver.bench import bench, table
-
-
-def test_a_scale_is_measured_and_drawn(tmp_path):
-    scales = [("size", 1, 1, 1), ("workers", 1, 2, 1), ("servers", 1, 1, 2)]
-    rows = [study._scale(*scale, rounds=1) for scale in scales]
-    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
-    assert len(table(rows).splitlines()) == 1 + 3
-    pytest.importorskip("matplotlib", reason="plots need it")
-    target = {"case": "target", "kind": "this", "seconds": 1.0}
-    loss = {"case": "loss", "kind": "this", "worker_bytes": 10, "held_out_loss": 2.0}
-    study.plot([*rows, target, loss], str(tmp_path / "plot"))
-    assert len([*tmp_path.glob("plot-*.png")]) == 3
+from paramserver.bench import bench
 
 
 def test_a_device_that_servers_are_not_on_is_refused():
@@ -33,27 +14,3 @@ def test_a_device_that_servers_are_not_on_is_refused():
 def test_the_exchange_is_faster_than_rpc_by_what_is_claimed():
     ratios = {row["transport"]: row["rpc_over_this_p50"] for row in bench()}
     assert ratios["shared_memory"] >= 6
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timing
-def test_a_bound_lets_four_reach_the_target_before_the_slow_one_would():
-    by_kind = {row["kind"]: row for row in study._target(quick=False)}
-    assert by_kind["StaleSynchronous(bound=4)"]["over_bulk_p50"] <= 0.6
-
-
-@pytest.mark.exhaustive
-def test_four_bits_save_400_times_the_bytes_and_cost_one_percent():
-    rows = {row["kind"]: row for row in study.loss_rows("mini", 2000, 3e-3)}
-    streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]
-    assert streaming["loss_over_data_parallel"] <= 1.01
-    assert streaming["times_fewer_bytes"] >= 400
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timing
-@pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
-def test_workers_compute_95_percent_of_their_time_on_a_link_of_100_mbit():
-    rows = {row["kind"]: row for row in study.link_rows("tiny", 150, 3e-3, "100mbit")}
-    assert rows["data-parallel"]["computing_share"] < 0.8
-    assert rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]["computing_share"] >= 0.95

@@ -4,7 +4,8 @@ import pytest
 import torch
 from tinyml import gptq, quantize, size_of
 from tinyml.quantization.gptq import gptq_codes, inverse_factor
-from tinyml.quantization.linear import Grid, as_rows, grid_of
+from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.linear import as_rows
 from torch import nn
 
 

@@ -168,8 +168,11 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
                     losses[-1], row["trained_loss"], LOSS * math.sqrt(total))  # fmt: skip
         share = row["total_s"] / row["clocked_s"]
         yield Check(f"{name}: time", "iterations", "another clock around them", 1, share, 0.6, 1.02)
-        yield equal(f"{name}: median iteration", "reported", "the mean of all", row["total_s"],
-                    row["iteration_ms"] / 1e3 * row["iterations"], 0.6)  # fmt: skip
+        # Half of all take the median or longer, so it is at most twice the mean; how far below the
+        # mean it lies is for the slowest iteration to say, which may wait for another program.
+        whole, median = row["total_s"], row["iteration_ms"] / 1e3 * row["iterations"]
+        yield Check(f"{name}: median iteration", "reported", "the mean of all", whole, median,
+                    whole / 200, 2 * whole)  # fmt: skip
 
 
 def profile(run: Run, result: Result) -> Iterator[Check]:

@@ -2,7 +2,7 @@
 
 Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
 peer. More workers, servers and sizes, the policies' time to a target and local steps on the suite's
-model are measured by packages/paramserver/tests/study.py.
+model are measured by tests/paramserver_study.py.
 """
 
 from __future__ import annotations

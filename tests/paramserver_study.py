@@ -1,6 +1,6 @@
-"""All that is measured of this package, and drawn: the bench's rows, and those that need more.
+"""All that is measured of paramserver, and drawn: the bench's rows, and those that need more.
 
-    python packages/paramserver/tests/study.py --plot docs/results/paramserver
+    python tests/paramserver_study.py --plot docs/results/paramserver
 
 Rows `exchange` are the bench's. Rows `size`, `workers` and `servers`: a push and pull of the whole
 model over shared memory, one of the three varied. Rows `target`: four workers, one five times
@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from emulated_hosts import emulated_hosts, run_everywhere, why_not
 from llmsys_suite.data import Corpus, load_corpus
 from llmsys_suite.model import Decoder, ModelConfig
 from paramserver import (
@@ -40,9 +41,6 @@ from paramserver import (
 from paramserver.bench import bench, table
 from paramserver.bench.rows import _exchanges, _medians
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
-from emulated_hosts import emulated_hosts, run_everywhere, why_not
 
 CONTEXT, ROWS, WORKERS, LOCAL_STEPS = 128, 4, 2, 50  # rows a worker
 POLICIES = {
