@@ -94,7 +94,7 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """
     ours = partial(composition_scores, kind="k")
     plain = partial(peer, ov, qk)
-    row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=2)
+    row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=6)
     shapes = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
     for key, run in (("peer_mib", peer), ("ours_mib", ours)):
         with _Largest() as seen:  # type: ignore[no-untyped-call]
