@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
@@ -235,8 +236,14 @@ def _scale(scale: Row, _: Row, __: RunFolder) -> Section:
         )
     shown = pick(scale["runs"], compute_flops="FLOPs", width="width", parameters="parameters",
                  tokens="tokens", steps="steps", loss="held out")  # fmt: skip
-    folded = [("doubts", "\n".join(scale["doubts"]))] if scale["doubts"] else []
-    return Section("scale", finding, shown, plots.isoflop(scale), folded)
+    folded: list[tuple[str, Any]] = [("every run", shown)]
+    folded += [("doubts", "\n".join(scale["doubts"]))] if scale["doubts"] else []
+    best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
+    return Section("scale", finding, best, plots.isoflop(scale), folded)
+
+
+def _by_budget(runs: list[Row]) -> list[list[Row]]:
+    return [list(group) for _, group in groupby(runs, key=lambda run: run["FLOPs"])]
 
 
 def _inspect(inspect: Row, _: Row, __: RunFolder) -> Section:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,13 +76,12 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
             left = [a + b for a, b in zip(left, widths, strict=True)]
         ends = [row["step_ms"] * (row["forward_share"] + row["backward_share"]) for row in rows]
         for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            label = "sending, hidden" if row.get("hidden_ms") and i == len(rows) - 1 else None
             hidden = row.get("hidden_ms", 0.0)
-            axes.plot([end - hidden, end], [i + 0.3] * 2, color=COLORS[3], lw=2.5, label=label)
+            axes.plot([end - hidden, end], [i + 0.3] * 2, color=COLORS[3], lw=2.5)
         axes.plot([], [], color=COLORS[3], lw=2.5, label="sending that computing hid")
         axes.invert_yaxis()
         axes.set(xlabel="ms, median step of the slowest rank")
-        below(axes)
+        below(axes, 2)
 
     return figure(draw, "Phases of a step of every way of training", height=1.2 + 0.26 * len(rows))
 
@@ -141,10 +141,10 @@ def isoflop(scale: dict[str, Any]) -> str:
 
     def draw(axes: Axes) -> None:
         budgets = dict.fromkeys(run["compute_flops"] for run in scale["runs"])
-        for color, budget in zip(COLORS, budgets, strict=False):
+        for color, budget in zip(cycle(COLORS), budgets, strict=False):
             mine = [run for run in scale["runs"] if run["compute_flops"] == budget]
             x, y = [run["parameters"] for run in mine], [run["loss"] for run in mine]
-            axes.plot(x, y, "o-", color=color, markersize=3, label=f"{budget:.0e} FLOPs")
+            axes.plot(x, y, "o-", color=color, markersize=3, label=f"{budget:.3g} FLOPs")
         for valley in scale.get("valleys", []):
             axes.plot(valley["parameters"], valley["loss"], "*", color=INK, markersize=9)
         if at := scale.get("extrapolated"):

@@ -103,7 +103,9 @@ def look(run: Run) -> dict[str, Any]:
         "page": page.name,
         # In hundredths: held-out text, its first row's first tokens.
         "patterns": {
-            f"{kind}: {head}": (100 * drawn[head.layer][0, head.head, :DRAWN, :DRAWN])
+            f"{kind}: {head.layer}.{head.head}": (
+                100 * drawn[head.layer][0, head.head, :DRAWN, :DRAWN]
+            )
             .int()
             .tolist()
             for kind, head in best.items()
