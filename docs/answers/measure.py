@@ -884,8 +884,10 @@ def run() -> list[Row]:
     """`llmsys run` as it stands: what each stage took, and what it found, in short."""
     stages = _stages()
     losses = stages["train"]["losses"]["single process"]
-    plan, audit = stages["plan"], stages["audit"]
+    plan, audit, learn = stages["plan"], stages["audit"], stages["learn"]
+    steps, heldout = learn["heldout"][-1]
     found = {
+        "learn": f"{heldout:.2f} nats a byte held out, after {steps} steps of {learn['variant']}",
         "plan": f"{plan['parameters']:,} parameters",
         "train": f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps",
         "audit": f"{audit['checks'] - len(audit['red'])} of {audit['checks']} checks passed"
