@@ -211,6 +211,11 @@ def plain_copy(model: nn.Module) -> nn.Module:
     made: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
+    return with_modules(model, made)
+
+
+def with_modules(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    """`model` with other modules in the place of some, itself perhaps among them."""
     if model in made:
         return made[model]
     for parent in list(model.modules()):

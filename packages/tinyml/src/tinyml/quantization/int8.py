@@ -20,6 +20,7 @@ from tinyml.layers import (
     is_conv1d,
     outputs_first,
     weight_of,
+    with_modules,
 )
 from tinyml.quantization.grid import Observer, grid_of
 from tinyml.quantization.products import Int8Weights, fastest, in_order
@@ -257,13 +258,7 @@ def with_int8_linears(
             table_of = by_weight.get(identity(module))
             if table_of is not None and cast(nn.Embedding, module).max_norm is None:
                 made[module] = Int8Embedding(table_of)
-    if model in made:
-        return made[model]
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child in made:
-                setattr(parent, name, made[child])
-    return model
+    return with_modules(model, made)
 
 
 def is_linear_alike(module: nn.Module) -> bool:
