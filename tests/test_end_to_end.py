@@ -70,7 +70,7 @@ def test_the_report_is_one_page_that_fetches_nothing(finished):
 def test_every_rank_every_step_every_phase_is_kept_raw(finished):
     out, _ = finished
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    flat = [s for s in samples if s["variant"] == "ddp flat"]
+    flat = [s for s in samples if s["stage"] == "train" and s["variant"] == "ddp flat"]
     assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(5)}
     assert {s["phase"] for s in flat} == {
         "step",
