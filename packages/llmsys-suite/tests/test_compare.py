@@ -5,12 +5,14 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
+from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report import compare
 from llmsys_suite.report.compare import (
@@ -27,13 +29,13 @@ OURS = ("ddp flat", "zero 1", "fsdp")
 
 
 def make_run(
-    path, *, scale=1.0, load=1.0, seed=0, rounds=30, noise=0.02, queued=0.0,
+    path, *, scale=1.0, load=1.0, seed=0, rounds=30, noise=0.02, queued=0.0, others_work=None,
     environment=ENVIRONMENT, finish=True, loss=3.0, **config,
 ):  # fmt: skip
     """A run whose seconds are slow or fast together, each with a noise of its own."""
     folder = RunFolder.create(RunConfig(out=path, steps=rounds, **config), environment)
     random = np.random.default_rng(seed)
-    rows = []
+    rows, taken = [], 0
     for step in range(rounds):
         # The machine's own mood: all that runs in this round feels it.
         mood = load * np.exp(random.normal(0, 0.3))
@@ -48,6 +50,9 @@ def make_run(
                         "queued_s": 0.1 * mood * queued,
                     }
                 )  # fmt: skip
+                taken += 1
+                if others_work is not None:  # each turn is a second's work of both ranks
+                    rows[-1] |= {"process_s": taken / 2, "machine_s": taken / (1 - others_work)}
     folder.append_samples(rows)
     folder.add_stage("train", {"rows": []})
     folder.add_stage("plan", {"parameters": 7, "peak": 1e9 * load, "measured_peak_bytes": seed})
@@ -230,6 +235,31 @@ def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
     )
     assert set(verdicts(rows).values()) == {"cannot tell"}
     assert all("other programs had the cores in 30 of 30 rounds" in str(row) for row in rows)
+
+
+def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path):
+    queued = {"scale": 2.0, "queued": 0.3, "seed": 1, "rounds": 60}
+    before = make_run(tmp_path / "a", rounds=60)
+    found = {
+        share: verdicts(compare_runs([before], [make_run(path, others_work=share, **queued)]))
+        for share in (0.02, 0.4)
+        for path in [tmp_path / str(share)]
+    }
+    assert found[0.02]["ddp flat"] == "slower"
+    assert set(found[0.4].values()) == {"cannot tell"}
+
+
+def test_what_others_do_is_what_the_machine_does_and_no_rank(tmp_path):
+    begin = [others.clocks() | {"step": 0, "rank": 0}]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        time.sleep(1.0)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    share = others.shares([*begin, others.clocks() | {"step": 1, "rank": 0}])
+    assert share[1] > 0.9
 
 
 def test_a_ratio_is_of_one_round_and_one_rank():

@@ -3,8 +3,8 @@
 Notable:
 - a figure is paired by round: a variant's time over the peer's on the same rank in the same round,
   so that what slows a second slows both; runs are compared by these ratios, never by times;
-- rounds in which a rank waited for a core that another program had are left out, because such a
-  wait does not cost all variants alike; where most are such, there is no verdict;
+- rounds in which a rank waited for a core and other programs were at work are left out, because
+  such a wait does not cost all variants alike; where most are such, there is no verdict;
 - runs of the same code differ as a whole by where their memory happens to lie (`APART`), which no
   number of rounds averages out: it is part of every interval, and several runs a side divide it;
 - "slower" is said only of a difference above half of what is to be resolved, and only where it
@@ -25,14 +25,16 @@ import numpy as np
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
+from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, WHOLE_STEP, loss_curves
 
 Array = np.ndarray
 #: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
 Ratios = dict[str, tuple[Array, int]]
 RESAMPLES = 400
-#: A step is disturbed if its rank was kept from a core for more than this share of it.
-DISTURBED = 0.05
+#: A step is disturbed if its rank was kept from a core for more than this share of it, while other
+#: programs did more than that share of the machine's work: a run's own threads are in no way odd.
+DISTURBED, CROWDED = 0.05, 0.1
 #: Rounds to be left for a verdict, and the share of all rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
 #: By how much the ratios of runs of the same code were seen to differ as a whole.
@@ -202,6 +204,8 @@ def round_ratios(samples: list[Sample]) -> Ratios:
     for s in samples:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
+    # The peer's turns span whole rounds: what others did between two of its steps, they did in one.
+    crowded = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
     found = {}
     for name, rounds in steps.items():
         if name == PEER:
@@ -210,7 +214,8 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         for step, ours in rounds.items():
             peer = steps[PEER][step]
             pairs = [(s, peer[rank]) for rank, s in ours.items() if rank in peer]
-            if any(_disturbed(s) for pair in pairs for s in pair):
+            alone = crowded.get(step, 1.0) <= CROWDED
+            if not alone and any(_disturbed(s) for pair in pairs for s in pair):
                 disturbed += 1
             elif pairs:
                 logs = [math.log(s["seconds"] / p["seconds"]) for s, p in pairs]

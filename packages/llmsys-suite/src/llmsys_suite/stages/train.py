@@ -6,6 +6,7 @@ every variant alike. Where they do not all fit in memory at once, they follow on
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from llmsys_suite.audit.probe import final_weights, initial_weights
 from llmsys_suite.audit.reference import digest
-from llmsys_suite.measure import yardstick
+from llmsys_suite.measure import others, yardstick
 from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilization
 from llmsys_suite.measure.shallow import Shallow
 from llmsys_suite.run import Run
@@ -57,6 +58,7 @@ def run(run: Run) -> dict[str, Any]:
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     total = run.config.warmup + run.config.steps
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
+    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world
     for step in range(total):
         for name, variant in trained.items():
             run.barrier()
@@ -83,6 +85,8 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             sample |= {"began": began, "ended": time.time(), "row_digests": rows}
             sample["core_s"] = yardstick.clock(run.device) - core_began
             sample["queued_s"] = yardstick.queued_seconds() - queued
+            if one_machine:
+                sample |= others.clocks()
             if shallow and name == SINGLE:  # the plan says how many of these it takes
                 sample["one_layer_s"] = shallow.seconds(tokens, targets)
         run.flush_samples()
