@@ -77,6 +77,34 @@ def run(
 
 
 @app.command()
+def step(
+    sizes: Annotated[str, typer.Option(help="Sizes of `llmsys list`: A,B or all.")] = "tiny",
+    contexts: Annotated[str, typer.Option(help="Tokens a row: 128,512.")] = "128",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
+    compile_: Annotated[bool, typer.Option("--compile", help="Compiled beside eager.")] = False,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Blocks that run again beside blocks that do not.")
+    ] = False,
+    rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
+    lr: Annotated[float, typer.Option(help="AdamW's.")] = 1e-3,
+    time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
+    profile: Annotated[bool, typer.Option("--profile", help="The operators of a step.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder: tables as CSV, rows as JSON, traces.")
+    ] = None,
+) -> None:
+    """Time one training step by size, context and precision, each in a process of its own."""
+    from llmsys_suite.step.report import benchmark
+
+    for line in benchmark(
+        sizes=sizes, contexts=contexts, dtypes=dtype, compiled=compile_, checkpointed=checkpoint,
+        rows=rows, lr=lr, limit=time_limit, profile=profile, device=device, out=out,
+    ):  # fmt: skip
+        print(line, flush=True)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="A run folder.")],
 ) -> None:

@@ -30,6 +30,7 @@ from llmsys_suite.launch import launch
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
 from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
+from llmsys_suite.step import process, sweep
 from llmsys_suite.variants import variants_here
 
 #: The ten that `make test` plants: one or two of each family, quick ones.
@@ -132,7 +133,8 @@ def shortened() -> Iterator[None]:
         for module, values in (
             (plan, {"PRODUCTS_SECONDS": 0.05}),
             (links, {"SIZES": (1 << 20,)}),
-            (profile, {"WARMUPS": (0, 1), "STEPS": 4, "SIZES_TIMED": ()}),
+            (profile, {"SIZES_TIMED": ()}),
+            (sweep, {"in_a_process": lambda case, *_, **__: process.measure(case)}),
             (parallel, {"ITERATIONS": 4}),
             (memory, {"DRAWN_BESIDE": ()}),
             (learn, {"LETTERS": 2, "HELDOUT_ROWS": 8}),

@@ -46,6 +46,8 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
+from llmsys_suite.step import kernels, sweep
+from llmsys_suite.step.case import Case
 from llmsys_suite.variants import VARIANTS, single
 from llmsys_suite.variants.single import Variant
 
@@ -548,10 +550,12 @@ DEFECTS: list[Defect] = [
         rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
     # Profile and precision.
     Defect("profile", "operators' times are in nanoseconds", lambda run:
-        after(profile, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
+        after(kernels, "summarize", lambda row, *_: row | {"total_ms": 1e3 * row["total_ms"]})),
     Defect("profile", "the products of attention count once for two", lambda run:
-        after(profile, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
+        after(kernels, "attention_flops", lambda row, *_: row | {"attention_product_flops": row["attention_product_flops"] // 2})),
     Defect("profile", "means are of ten steps, divided by five", lambda run: edit(profile, doubled_means)),
+    Defect("profile", "utilization counts attention's other half", lambda run: around(Case, "useful_flops", lambda _, case: case.executed_flops())),
+    Defect("profile", "tokens of all ranks are one's", lambda run: after(sweep, "row", lambda row, *_: row | {"tokens_per_s": 2 * row["tokens_per_s"]})),
     Defect("precision", "a sum in float16 is kept in float32", lambda run:
         after(precision, "accumulation", mixed_sums)),
     Defect("precision", "autocast is off", lambda run:

@@ -36,8 +36,8 @@ from llmsys_suite.stages import inspect as inspect_stage
 from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import memory as memory_stage
 from llmsys_suite.stages import parallel as parallel_stage
-from llmsys_suite.stages import profile as profile_stage
 from llmsys_suite.stages import scale as scale_stage
+from llmsys_suite.step.case import PHASES, STEPS
 
 Result = dict[str, Any]
 MIB = 2**20
@@ -176,7 +176,7 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
 
 
 def profile(run: Run, result: Result) -> Iterator[Check]:
-    """Operators against a timer, steps against another clock, attention's FLOPs against torch's."""
+    """Operators against a timer, steps against another clock, FLOPs against torch's counter."""
     if run.rank:
         return
     for row in result["operators"]:
@@ -185,15 +185,11 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
         low = 0.01 * timer if run.device.type == "cpu" else 0.0
         high = 1.05 * timer + 0.5
         yield Check(name, "profiler", "a timer around it", timer, row["total_ms"], low, high)
-    timed = [row for row in result["protocol"] if "left_out" not in row]
-    total = sum(
-        row[f"{phase}_mean_ms"] / 1e3 * profile_stage.STEPS
-        for row in timed
-        for phase in ("forward", "backward", "optimizer")
-    )
-    yield equal(
-        "steps of the protocol", "their means", "another clock", result["clocked_s"], total, 0.1
-    )
+    for row in result["protocol"]:
+        if not row["note"]:
+            total = sum(row[f"{phase}_mean_ms"] / 1e3 * STEPS for phase in PHASES)
+            name = f"{row['size']}: ten steps after {row['warmup']}"
+            yield equal(name, "their means", "another clock", row["clocked_s"], total, 0.1)
     config = run.model
     rows = max(1, run.config.rows // run.world)
     weights = {n: w.to("meta") for n, w in _weights(_seeded(run, config)).items()}
@@ -202,6 +198,24 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
         reference.logits(weights, tokens, config.num_heads)
     products = counter.get_flop_counts()["Global"]
     counted = sum(n for operator, n in products.items() if "bmm" in str(operator))
+    # A backward pass takes twice the forward pass; T (T - 1) / 2 of T x T scores are in the future.
+    executed = 3 * counter.get_total_flops()
+    useful = executed - 3 * counted * (config.context - 1) / (2 * config.context)
+    for row in result["protocol"]:
+        if row["size"] == run.config.size and not row["note"]:
+            name = f"{row['size']}, ten steps after {row['warmup']}"
+            seconds = row["step_p50_ms"] / 1e3
+            reached = seconds * row["product_rate"]
+            length = rows * config.context
+            yield equal(f"{name}: MFU", "reported", "torch's counter", useful / reached,
+                        row["mfu"], 1e-9)  # fmt: skip
+            yield equal(f"{name}: HFU", "reported", "torch's counter", executed / reached,
+                        row["hfu"], 1e-9)  # fmt: skip
+            yield equal(f"{name}: tokens a second", "reported", "the run's rows and context",
+                        length / seconds, row["tokens_per_s"], 1e-9)  # fmt: skip
+            peak = run.results["plan"]["peak"]
+            yield Check(f"{name}: a product's rate", "its process", "the stage plan", peak,
+                        row["product_rate"], peak / 2.5, peak * 2.5)  # fmt: skip
     row = result["operators"][0]
     yield equal("FLOPs of attention's products", "profile", "torch's counter", counted,
                 row["attention_product_flops"])  # fmt: skip

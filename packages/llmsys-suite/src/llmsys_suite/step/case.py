@@ -1,0 +1,113 @@
+"""What is timed: one model, trained in one way, and what that will cost before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import accounting
+
+from llmsys_suite.config import LEAST_CONTEXT, SIZES, UsageError
+from llmsys_suite.model import ModelConfig
+
+DTYPES = ("fp32", "bf16", "fp16")
+PHASES = ("forward", "backward", "optimizer")
+#: Steps before those that count, and how many count.
+WARMUPS, STEPS = (0, 1, 2, 5), 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """AdamW on one device: `rows` sequences of `context` tokens, attention by its formula.
+
+    `dtype` is autocast's, the weights are float32; `layers` may be fewer than the size has.
+    UsageError for what cannot be.
+    """
+
+    size: str = "tiny"
+    context: int = 128
+    rows: int = 4
+    dtype: str = "fp32"
+    compile: bool = False
+    checkpoint: bool = False
+    lr: float = 1e-3
+    layers: int | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, known in (("size", SIZES), ("dtype", DTYPES), ("device", ("cpu", "cuda"))):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
+                )
+        least = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < low):
+                raise UsageError(f"{name} {value!r} is no whole number from {low} on")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"lr {self.lr} is not a positive number")
+
+    @property
+    def model(self) -> ModelConfig:
+        """Its shape, over bytes."""
+        config = ModelConfig.named(self.size, context=self.context)
+        return replace(
+            config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
+        )
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.rows * self.context
+
+    def peak_bytes(self) -> int:
+        """What a step holds at most, as accounting predicts it."""
+        on_gpu = self.device == "cuda"
+        return int(
+            accounting.peak_memory(
+                self._shape(),
+                batch=self.rows,
+                seq=self.context,
+                fused_norm=on_gpu,
+                foreach=on_gpu,
+                checkpointed=self.checkpoint,
+            ).total
+        )
+
+    def useful_flops(self) -> int:
+        """Of a step: the causal half of attention, nothing twice. What MFU counts."""
+        return int(accounting.flops(self._shape(), batch=self.rows, seq=self.context).total)
+
+    def executed_flops(self) -> int:
+        """Of a step: all of attention's scores, blocks that run again twice. What HFU counts."""
+        model = self.model
+        total = accounting.flops(
+            self._shape(),
+            batch=self.rows,
+            seq=self.context,
+            attention="full",
+            recompute="full" if self.checkpoint else "none",
+        ).total
+        # Torch ends the second run of a block before its last product, which nobody reads.
+        unread = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
+        return int(total) - unread * self.checkpoint
+
+    def labels(self) -> dict[str, Any]:
+        """The columns that name it in a table."""
+        found = asdict(self) | {"layers": self.model.num_layers}
+        return {key: found[key] for key in LABELS}
+
+    def _shape(self) -> accounting.Transformer:
+        model = self.model
+        return accounting.Transformer(
+            layers=model.num_layers,
+            d_model=model.d_model,
+            heads=model.num_heads,
+            vocab_size=model.vocabulary,
+            d_ff=model.d_ff,
+        )
+
+
+LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

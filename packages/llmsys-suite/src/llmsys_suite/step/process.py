@@ -1,0 +1,56 @@
+"""One case in a process that has run nothing before, so that a cold start is cold.
+
+    python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
+
+prints every step's seconds as JSON. This is the command to put behind `nsys profile`.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmsys_suite.step.case import STEPS, WARMUPS, Case
+from llmsys_suite.step.kernels import by_phase
+from llmsys_suite.step.training import AUTOCAST, Step, product_rate
+
+
+def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> dict[str, Any]:
+    """Seconds of each part of each step from the first on, and another clock between the steps."""
+    step = Step(case)
+    seconds, clock = [], [time.time()]
+    for _ in range(max(WARMUPS) + STEPS):
+        seconds.append(step.timed())
+        clock.append(time.time())
+    if step.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "seconds": seconds,
+        "clock": clock,
+        "loss": float(step.loss.detach()),
+        "peak_bytes": peak,
+        "threads": torch.get_num_threads(),
+        "product_rate": product_rate(step.device, AUTOCAST[case.dtype]),
+        "operators": by_phase(step, trace) if profile or trace else [],
+    }
+
+
+def main() -> None:
+    """The case is the first argument; `profile` and `trace` stand beside its fields."""
+    asked = json.loads(sys.argv[1])
+    trace = asked.pop("trace", None)
+    profile = asked.pop("profile", False)
+    found = measure(Case(**asked), profile=profile, trace=Path(trace) if trace else None)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""`llmsys step`: the cases that were asked for, their rows as tables, and what they add up to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from llmsys_suite.config import SIZES, UsageError, count_gpus
+from llmsys_suite.step import sweep
+from llmsys_suite.step.case import PHASES, WARMUPS, Case
+
+Row = dict[str, Any]
+LABELS = ("size", "context", "dtype", "compile", "checkpoint", "warmup")
+
+
+def benchmark(
+    *,
+    sizes: str,
+    contexts: str,
+    dtypes: str,
+    compiled: bool,
+    checkpointed: bool,
+    rows: int,
+    lr: float,
+    limit: float,
+    profile: bool,
+    device: str,
+    out: Path | None,
+) -> Iterator[str]:
+    """Markdown, line by line as it is measured; the same and more in `out`, if that is given."""
+    if not 0 < limit < math.inf:
+        raise UsageError(f"--time-limit {limit} is no number of seconds")
+    if device == "cuda" and not count_gpus():
+        raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
+    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
+    cases = [
+        Case(size=size, context=context, rows=rows, dtype=dtype, compile=made, checkpoint=again,
+             lr=lr, device=device)
+        for size, context, dtype, made, again in product(
+            SIZES if sizes == "all" else _names(sizes), _numbers(contexts), _names(dtypes),
+            (False, True) if compiled else (False,), (False, True) if checkpointed else (False,),
+        )
+    ]  # fmt: skip
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot write to {out}: {error.strerror}") from None
+    yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
+    yield "|---" * 8 + "|"
+    found = []
+    traces = out / "traces" if out is not None and profile else None
+    for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
+        found.append(row)
+        yield _line(_cells(row))
+    yield from sentences(found)
+    if profile:
+        yield from _kernels(found)
+    if out is not None:
+        _write(out, cases, found)
+        yield f"\n{out}: rows.json, steps.csv" + (", kernels.csv, traces" if profile else "")
+    if device == "cuda":
+        case = json.dumps(asdict(cases[0]))
+        yield f"\nnsys profile -t cuda,nvtx -o step python -m llmsys_suite.step.process '{case}'"
+
+
+def sentences(rows: Sequence[Row]) -> Iterator[str]:
+    """What compiling and running blocks again cost and save, where both were asked for."""
+    last = [r for r in rows if r.get("warmup") == max(WARMUPS) and "first_step_ms" in r]
+    for one in last:
+        for key, said in (("compile", _compiled), ("checkpoint", _checkpointed)):
+            same = [r for r in last if r[key] and _without(r, key) == _without(one, key)]
+            if not one[key] and same:
+                yield "\n" + said(one, same[0])
+
+
+def _compiled(plain: Row, made: Row) -> str:
+    paid = sweep.pays_after([plain, made])
+    after = f"pays after {paid['steps']:.0f} steps" if paid["steps"] < math.inf else "never pays"
+    return (
+        f"{_name(plain)}: compiling takes {paid['compile_s']:.1f} s and makes a step "
+        f"{paid['speedup']:.2f} times as fast: it {after}."
+    )
+
+
+def _checkpointed(kept: Row, again: Row) -> str:
+    return (
+        f"{_name(kept)}: running blocks again takes "
+        f"{again['step_p50_ms'] / kept['step_p50_ms']:.2f} of the time and "
+        f"{again['peak_gib'] / kept['peak_gib']:.2f} of the process's peak memory."
+    )
+
+
+def _kernels(rows: Sequence[Row]) -> Iterator[str]:
+    """The operators of each case, phase by phase."""
+    for row in rows:
+        if row.get("warmup") != max(WARMUPS) or not row.get("operators"):
+            continue
+        yield f"\n{_name(row)}\n"
+        yield _line(["phase", "timer, ms", "operators, ms", "products", "attention's", "softmax",
+                     "most time in"])  # fmt: skip
+        yield "|---" * 7 + "|"
+        for phase in row["operators"]:
+            top = ", ".join(f"{o['operator']} x {o['calls']}" for o in phase["top"][:3])
+            yield _line([phase["phase"], f"{phase['timer_ms']:.3g}", f"{phase['total_ms']:.3g}",
+                         f"{phase['product_share']:.1%}", f"{phase['attention_product_share']:.1%}",
+                         f"{phase['softmax_share']:.1%}", top])  # fmt: skip
+        first = row["operators"][0]
+        yield (
+            f"\nOn the way there softmax takes "
+            f"{first['softmax_share'] / first['attention_product_share']:.2f} of the time of "
+            f"attention's products, for "
+            f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."
+        )
+
+
+def _write(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
+    kept = {"cases": [asdict(case) for case in cases], "rows": rows}
+    (out / "rows.json").write_text(json.dumps(kept, indent=1) + "\n")
+    _csv(out / "steps.csv", [{k: v for k, v in row.items() if k != "operators"} for row in rows])
+    tops = [
+        {k: row[k] for k in LABELS[:-1]} | {"phase": phase["phase"]} | operator
+        for row in rows
+        if row.get("warmup") == max(WARMUPS)
+        for phase in row.get("operators", ())
+        for operator in phase["top"]
+    ]
+    if tops:
+        _csv(out / "kernels.csv", tops)
+
+
+def _csv(path: Path, rows: list[Row]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cells(row: Row) -> list[str]:
+    def time(phase: str) -> str:
+        if f"{phase}_mean_ms" not in row:
+            return ""
+        spread = f" ± {row[f'{phase}_std_ms']:.2g}" if f"{phase}_std_ms" in row else ""
+        return f"{row[f'{phase}_mean_ms']:.4g}{spread}"
+
+    rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
+    used = f"{row['mfu']:.0%}" if "mfu" in row else ""
+    warmup = str(row.get("warmup", ""))
+    return [_name(row), warmup, *map(time, PHASES), rate, used, row["note"]]
+
+
+def _name(row: Row) -> str:
+    ways = [key for key in ("compile", "checkpoint") if row[key]]
+    return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *ways])
+
+
+def _without(row: Row, key: str) -> list[Any]:
+    return [row[label] for label in LABELS if label != key]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in _names(text)]
+    except ValueError:
+        raise UsageError(f"contexts {text!r} are no whole numbers; give some as 128,512") from None

@@ -1,0 +1,69 @@
+"""The three parts of a training step, callable and timed one by one, each under its name."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from llmsys_suite.measure import yardstick
+from llmsys_suite.measure.phases import named_range
+from llmsys_suite.measure.turns import now
+from llmsys_suite.model import Decoder, plain_attention
+from llmsys_suite.step.case import PHASES, Case
+
+AUTOCAST = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Step:
+    """A decoder over random bytes, its optimizer, and for fp16 a scaler of its loss."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.case, self.device = case, torch.device(case.device)
+        self.model = Decoder(case.model, plain_attention).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=case.lr)
+        self.tokens = torch.randint(256, (case.rows, case.context), device=self.device)
+        self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
+        self.scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == "fp16")
+        self.autocast = torch.autocast(
+            case.device, dtype=AUTOCAST[case.dtype], enabled=case.dtype != "fp32"
+        )
+        self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
+
+    def forward(self) -> None:
+        """The loss, which the backward pass begins from."""
+        with self.autocast:
+            self.loss = self.loss_of(self.tokens, self.tokens)
+
+    def backward(self) -> None:
+        """Every parameter's gradient."""
+        self.scaler.scale(self.loss).backward()
+
+    def optimize(self) -> None:
+        """AdamW's update."""
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def timed(self) -> list[float]:
+        """One step; the seconds of each part, the device's work included."""
+        seconds = []
+        for name, part in self.parts.items():
+            with named_range(name, self.device):
+                begin = now(self.device)
+                part()
+                seconds.append(now(self.device) - begin)
+        return seconds
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """FLOPs a second that a large product of matrices reaches at best."""
+    n = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        begin = yardstick.clock(device)
+        a @ b
+        best = max(best, 2 * n**3 / (yardstick.clock(device) - begin))
+    return best

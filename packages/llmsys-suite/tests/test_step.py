@@ -1,0 +1,208 @@
+"""One step, timed by size, context and precision: what is counted, left out and extrapolated."""
+
+import csv
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accounting.memory.live import make_state, training_step_memory
+from llmsys_suite.config import UsageError
+from llmsys_suite.model import Decoder, plain_attention
+from llmsys_suite.step import kernels, process, report, sweep
+from llmsys_suite.step.case import Case
+from llmsys_suite.step.training import Step
+from torch.utils.flop_counter import FlopCounterMode
+
+MINI = Case(size="mini", context=16, rows=2)
+
+
+def found(seconds, rate=1e9):
+    """What a process prints, of so many seconds a part of each step."""
+    clock = np.concatenate([[0.0], np.cumsum(np.sum(seconds, axis=1))])
+    return {
+        "seconds": np.asarray(seconds).tolist(), "clock": clock.tolist(), "loss": 5.0,
+        "peak_bytes": 2**30, "threads": 1, "product_rate": rate, "operators": [],
+    }  # fmt: skip
+
+
+def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
+    seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
+    for warmup in (0, 1, 2, 5):
+        row = sweep.row(MINI, found(seconds), warmup)
+        kept = seconds[warmup : warmup + 10] * 1e3
+        for part, phase in enumerate(("forward", "backward", "optimizer")):
+            assert row[f"{phase}_mean_ms"] == pytest.approx(kept[:, part].mean())
+            assert row[f"{phase}_std_ms"] == pytest.approx(kept[:, part].std(ddof=1))
+        whole = np.sort(kept.sum(axis=1))
+        assert row["step_p50_ms"] == pytest.approx(np.median(whole))
+        assert (row["step_p10_ms"], row["step_p90_ms"]) == pytest.approx((whole[1], whole[8]))
+        assert row["tokens_per_s"] == pytest.approx(2 * 16 / np.median(whole) * 1e3)
+        assert row["clocked_s"] == pytest.approx(kept.sum() / 1e3)
+        assert row["mfu"] < row["hfu"]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_flops_that_utilization_counts_are_those_that_torch_executes(checkpoint):
+    case = Case(size="mini", context=16, rows=2, checkpoint=checkpoint)
+    step = Step(case)
+    with FlopCounterMode(display=False) as counter:
+        step.forward()
+        step.backward()
+    assert case.executed_flops() == counter.get_total_flops()
+    assert case.useful_flops() == Case(size="mini", context=16, rows=2).useful_flops()
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_predicted_peak_is_that_of_the_step(checkpoint):
+    case = Case(size="tiny", checkpoint=checkpoint)
+    with torch.device("meta"):
+        model = Decoder(case.model, plain_attention)
+        tokens = torch.zeros(case.rows, case.context, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    make_state(optimizer)
+    peak = training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
+    assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
+
+
+def test_a_case_runs_in_a_process_of_its_own_and_its_trace_is_chromes(tmp_path):
+    ran = sweep.in_a_process(MINI, 120, profile=True, traces=tmp_path)
+    assert len(ran["seconds"]) == 15
+    assert len(ran["clock"]) == 16
+    (trace,) = tmp_path.iterdir()
+    assert json.loads(trace.read_text())["traceEvents"]
+    for phase in ran["operators"]:
+        assert 1 <= len(phase["top"]) <= 10
+        assert phase["total_ms"] < phase["timer_ms"]
+        assert phase["attention_product_share"] <= phase["product_share"]
+    assert ran["operators"][0]["attention_product_share"] > 0
+
+
+def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
+    monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 2**30)
+    with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB, 1.0 GiB are free"):
+        sweep.require_fit(Case(size="2.7B"), 60)
+    with pytest.raises(sweep.LeftOut, match="would take"):
+        sweep.require_fit(Case(size="tiny"), 60, rate=1e6)
+    with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
+        sweep.in_a_process(MINI, 0.01)
+    (row,) = sweep.measure([Case(size="xl")], extrapolate=False)
+    assert "needs" in row["note"]
+
+
+def test_a_process_that_fails_says_why(monkeypatch):
+    ends = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such kernel\n")
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
+    with pytest.raises(sweep.LeftOut, match="RuntimeError: no such kernel"):
+        sweep.in_a_process(MINI, 60)
+
+
+def test_a_time_that_is_a_line_in_the_layers_is_extrapolated_exactly(monkeypatch):
+    def ran(case, *_, **__):
+        layers = case.model.num_layers
+        return found([[1 + 2 * layers, 3 * layers, 0.5 + layers]] * 15)
+
+    monkeypatch.setattr(sweep, "in_a_process", ran)
+    monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 3 * 2**30)
+    rows = list(sweep.measure([Case(size="small", rows=1), Case(size="2.7B", rows=1)]))
+    *timed, left_out, missing, held = rows
+    assert [row["warmup"] for row in timed] == [0, 1, 2, 5]
+    assert "needs" in left_out["note"]
+    assert "not extrapolated" in missing["note"] or missing["forward_mean_ms"] == 65e3
+    assert held["size"] == "small"
+    assert held["forward_mean_ms"] == pytest.approx(25e3)
+    assert held["note"].endswith("extrapolated from 2 and 4 layers: 1.00 of what it takes")
+
+
+def test_precision_and_checkpointing_are_what_the_case_asks_for():
+    half, again = Step(Case(size="mini", dtype="fp16")), Step(Case(size="mini", checkpoint=True))
+    assert half.scaler.is_enabled()
+    half.timed()
+    plain = Step(Case(size="mini"))
+    for step in (plain, again):
+        step.forward()
+        step.backward()
+    for one, other in zip(plain.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    with Step(Case(size="mini", dtype="bf16")).autocast:
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
+def test_kinds_of_operators_are_told_apart():
+    def event(key, us, count=1):
+        return SimpleNamespace(key=key, count=count, self_cpu_time_total=us)
+
+    there = [event("aten::mm", 60, 3), event("aten::bmm", 30, 2), event("aten::_softmax", 10),
+             event("Optimizer.step", 99)]  # fmt: skip
+    row = kernels.summarize(there, "cpu")
+    assert row["total_ms"] == pytest.approx(0.1)
+    assert (row["top_operator"], row["top_calls"], row["top_share"]) == ("aten::mm", 3, 0.6)
+    assert row["product_share"] == pytest.approx(0.9)
+    assert row["attention_product_share"] == pytest.approx(0.3)
+    assert row["softmax_share"] == pytest.approx(0.1)
+
+
+def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
+    rows = [sweep.row(Case(size="mini", compile=made), found([[x] * 3] * 15), 5)
+            for made, x in ((False, 0.2), (True, 0.1))]  # fmt: skip
+    rows[1]["first_step_ms"] = 3_600.0
+    assert sweep.pays_after(rows) == pytest.approx({"compile_s": 3, "speedup": 2, "steps": 10})
+    assert "pays after 10 steps" in next(report.sentences(rows))
+    rows[1]["step_p50_ms"] = 700.0
+    assert sweep.pays_after(rows)["steps"] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
+        (["--contexts", "128,many"], "no whole numbers"),
+        (["--contexts", "2"], "context 2 is no whole number from 8 on"),
+        (["--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["--rows", "0"], "rows 0"),
+        (["--lr", "nan"], "lr nan is not a positive number"),
+        (["--time-limit", "0"], "--time-limit 0"),
+        (["--out", "/proc/none"], "cannot write to /proc/none"),
+        (["--out", "."], ". exists and is not empty"),
+    ],
+)
+def test_what_cannot_be_timed_is_one_line(options, complaint):
+    done = subprocess.run(
+        [sys.executable, "-m", "llmsys_suite", "step", *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sweep, "in_a_process", lambda case, *_, **k: process.measure(case, profile=k["profile"])
+    )
+    out = tmp_path / "rows"
+    lines = list(
+        report.benchmark(
+            sizes="mini", contexts="16", dtypes="fp32,bf16", compiled=False, checkpointed=True,
+            rows=1, lr=1e-3, limit=60.0, profile=True, device="cpu", out=out,
+        )
+    )  # fmt: skip
+    text = "\n".join(lines)
+    assert text.count("| mini, 1 x 16, bf16, checkpoint |") == 4
+    assert "running blocks again takes" in text
+    assert text.count("On the way there softmax takes") == 4
+    with (out / "steps.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 16
+    with (out / "kernels.csv").open() as file:
+        assert {row["phase"] for row in csv.DictReader(file)} == {
+            "forward", "backward", "optimizer"
+        }  # fmt: skip
+    assert len(json.loads((out / "rows.json").read_text())["rows"]) == 16
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UsageError, match="device 'tpu' is unknown"):
+        Case(device="tpu")
