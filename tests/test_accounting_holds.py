@@ -216,8 +216,9 @@ def bytes_sent_by_pipeline():
 
         return counted
 
-    model.stage.get_fwd_send_ops = count("forward", model.stage.get_fwd_send_ops)
-    model.stage.get_bwd_send_ops = count("backward", model.stage.get_bwd_send_ops)
+    (stage,) = model.stages
+    stage.get_fwd_send_ops = count("forward", stage.get_fwd_send_ops)
+    stage.get_bwd_send_ops = count("backward", stage.get_bwd_send_ops)
     model.step(*batch)
     return sent
 

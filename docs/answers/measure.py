@@ -7,9 +7,8 @@
 The last two need public data sets that are not ours to ship: `isoflops_curves.json` of the course's
 repository, and the points that Epoch AI read off Chinchilla's figure 4.
 
-Each function below makes the rows of one file; its docstring says what is measured. Times are of a
-process with one thread: its processor time, which another program's load lengthens little, except
-for a whole epoch and under the profiler, where they are the clock's.
+Each function below makes the rows of one file; its docstring says what is measured. Processes have
+one thread; steps and epochs are timed by the clock on the wall, which asks for an idle machine.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 
 ROWS = Path(__file__).parent / "rows"
 EXAMPLES = Path(__file__).parents[2] / "packages" / "llmsys-suite" / "examples"
-STEPS, WARMUPS, PROCESSES = 10, (0, 1, 2, 5), 5
+PROCESSES = 5
 
 Row = dict[str, Any]
 
@@ -66,23 +64,12 @@ def main() -> None:
 
 KEPT = ("date", "processor", "cores", "memory_gib", "cpu_flags", "gpus", "torch", "python")
 
-COLD = """
-import json, sys, time, torch
-from llmsys_suite.model import Decoder, ModelConfig
-size, batch, models, count = sys.argv[1], *map(int, sys.argv[2:])
-def steps():
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig.named(size, context=128))
-    tokens = torch.randint(256, (batch, 128))
-    optimizer, times = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(count):
-        marks = [time.process_time()]
-        loss = model.loss(tokens, tokens); marks.append(time.process_time())
-        loss.backward(); marks.append(time.process_time())
-        optimizer.step(); optimizer.zero_grad(); marks.append(time.process_time())
-        times.append([1e3 * (b - a) for a, b in zip(marks, marks[1:])])
-    return times
-print(json.dumps([steps() for _ in range(models)]))
+TWICE = """
+import json, sys
+from llmsys_suite.step.case import Case
+from llmsys_suite.step.process import measure
+case = Case(**json.loads(sys.argv[1]))
+print(json.dumps([measure(case) for _ in range(2)]))
 """
 
 
@@ -91,165 +78,85 @@ def warmup() -> list[Row]:
 
     The median over five processes; then of a second model in the same processes, which are warm.
     """
+    from llmsys_suite.step.case import PHASES, WARMUPS, Case
+    from llmsys_suite.step.sweep import row
+
     rows = []
     for batch in (4, 32):
-        processes = [_cold("tiny", batch, models=2) for _ in range(PROCESSES)]
+        case = Case(rows=batch)
+        asked = [sys.executable, "-c", TWICE, json.dumps({"rows": batch})]
+        processes = [json.loads(_printed(asked)) for _ in range(PROCESSES)]
         for which, process in enumerate(("cold", "warm")):
             for skipped in WARMUPS:
-                row: Row = {"batch": batch, "process": process, "warmup": skipped}
-                for part, phase in enumerate(("forward", "backward", "optimizer")):
-                    kept = [
-                        [step[part] for step in run[which][skipped : skipped + STEPS]]
-                        for run in processes
-                    ]
-                    row[f"{phase}_mean_ms"] = statistics.median(map(statistics.mean, kept))
-                    row[f"{phase}_std_ms"] = statistics.median(map(statistics.stdev, kept))
-                rows.append(row)
+                found = [row(case, run[which], skipped) for run in processes]
+                columns = [f"{phase}_{what}_ms" for phase in PHASES for what in ("mean", "std")]
+                medians = {c: statistics.median(each[c] for each in found) for c in columns}
+                rows.append({"batch": batch, "process": process, "warmup": skipped} | medians)
     return rows
 
 
-def _cold(size: str, batch: int, models: int = 1) -> list[list[list[float]]]:
-    """Milliseconds of each phase of fifteen steps of so many models, one after the other."""
-    asked = [size, str(batch), str(models), str(max(WARMUPS) + STEPS)]
-    done = subprocess.run(
-        [sys.executable, "-c", COLD, *asked], check=True, capture_output=True, text=True
-    )
-    measured: list[list[list[float]]] = json.loads(done.stdout)
-    return measured
+def _printed(command: list[str]) -> str:
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()[-1]
 
 
 def sizes() -> list[Row]:
     """Forward, backward and optimizer of the course's sizes, batch 1: ten steps after five.
 
-    A size whose float32 AdamW step takes more than half of this machine's memory is a row that
-    says so: other programs have some too.
+    What does not fit in memory or four minutes is extrapolated from models of fewer layers.
     """
-    from accounting import Transformer, training_memory
-    from llmsys_suite.model import ModelConfig
+    from llmsys_suite.step import sweep
+    from llmsys_suite.step.case import Case
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rows = []
-    for size in ("small", "medium", "large", "xl", "2.7B", "10B"):
-        config = ModelConfig.named(size)
-        shape = Transformer(
-            layers=config.num_layers, d_model=config.d_model, heads=config.num_heads,
-            d_ff=config.d_ff, vocab_size=config.vocabulary,
-        )  # fmt: skip
-        needed = training_memory(shape, batch=1, seq=128).total
-        row: Row = {"size": size, "needed_gib": needed / 2**30}
-        if needed > memory / 2:
-            rows.append(row | {"ran": f"no: over half of {memory / 2**30:.0f} GiB"})
-            continue
-        (measured,) = _cold(size, 1)
-        for part, phase in enumerate(("forward", "backward", "optimizer")):
-            kept = [step[part] for step in measured[max(WARMUPS) :]]
-            row[f"{phase}_mean_ms"] = statistics.mean(kept)
-            row[f"{phase}_std_ms"] = statistics.stdev(kept)
-        rows.append(row | {"ran": "yes"})
-    return rows
+    cases = [Case(size=size, rows=1) for size in ("small", "medium", "large", "xl", "2.7B", "10B")]
+    found = [row for row in sweep.measure(cases, limit=240.0) if row.get("warmup") in (5, None)]
+    needed = {case.size: case.peak_bytes() / 2**30 for case in cases}
+    return [{"needed_gib": needed[row["size"]]} | _flat(row) for row in found]
+
+
+def _flat(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "operators"}
+
+
+def _last(**asked: Any) -> Row:
+    """Of one case: ten steps after five others."""
+    from llmsys_suite.step import sweep
+    from llmsys_suite.step.case import Case
+
+    profile = asked.pop("profile", False)
+    return list(sweep.measure([Case(**asked)], limit=600, extrapolate=False, profile=profile))[-1]
 
 
 def precision() -> list[Row]:
-    """Forward and backward apart in float32, bfloat16 and float16 autocast, taking turns."""
-    from llmsys_suite.model import Decoder, ModelConfig
-
-    rows = []
-    for size in ("tiny", "small"):
-        model = Decoder(ModelConfig.named(size))
-        tokens = torch.randint(256, (4 if size == "tiny" else 1, 128))
-        names = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        losses = {}
-        for _ in range(9 if size == "tiny" else 3):
-            for name, dtype in names.items():
-                begin = time.process_time()
-                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    loss = model.loss(tokens, tokens)
-                between = time.process_time()
-                loss.backward()
-                times[name].append((between - begin, time.process_time() - between))
-                losses[name] = float(loss.detach())
-                model.zero_grad()
-        for name, pairs in times.items():
-            rows.append(
-                {
-                    "size": size,
-                    "autocast": name,
-                    "forward_ms": 1e3 * statistics.median(pair[0] for pair in pairs[1:]),
-                    "backward_ms": 1e3 * statistics.median(pair[1] for pair in pairs[1:]),
-                    "loss": losses[name],
-                }
-            )
-    return rows
+    """Forward and backward apart in float32, bfloat16 and float16 autocast."""
+    cases = [
+        {"size": size, "rows": rows, "dtype": dtype}
+        for size, rows in (("tiny", 4), ("small", 1))
+        for dtype in ("fp32", "bf16", "fp16")
+    ]
+    return [_flat(_last(**case)) for case in cases]
 
 
 def kernels() -> list[Row]:
-    """Where the time of a step of the small model goes, by context: products, softmax, the rest.
-
-    Attention's own products and softmax stand apart: they run inside ranges of their own.
-    """
-    from llmsys_suite.model import Decoder, ModelConfig
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-        with record_function("scores"):
-            scores = q @ k.mT / q.shape[-1] ** 0.5
-        future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-        with record_function("softmax"):
-            weights = scores.softmax(-1)
-        with record_function("mix"):
-            return weights @ v
-
+    """Where the time of a step of the small model goes, by context: products, softmax, the rest."""
     rows = []
     for context in (128, 256, 512, 1024):
-        config = ModelConfig.named("small", context=context)
-        model = Decoder(config, attention)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        tokens = torch.randint(256, (1, context))
-        loss = torch.zeros(())
-
-        def run(phase: str, model: nn.Module = model, optimizer: Any = optimizer) -> float:
-            nonlocal loss
-            begin = time.perf_counter()
-            if phase == "forward":
-                loss = model.loss(tokens, tokens)  # noqa: B023
-            elif phase == "backward":
-                loss.backward()
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-            return time.perf_counter() - begin
-
-        phases = ("forward", "backward", "optimizer")
-        # The timer without the profiler: the median of steps, the first of which warms up.
-        timers = [[run(phase) for phase in phases] for _ in range(6)][1:]
-        for phase, timer in zip(
-            phases, map(statistics.median, zip(*timers, strict=True)), strict=True
-        ):
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-                run(phase)
-            events = {event.key: event for event in profiler.key_averages()}
-            own = {k: e.self_cpu_time_total for k, e in events.items() if k.startswith("aten::")}
-            total = sum(own.values())
-            top = sorted(own, key=lambda key: -own[key])[:3]
-            row = {
-                "context": context,
-                "phase": phase,
-                "timer_ms": 1e3 * timer,
-                "operators_ms": total / 1e3,
-                "top_operators": ", ".join(f"{k[6:]} x {events[k].count}" for k in top),
-                "matrix_products": sum(own.get(f"aten::{k}", 0) for k in ("mm", "bmm", "addmm"))
-                / total,
-            }
-            if phase == "forward":
-                within = {k: events[k].cpu_time_total for k in ("scores", "softmax", "mix")}
-                row["attention_products"] = (within["scores"] + within["mix"]) / total
-                row["softmax"] = within["softmax"] / total
-            else:
-                row["attention_products"] = own.get("aten::bmm", 0) / total
-                row["softmax"] = own.get("aten::_softmax_backward_data", 0) / total
-            rows.append(row)
+        found = _last(size="small", context=context, rows=1, profile=True)
+        for phase in found["operators"]:
+            rows.append(
+                {
+                    "context": context,
+                    "phase": phase["phase"],
+                    "timer_ms": found[f"{phase['phase']}_mean_ms"],
+                    "operators_ms": phase["total_ms"],
+                    "top_operators": ", ".join(
+                        f"{one['operator']} x {one['calls']}" for one in phase["top"][:3]
+                    ),
+                    "matrix_products": phase["product_share"],
+                    "attention_products": phase["attention_product_share"],
+                    "softmax": phase["softmax_share"],
+                }
+            )
     return rows
 
 
@@ -390,70 +297,42 @@ def attention_time() -> list[Row]:
 
 
 def model_compiled() -> list[Row]:
-    """The tiny model plain and compiled: forward, and the whole step, taking turns."""
-    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    """The tiny model plain and compiled: what compiling takes, and the steps that pay it."""
+    from llmsys_suite.step.sweep import pays_after
 
-    model = Decoder(ModelConfig.named("tiny"), plain_attention)
-    tokens = torch.randint(256, (4, 128))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = {"plain": model.loss, "compiled": torch.compile(model.loss)}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in losses}
-    first: dict[str, float] = {}
-    for turn in range(21):
-        for name, loss_of in losses.items():
-            begin = time.process_time()
-            loss = loss_of(tokens, tokens)
-            between = time.process_time()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            end = time.process_time()
-            if turn:
-                times[name].append((between - begin, end - begin))
-            else:
-                first[name] = end - begin
-    return [
+    plain, compiled = (_last(size="tiny", compile=made) for made in (False, True))
+    rows = [
         {
             "model": name,
-            "first_step_s": first[name],
-            "forward_ms": 1e3 * statistics.median(pair[0] for pair in pairs),
-            "step_ms": 1e3 * statistics.median(pair[1] for pair in pairs),
+            "first_step_s": row["first_step_ms"] / 1e3,
+            "forward_ms": row["forward_mean_ms"],
+            "step_ms": row["step_p50_ms"],
         }
-        for name, pairs in times.items()
+        for name, row in (("plain", plain), ("compiled", compiled))
     ]
+    return [rows[0], rows[1] | {"pays_after": pays_after([plain, compiled])["steps"]}]
 
 
 def checkpointing() -> list[Row]:
-    """A step with and without activation checkpointing, taking turns, and its live bytes."""
-    from dataclasses import replace
-
-    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
+    """A step with and without activation checkpointing, and the live bytes that are planned."""
     from llmsys_suite.stages.memory import training
+    from llmsys_suite.step.case import Case
 
     rows = []
-    for size, turns in (("tiny", 15), ("small", 4)):
-        config = ModelConfig.named(size)
-        tokens = torch.randint(256, (4, 128))
-        models = {}
-        for kept in (False, True):
-            torch.manual_seed(0)
-            models[kept] = Decoder(replace(config, checkpoint=kept), plain_attention)
-        times: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(turns):
-            for kept, model in models.items():
-                begin = time.process_time()
-                model.loss(tokens, tokens).backward()
-                times[kept].append(time.process_time() - begin)
-                model.zero_grad()
-        ratios = [b / a for a, b in zip(times[False], times[True], strict=True)][1:]
-        for kept in (False, True):
+    for size in ("tiny", "small"):
+        took = {}
+        for again in (False, True):
+            row = _last(size=size, checkpoint=again)
+            took[again] = row["forward_mean_ms"] + row["backward_mean_ms"]
             rows.append(
                 {
                     "size": size,
-                    "checkpointed": kept,
-                    "forward_backward_ms": 1e3 * statistics.median(times[kept]),
-                    "time_ratio": statistics.median(ratios) if kept else 1.0,
-                    "peak_mib": training(models[kept].config).peak_bytes / 2**20,
+                    "checkpointed": again,
+                    "forward_backward_ms": took[again],
+                    "time_ratio": took[again] / took[False],
+                    "hfu": row["hfu"],
+                    "peak_mib": training(Case(size=size, checkpoint=again).model).peak_bytes
+                    / 2**20,
                 }
             )
     return rows

@@ -86,7 +86,8 @@ def a_run(path):
         "learn": {"variant": "zero 1", "losses": [5.0, 3.0, 2.0], "heldout": [[1, 4.0], [3, 1.7]],
                   "tokens": 3072, "before": said, "after": said},
         "parallel": {"rows": [{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
-                               "trained_loss": 4.0} for s in ("pipeline (GPipe)", "tensor")]},
+                               "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
+                              for s in ("pipeline (GPipe)", "tensor")]},
         "profile": {"operators": [
             {"phase": p, "timer_ms": 9.0, "total_ms": 8.0, "top_operator": "aten::mm",
              "top_calls": 3, "top_share": 0.5, "product_share": 0.6, "softmax_share": 0.1}

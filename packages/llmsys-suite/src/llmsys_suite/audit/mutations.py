@@ -314,8 +314,8 @@ def split(cls: Any, change: Callable[[Any], Any]) -> Patch:
 
 
 def headless(model: Any) -> None:
-    if model.part.head is not None:
-        model.part.head.weight.grad = None
+    if model.part[-1].head is not None:
+        model.part[-1].head.weight.grad = None
 
 
 def one_rank_waits(run: Run) -> Patch:
@@ -333,7 +333,7 @@ def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
     start = {name: p.detach().clone() for name, p in self.part.named_parameters()}
     losses = original(self, run)
     for name, parameter in self.part.named_parameters():
-        if name == "head.weight":
+        if name.endswith("head.weight"):
             parameter.data.copy_(start[name])
     return losses
 

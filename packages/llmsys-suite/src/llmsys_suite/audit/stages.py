@@ -166,6 +166,8 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
             yield equal(f"{name}: {what}", "reported", "float64", value, row[what], REPLAYED_LOSS)
         yield equal(f"{name}: trained_loss", "reported", "float64 and AdamW written out",
                     losses[-1], row["trained_loss"], LOSS * math.sqrt(total))  # fmt: skip
+        yield equal(f"{name}: bubble", "reported", "slots of a schedule written out",
+                    _bubble(split, run.world), row["bubble"], 1e-9)  # fmt: skip
         share = row["total_s"] / row["clocked_s"]
         yield Check(f"{name}: time", "iterations", "another clock around them", 1, share, 0.6, 1.02)
         # Half of all take the median or longer, so it is at most twice the mean; how far below the
@@ -173,6 +175,16 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
         whole, median = row["total_s"], row["iteration_ms"] / 1e3 * row["iterations"]
         yield Check(f"{name}: median iteration", "reported", "the mean of all", whole, median,
                     whole / 200, 2 * whole)  # fmt: skip
+
+
+def _bubble(split: parallel_stage.Split, ranks: int) -> float:
+    """Idle slots over all: each rank begins one after the last, and ends one after the last."""
+    if not isinstance(split, parallel_stage.PipelineModel):
+        return 0.0
+    work = split.microbatches * split.stages_a_rank
+    begun = [range(rank, rank + work) for rank in range(ranks)]
+    slots = max(busy.stop for busy in begun)
+    return 1 - sum(map(len, begun)) / (slots * ranks)
 
 
 def profile(run: Run, result: Result) -> Iterator[Check]:

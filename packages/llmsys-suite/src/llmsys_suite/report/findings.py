@@ -172,10 +172,11 @@ def _parallel(parallel: Row, _: Row, __: RunFolder) -> Section:
     best, other = sorted(rows, key=lambda row: row["iteration_ms"])[:2]
     finding = (
         f"{best['split']} takes {best['iteration_ms'] / other['iteration_ms']:.2f} of "
-        f"{other['split']}'s time an iteration; both end at one process's loss."
+        f"{other['split']}'s time an iteration; all end at one process's loss."
     )
-    shown = pick(rows, split="split", iteration_ms="iteration, ms", loss="loss",
-                 single_loss="one process's", trained_loss="trained")  # fmt: skip
+    shown = pick(rows, split="split", iteration_ms="iteration, ms", bubble="bubble, planned",
+                 waiting="waiting", loss="loss", single_loss="one process's",
+                 trained_loss="trained")  # fmt: skip
     picture = plots.bars([r["split"] for r in rows], [r["iteration_ms"] for r in rows],
                          "ms an iteration")  # fmt: skip
     return Section("parallel", finding, shown, picture)
