@@ -168,8 +168,8 @@ def layers() -> list[Row]:
     for context in (128, 256, 512):
         found = memory.profile("2.7B", context)
         row = {"context": context} | found["peaks"]
-        row["forward_end_mib"] = _live_after_forward(context, autocast=False)
-        row["forward_end_autocast_mib"] = _live_after_forward(context, autocast=True)
+        row["forward_end_mib"] = memory.held_for_backward("2.7B", context, autocast=False)
+        row["forward_end_autocast_mib"] = memory.held_for_backward("2.7B", context, autocast=True)
         if context == 512:
             row["drawn"] = {
                 "inference": _thin(found["drawn"]["inference_timeline"]),
@@ -178,43 +178,6 @@ def layers() -> list[Row]:
             row["largest"] = found["drawn"]["largest"][:5]
         rows.append(row)
     return rows
-
-
-def _live_after_forward(context: int, *, autocast: bool) -> float:
-    """MiB where the backward pass begins, on a GPU that is not there: fake tensors, its rules."""
-    from unittest import mock
-
-    from accounting.memory.live import LiveMemory, make_state
-    from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_leaves
-
-    config = ModelConfig.named("2.7B", vocabulary=10_000, context=context)
-    # Its initialization looks at values, which fake tensors do not have.
-    with (
-        FakeTensorMode(),
-        torch.device("cuda"),
-        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
-    ):
-        model = Decoder(config, plain_attention)
-        tokens = torch.zeros(4, context, dtype=torch.long)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
-        make_state(optimizer)
-        memory = LiveMemory()
-        memory.add(model.parameters(), "parameter")
-        state = tree_leaves(optimizer.state_dict())
-        memory.add((leaf for leaf in state if isinstance(leaf, Tensor)), "optimizer")
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
-        torch.set_autocast_enabled("cuda", autocast)
-        try:
-            with memory:
-                loss = model.loss(tokens, tokens)
-                held = memory.live_bytes
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.clear_autocast_cache()
-        del loss  # the graph, and with it what was held
-    return held / 2**20
 
 
 def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:

@@ -136,7 +136,7 @@ def shortened() -> Iterator[None]:
             (profile, {"SIZES_TIMED": ()}),
             (sweep, {"in_a_process": lambda case, *_, **__: process.measure(case)}),
             (parallel, {"ITERATIONS": 4}),
-            (memory, {"DRAWN_BESIDE": ()}),
+            (memory, {"DRAWN_BESIDE": {}}),
             (learn, {"LETTERS": 2, "HELDOUT_ROWS": 8}),
             (inspect, {"INDUCTION_STEPS": 2}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),

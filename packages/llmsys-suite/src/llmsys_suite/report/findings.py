@@ -222,6 +222,7 @@ def _memory(memory: Row, _: Row, __: RunFolder) -> Section:
                  training_peak_mib="training, MiB", checkpointed_peak_mib="checkpointed, MiB",
                  residual_stream_mib="residual stream, MiB")  # fmt: skip
     folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory["models"].items()]
+    folded += [("held for the backward pass in mixed precision", memory["mixed"])]
     return Section("memory", finding, shown, plots.timeline(memory["models"]), folded)
 
 

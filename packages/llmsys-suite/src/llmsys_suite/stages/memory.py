@@ -1,13 +1,15 @@
 """Where the bytes of a step go: live memory over an inference and a training step, and its peaks.
 
 Counted on the meta device, so that the run's own model and the 2.7B one are both drawn on any
-machine; on a GPU a snapshot for torch's own viewer is kept beside it.
+machine, and what mixed precision holds with fake tensors; on a GPU a snapshot for torch's own
+viewer is kept beside it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from accounting.memory.live import (
@@ -16,26 +18,24 @@ from accounting.memory.live import (
     make_state,
     training_step_memory,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
 
 ROWS = 4
-#: Drawn besides the run's own size.
-DRAWN_BESIDE = ("2.7B",)
+#: Drawn besides the run's own size, at the contexts that the course asks for.
+DRAWN_BESIDE = {"2.7B": (128, 256, 512)}
 MIB = 2**20
 
 
 def run(run: Run) -> dict[str, Any]:
     """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
     context = run.config.context
-    sizes = dict.fromkeys((run.config.size, *DRAWN_BESIDE))
-    lengths = [context // 2, context, 2 * context]
-    mine = {
-        (size, length): profile(size, length)
-        for length in lengths[run.rank :: run.world]
-        for size in sizes
-    }
+    wanted = {run.config.size: (context // 2, context, 2 * context)} | DRAWN_BESIDE
+    cases = [(size, length) for size, lengths in wanted.items() for length in lengths]
+    mine = {case: profile(*case) for case in cases[run.rank :: run.world]}
     gathered = run.gather(mine)
     if run.rank != 0:
         return {}
@@ -43,10 +43,20 @@ def run(run: Run) -> dict[str, Any]:
     result: dict[str, Any] = {
         "models": {
             size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
-            | found[size, context]["drawn"]
-            for size in sizes
+            | found[size, lengths[1]]["drawn"]
+            for size, lengths in wanted.items()
         }
     }
+    size, lengths = list(wanted.items())[-1]
+    result["mixed"] = [
+        {
+            "model": size,
+            "context": lengths[1],
+            "autocast": "bf16" if autocast else "off",
+            "held_for_backward_mib": held_for_backward(size, lengths[1], autocast=autocast),
+        }
+        for autocast in (False, True)
+    ]
     if run.device.type == "cuda" and run.folder is not None:
         result["snapshot"] = _snapshot(run)
     return result
@@ -72,6 +82,40 @@ def profile(size: str, context: int) -> dict[str, Any]:
             "largest": largest(step.at_peak),
         },
     }
+
+
+def held_for_backward(size: str, context: int, *, autocast: bool) -> float:
+    """MiB where a step's backward pass begins, in float32 or under bf16 autocast.
+
+    On a GPU that is not there: fake tensors follow its rules. Autocast holds a half-precision copy
+    of each weight that a product read, besides smaller activations.
+    """
+    config = ModelConfig.named(size, vocabulary=vocabulary_of(size), context=context)
+    # Its initialization looks at values, which fake tensors do not have.
+    with (
+        FakeTensorMode(),
+        torch.device("cuda"),
+        mock.patch("torch.nn.init.trunc_normal_", lambda weight, **_: weight),
+    ):
+        model = Decoder(config, plain_attention)
+        tokens = torch.zeros(ROWS, context, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
+        make_state(optimizer)
+        memory = LiveMemory()
+        memory.add(model.parameters(), "parameter")
+        state = tree_leaves(optimizer.state_dict())
+        memory.add((leaf for leaf in state if isinstance(leaf, torch.Tensor)), "optimizer")
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", autocast)
+        try:
+            with memory:
+                loss = model.loss(tokens, tokens)
+                held = memory.live_bytes
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.clear_autocast_cache()
+        del loss  # the graph, and with it what was held
+    return held / MIB
 
 
 def vocabulary_of(size: str) -> int:
