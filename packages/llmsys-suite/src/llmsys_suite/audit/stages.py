@@ -1,48 +1,42 @@
-"""The checks of every stage but `plan` and `train`: each recomputes what the stage reports.
+"""The checks of what a stage times and counts, each by a second way; and of every stage, the list.
 
-Every rank calls them, since some are collective; what they yield counts on rank 0.
+Every rank calls them, since some are collective; what they yield counts on rank 0. `plan` and
+`train` have a file of their own.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import struct
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import accounting
 import collectives
 import numpy as np
-import tinyml
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
+from llmsys_suite.audit import models, reference
+from llmsys_suite.audit.again import (
+    SUMS,
+    Result,
+    clock_checks,
+    on_device,
+    ratio_checks,
+    seeded,
+    weights_of,
+)
+from llmsys_suite.audit.check import Check, closest, equal, furthest, none
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
-from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 from llmsys_suite.stages import attention as attention_stage
-from llmsys_suite.stages import compress as compress_stage
-from llmsys_suite.stages import inspect as inspect_stage
-from llmsys_suite.stages import learn as learn_stage
 from llmsys_suite.stages import memory as memory_stage
 from llmsys_suite.stages import parallel as parallel_stage
-from llmsys_suite.stages import scale as scale_stage
 from llmsys_suite.step.case import PHASES, STEPS
 
-Result = dict[str, Any]
 MIB = 2**20
-#: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
-SUMS = 1e-6
 #: Attention in float32: 4e-7 at the most, its gradients 1e-6. Times five.
 ATTENTION = 5e-6
 #: A forward pass whose products are rounded to eight bits: 1e-3. Times ten.
@@ -122,9 +116,9 @@ def attention(run: Run, result: Result) -> Iterator[Check]:
         reported.append((error, row["max_error"], row["kernel"]))
     yield furthest("outputs and gradients", "every kernel", "float64", off, ATTENTION)
     yield closest("largest error", "reported", "the audit's own", reported, 0.5)
-    yield from _clocks(result, {r["kernel"]: r["forward_backward_ms"] for r in result["rows"]})
+    yield from clock_checks(result, {r["kernel"]: r["forward_backward_ms"] for r in result["rows"]})
     ratios = {row["kernel"]: row["ratio_to_sdpa_p50"] for row in result["rows"]}
-    yield from _ratios(result, attention_stage.PEER, ratios, inverted=False)
+    yield from ratio_checks(result, attention_stage.PEER, ratios, inverted=False)
 
 
 def parallel(run: Run, result: Result) -> Iterator[Check]:
@@ -135,10 +129,10 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
     heads, total = run.model.num_heads, parallel_stage.TRAINED
     text, config = read_text(run.config.data).train, run.config
     batches = [
-        _on(run, reference.batch(text, config.rows, config.context, config.seed, step))
+        on_device(run, reference.batch(text, config.rows, config.context, config.seed, step))
         for step in range(total)
     ]
-    start = trained = _weights(_seeded(run, run.model))
+    start = trained = weights_of(seeded(run, run.model))
     optimizer, losses, slopes = reference.AdamW(start, config.learning_rate), [], []
     for tokens, targets in batches:
         loss, slope = reference.gradients(trained, tokens, targets, heads)
@@ -204,7 +198,7 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
             yield equal(name, "their means", "another clock", row["clocked_s"], total, 0.1)
     config = run.model
     rows = max(1, run.config.rows // run.world)
-    weights = {n: w.to("meta") for n, w in _weights(_seeded(run, config)).items()}
+    weights = {n: w.to("meta") for n, w in weights_of(seeded(run, config)).items()}
     tokens = torch.zeros(rows, config.context, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         reference.logits(weights, tokens, config.num_heads)
@@ -261,8 +255,8 @@ def precision(run: Run, result: Result) -> Iterator[Check]:
     rows = max(1, run.config.rows // run.world)
     text = read_text(run.config.data).train
     batch = reference.batch(text, rows, config.context, run.config.seed, 0)
-    weights = _weights(_seeded(run, config))
-    exact = float(reference.loss(weights, *_on(run, batch), config.num_heads))
+    weights = weights_of(seeded(run, config))
+    exact = float(reference.loss(weights, *on_device(run, batch), config.num_heads))
     for row in result["timing"]:
         tolerance = REPLAYED_LOSS if row["dtype"] == "float32" else BFLOAT16_LOSS
         yield equal(f"loss in {row['dtype']}", "reported", "float64", exact, row["loss"], tolerance)
@@ -270,9 +264,11 @@ def precision(run: Run, result: Result) -> Iterator[Check]:
     yield Check(
         "bfloat16 rounds", "its loss over float32's", "one", 0.0, apart, 1e-7, BFLOAT16_LOSS
     )
-    yield from _clocks(result, {r["dtype"]: r["forward_backward_ms"] for r in result["timing"]})
+    yield from clock_checks(
+        result, {r["dtype"]: r["forward_backward_ms"] for r in result["timing"]}
+    )
     speeds = {row["dtype"]: row["speedup_p50"] for row in result["timing"]}
-    yield from _ratios(result, "float32", speeds, inverted=True)
+    yield from ratio_checks(result, "float32", speeds, inverted=True)
 
 
 def memory(run: Run, result: Result) -> Iterator[Check]:
@@ -318,260 +314,6 @@ def memory(run: Run, result: Result) -> Iterator[Check]:
     yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
 
 
-def learn(run: Run, result: Result) -> Iterator[Check]:
-    """The loss of the file that was left, and of the first batch, in float64."""
-    if run.folder is None:
-        return
-    config, text, heads = run.config, read_text(run.config.data), run.model.num_heads
-    held = reference.spread(text.heldout, learn_stage.HELDOUT_ROWS, config.context)
-    stored = load_file(run.folder.path / "model.safetensors")
-    weights = {name: w.to(run.device).double() for name, w in stored.items()}
-    yield equal("held-out loss", "reported", "the file's weights in float64",
-                float(reference.loss(weights, *_on(run, held), heads)),
-                result["heldout"][-1][1], REPLAYED_LOSS)  # fmt: skip
-    if result["begun_at"] == 0:
-        first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
-        exact = float(reference.loss(_weights(_seeded(run, run.model)), *_on(run, first), heads))
-        yield equal("first loss", "reported", "float64", exact, result["losses"][0], REPLAYED_LOSS)
-
-
-def scale(run: Run, result: Result) -> Iterator[Check]:
-    """Each run's size, tokens and FLOPs; its loss once more in float64; the fit once more."""
-    if run.rank:
-        return
-    batch = scale_stage.ROWS * scale_stage.CONTEXT
-    sizes, tokens, flops = [], [], []
-    for row in result["runs"]:
-        width = row["width"]
-        by_hand = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
-        where = f"width {width}, {row['compute_flops']:.2g} FLOPs"
-        sizes.append((by_hand, row["parameters"], where))
-        tokens.append((batch * row["steps"], row["tokens"], where))
-        spent = 6 * row["parameters"] * row["tokens"] / row["compute_flops"]
-        # Steps are whole: half of one either way.
-        room = 0.5 / row["steps"] * spent + 1e-9
-        flops.append((max(0.0, abs(spent - 1) - room), where))
-    yield closest("parameters of every run", "reported", "by hand", sizes, 0.0)
-    yield closest("tokens of every run", "reported", "steps x rows x context", tokens, 0.0)
-    yield furthest("FLOPs of every run", "6 N D", "its budget", flops, 0.0)
-    shortest = min(result["runs"], key=lambda row: row["steps"])
-    loss = _trained_again(run, shortest)
-    yield equal(f"held-out loss of {shortest['steps']} steps", "reported", "float64, trained again",
-                loss, shortest["loss"], LOSS * shortest["steps"])  # fmt: skip
-    # A short run may have no valley to fit: the same fit of valleys that are known, then.
-    for what, rows, fitted in (
-        ("the runs", result["runs"], result),
-        ("known valleys", KNOWN_VALLEYS, scale_stage.fit(KNOWN_VALLEYS)),
-    ):
-        if fitted["law"]:
-            scale_, exponent = _parabolas(rows)
-            at, against = fitted["extrapolated"], "polynomials by numpy"
-            yield equal(f"exponent of {what}", "scaling", against, exponent,
-                        fitted["law"]["exponent"], 1e-6)  # fmt: skip
-            size = scale_ * at["compute_flops"] ** exponent
-            name = f"extrapolated size of {what}"
-            yield equal(name, "scaling", against, size, at["parameters"], 1e-5)
-
-
-def _valleys() -> list[dict[str, float]]:
-    """Four budgets whose best sizes lie about C^0.4, each a parabola in log N."""
-    rows = []
-    for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
-        best = 0.4 * math.log(compute) + 0.1 * (i % 2)
-        for step in range(-2, 3):
-            n = math.exp(best + 0.5 * step + 0.1)
-            loss = 3 - 0.1 * i + 0.05 * (math.log(n) - best) ** 2
-            row = {"parameters": n, "tokens": compute / (6 * n), "loss": loss}
-            rows.append(row | {"compute_flops": compute})
-    return rows
-
-
-KNOWN_VALLEYS = _valleys()
-
-
-def _trained_again(run: Run, row: dict[str, Any]) -> float:
-    width, steps, seed = int(row["width"]), int(row["steps"]), int(row["seed"])
-    shape = ModelConfig(
-        d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=scale_stage.CONTEXT
-    )
-    weights = _weights(_seeded(run, shape, seed))
-    text = read_text(run.config.data)
-    peak = 6e-3 * (64 / width) ** 0.5
-    optimizer = reference.AdamW(weights, peak, decay=0.0)
-    for step in range(steps):
-        turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-        optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
-        batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
-        _, gradients = reference.gradients(weights, *_on(run, batch), 2)
-        weights = optimizer.step(weights, gradients)
-    held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
-    return float(reference.loss(weights, *_on(run, held), 2))
-
-
-def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """A parabola in log N through the four runs about each budget's best; a line through them."""
-    budgets: dict[float, list[tuple[float, float]]] = {}
-    for row in rows:
-        budgets.setdefault(row["compute_flops"], []).append(
-            (math.log(row["parameters"]), row["loss"])
-        )
-    points = []
-    for budget, runs in budgets.items():
-        best = min(runs, key=lambda pair: pair[1])[0]
-        close = sorted(runs, key=lambda pair: abs(pair[0] - best))[:4]
-        a, b, _ = np.polyfit([x for x, _ in close], [y for _, y in close], 2)
-        inside = min(x for x, _ in close) <= -b / (2 * a) <= max(x for x, _ in close)
-        if a > 0 and inside:
-            points.append((math.log(budget), -b / (2 * a)))
-    exponent, height = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
-    return math.exp(height), float(exponent)
-
-
-def inspect(run: Run, result: Result) -> Iterator[Check]:
-    """Patterns, lens, attribution and ablation against the weights in float64."""
-    if run.rank or not isinstance(run.trained, Decoder):
-        return
-    model, heads = run.trained, run.trained.config.num_heads
-    weights, context = _weights(model), min(64, model.config.context)
-    held = reference.spread(read_text(run.config.data).heldout, 4, context)
-    tokens, targets = (t.to(run.device) for t in held)
-    exact = reference.patterns(weights, tokens, heads)
-    with torch.no_grad():
-        found = inspect_stage.attention_patterns(model, tokens)
-    yield near("rows of the patterns", "their sums", "one",
-               max(float((p.double().sum(-1) - 1).abs().max()) for p in found), SUMS)  # fmt: skip
-    off = [
-        (reference.distance(ours, theirs), f"layer {i}")
-        for i, (ours, theirs) in enumerate(zip(found, exact, strict=True))
-    ]
-    yield furthest("patterns", "inspect", "float64", off, GRADIENT)
-    loss = float(reference.loss(weights, tokens, targets, heads))
-    lens = result["lens"][-1]["target_loss"]
-    yield equal(
-        "lens after the last layer", "interp", "the loss in float64", loss, lens, REPLAYED_LOSS
-    )
-    z = reference.logits(weights, tokens, heads).gather(-1, targets[..., None]).mean()
-    credit = sum(row["mean_logit"] for row in result["attribution"])
-    spread = sum(abs(row["mean_logit"]) for row in result["attribution"])
-    yield near(
-        "attributions", "their sum", "the logit in float64", abs(credit - float(z)) / spread, SUMS
-    )
-    off_scores = []
-    repeated = inspect_stage.repeated(context, model.config.vocabulary).to(run.device)
-    on_repeated = reference.patterns(weights, repeated, heads)
-    for head in result["heads"]:
-        pattern = on_repeated[head["layer"]][:, head["head"]]
-        if head["kind"] == "previous":
-            by_hand = float(pattern.diagonal(-1, 1, 2).mean())
-            off_scores.append((by_hand, head["score"], "previous"))
-    yield closest("score of the head for the token before", "interp", "its pattern's diagonal",
-                  off_scores, 1e-4)  # fmt: skip
-    ablation = result["ablation"]
-    cut = dict(weights)
-    name = f"blocks.{ablation['layer']}.attention.v.weight"
-    width = model.config.d_model // heads
-    cut[name] = cut[name].clone()
-    cut[name][ablation["head"] * width : (ablation["head"] + 1) * width] = 0
-    without = float(reference.loss(cut, tokens, targets, heads))
-    yield equal("loss without a head", "interp", "its values set to zero in float64", without,
-                ablation["loss"], REPLAYED_LOSS)  # fmt: skip
-    yield Check("the ablation moves the loss", "interp", "the loss with the head",
-                loss, abs(ablation["loss"] / loss - 1), 1e-6, math.inf)  # fmt: skip
-
-
-def compress(run: Run, result: Result) -> Iterator[Check]:
-    """Each way's bytes on disk, and the loss of what is read back from there."""
-    if run.rank or not isinstance(run.trained, Decoder):
-        return
-    tokens, targets = compress_stage.heldout(run)
-    text = read_text(run.config.data).heldout
-    held = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
-    weights, heads = _weights(run.trained), run.trained.config.num_heads
-    exact = float(reference.loss(weights, *_on(run, held), heads))
-    rows = {row["method"]: row for row in result["rows"]}
-    yield equal("held-out loss, uncompressed", "reported", "float64", exact,
-                rows[compress_stage.BASELINE]["heldout_loss"], REPLAYED_LOSS)  # fmt: skip
-    sizes, losses, errors = [], [], []
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        for method, model in compress_stage.compressed(run).items():
-            path = Path(folder, "model")
-            tinyml.save(model, path)
-            sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
-            again = tinyml.load(run.trained, path)
-            loss = float(_cross_entropy(again(tokens), targets))
-            losses.append((loss, rows[method]["heldout_loss"], method))
-            if method in BITS:
-                errors.append((_grid_error(run.trained, again, BITS[method]), method))
-    yield closest("bytes", "size_of", "tensors in the file", sizes, 0.0)
-    yield closest("held-out loss", "reported", "read back from the file", losses, REPLAYED_LOSS)
-    yield furthest(
-        "rounding of linear grids",
-        "every weight, in steps",
-        "half a step",
-        errors,
-        0.51,
-    )
-    smaller = [
-        (rows[compress_stage.BASELINE]["size_bytes"] / row["size_bytes"], row["smaller"], method)
-        for method, row in rows.items()
-    ]
-    yield closest("times smaller", "reported", "the quotient of the bytes", smaller, 1e-9)
-    yield from _clocks(result, {})
-    speeds = {method: row["speedup_p50"] for method, row in rows.items()}
-    yield from _ratios(result, compress_stage.BASELINE, speeds, inverted=True)
-
-
-#: Methods that round to a grid of so many bits.
-BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
-
-
-def _grid_error(model: Decoder, small: torch.nn.Module, bits: int) -> float:
-    """The largest error of any weight, in steps of a grid over its row's range."""
-    worst = 0.0
-    for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear):
-            rounded = small.get_submodule(name).weight
-            assert isinstance(rounded, Tensor)
-            span = 2 * layer.weight.abs().amax(1, keepdim=True)
-            step = span / (2**bits - 2)
-            worst = max(worst, float(((layer.weight - rounded).abs() / step).max()))
-    return worst
-
-
-def _data_bytes(path: Path) -> int:
-    """What a safetensors file holds besides its header."""
-    with path.open("rb") as file:
-        (header,) = struct.unpack("<Q", file.read(8))
-        described = json.loads(file.read(header))
-    ends = [d["data_offsets"][1] for name, d in described.items() if name != "__metadata__"]
-    if path.stat().st_size != 8 + header + max(ends):
-        return -1
-    return int(max(ends))
-
-
-def _clocks(result: Result, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """All turns together by another clock, and what is reported of each contender's."""
-    rounds, clocked = result["clocks"]["rounds_s"], result["clocks"]["clocked_s"]
-    total = sum(map(sum, rounds.values()))
-    yield Check(
-        "time of all turns", "their sum", "another clock", clocked, total,
-        0.8 * clocked, 1.001 * clocked,
-    )  # fmt: skip
-    pairs = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
-    if pairs:
-        yield closest("reported times", "medians in ms", "numpy's, of the rounds", pairs, 1e-9)
-
-
-def _ratios(
-    result: Result, peer: str, reported: dict[str, float], *, inverted: bool
-) -> Iterator[Check]:
-    rounds, pairs = result["clocks"]["rounds_s"], []
-    for name, value in reported.items():
-        over = np.array(rounds[name]) / np.array(rounds[peer])
-        pairs.append((float(np.median(1 / over if inverted else over)), value, name))
-    yield closest("reported ratios", "pairs of one round", "numpy's medians", pairs, 0.05)
-
-
 def _sum_rounded(sum_in: str, term_in: str, terms: int, term: float) -> float:
     rounded, total = ROUND[term_in](term), 0.0
     for _ in range(terms):
@@ -594,38 +336,17 @@ ROUND: dict[str, Callable[[float], float]] = {
 }
 
 
-def _on(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return batch[0].to(run.device), batch[1].to(run.device)
-
-
-def _seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
-    torch.manual_seed(run.config.seed if seed is None else seed)
-    return Decoder(config).to(run.device)
-
-
-def _weights(model: Decoder) -> dict[str, Tensor]:
-    return {name: p.detach().double() for name, p in model.named_parameters()}
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Nats a token, in float64."""
-    z = logits.double()
-    own = z.gather(-1, targets[..., None])[..., 0]
-    mean: Tensor = (torch.logsumexp(z, -1) - own).mean()
-    return mean
-
-
 STAGES: dict[str, Callable[[Run, Result], Iterator[Check]]] = {
     "links": links,
-    "learn": learn,
+    "learn": models.learn,
     "attention": attention,
     "parallel": parallel,
     "profile": profile,
     "precision": precision,
     "memory": memory,
-    "scale": scale,
-    "inspect": inspect,
-    "compress": compress,
+    "scale": models.scale,
+    "inspect": models.inspect,
+    "compress": models.compress,
 }
 #: Those in which every rank takes part.
 COLLECTIVE = ("links", "parallel")

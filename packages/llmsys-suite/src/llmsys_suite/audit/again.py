@@ -1,0 +1,66 @@
+"""What the checks of several stages share: the run's models made again, its turns and clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmsys_suite.audit.check import Check, closest
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.run import Run
+
+Result = dict[str, Any]
+#: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
+SUMS = 1e-6
+
+
+def clock_checks(result: Result, medians_ms: dict[str, float]) -> Iterator[Check]:
+    """All turns together by another clock, and what is reported of each contender's."""
+    rounds, clocked = result["clocks"]["rounds_s"], result["clocks"]["clocked_s"]
+    total = sum(map(sum, rounds.values()))
+    yield Check(
+        "time of all turns", "their sum", "another clock", clocked, total,
+        0.8 * clocked, 1.001 * clocked,
+    )  # fmt: skip
+    pairs = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
+    if pairs:
+        yield closest("reported times", "medians in ms", "numpy's, of the rounds", pairs, 1e-9)
+
+
+def ratio_checks(
+    result: Result, peer: str, reported: dict[str, float], *, inverted: bool
+) -> Iterator[Check]:
+    """Medians of ratios to `peer` in the same round; `inverted`, of the peer's to these."""
+    rounds, pairs = result["clocks"]["rounds_s"], []
+    for name, value in reported.items():
+        over = np.array(rounds[name]) / np.array(rounds[peer])
+        pairs.append((float(np.median(1 / over if inverted else over)), value, name))
+    yield closest("reported ratios", "pairs of one round", "numpy's medians", pairs, 0.05)
+
+
+def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, there."""
+    return batch[0].to(run.device), batch[1].to(run.device)
+
+
+def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
+    """A model with the weights that the run's began with."""
+    torch.manual_seed(run.config.seed if seed is None else seed)
+    return Decoder(config).to(run.device)
+
+
+def weights_of(model: Decoder) -> dict[str, Tensor]:
+    """By name, in float64."""
+    return {name: p.detach().double() for name, p in model.named_parameters()}
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Nats a token, in float64."""
+    z = logits.double()
+    own = z.gather(-1, targets[..., None])[..., 0]
+    mean: Tensor = (torch.logsumexp(z, -1) - own).mean()
+    return mean
