@@ -4,8 +4,6 @@ Notable: the optimum under C = 6 N D is a closed form (Hoffmann et al. 2022, equ
 with tokens to be served after training it is the root of one monotone function.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import overload

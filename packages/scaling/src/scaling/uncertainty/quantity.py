@@ -1,7 +1,5 @@
 """What can be asked of a law, as functions of many laws at once: one form for all intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,15 +33,14 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
     """The "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
     if field not in FIELDS:
         raise ValueError(f"{field!r} is not one of {FIELDS}")
-    row = FIELDS.index(field)
-    name = f"best {field} at {compute:.3g} FLOPs"
+    row, name = FIELDS.index(field), f"best {field} at {compute:.3g} FLOPs"
     return Quantity(name, lambda c: optima(c, compute, inference_tokens)[row])
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
     """The loss of one model."""
-    name = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
-    return Quantity(name, lambda c: loss_of(c, parameters, tokens))
+    told = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
+    return Quantity(told, lambda c: loss_of(c, parameters, tokens))
 
 
 def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
