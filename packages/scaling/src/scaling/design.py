@@ -61,6 +61,9 @@ def design(
     squares on runs as noisy as those of the fit.
     """
     numbers = {"largest": largest, "apart": apart, "discrepancy": discrepancy}
+    low, high = tokens_per_parameter
+    if not 0 < low < high:
+        raise ValueError(f"tokens_per_parameter = {low, high}: the least and the most, positive")
     if not (budget > 0 and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0):
         told = ", ".join(f"{k} = {v:g}" for k, v in numbers.items())
         raise ValueError(

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from scaling.law import Interval, Optimum
+from scaling.law import Interval, Optimum, check_level
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
 from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
@@ -55,6 +55,8 @@ class IsoflopFit:
         its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
         leave no scatter, and the interval is (0, inf).
         """
+        if not 0 < compute < math.inf:
+            raise ValueError(f"compute = {compute}: must be positive and finite")
         n, freedom = self.scale * compute**self.exponent, len(self.valleys) - 2
         low, high = 0.0, math.inf
         if freedom > 0:
@@ -111,6 +113,17 @@ def fit_isoflop(
             f"method = {method!r} is not 'parabola': the best run of a budget is a size somebody"
             " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
         )
+    check_level(level)
+    least = 3 if degree is None else degree + 1
+    for option, given, sound in (
+        ("nearest", nearest, nearest is None or nearest >= least),
+        ("bandwidth", bandwidth, bandwidth is None or bandwidth > 0),
+        ("degree", degree, degree in (None, 2, 3, 4)),
+        ("tolerance", tolerance, tolerance >= 0),
+    ):
+        if not sound:
+            told = f"degree is 2, 3 or 4, nearest {least} or more, the others are positive"
+            raise ValueError(f"{option} = {given}: {told}")
     if len(runs) < 5:
         raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)

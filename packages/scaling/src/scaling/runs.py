@@ -69,6 +69,8 @@ class Runs:
 
     def without_highest(self, count: int) -> "Runs":
         """All but the `count` runs of the highest loss, which are the likeliest to be misread."""
+        if not 0 <= count <= len(self):
+            raise ValueError(f"count = {count}: there are {len(self)} runs")
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
 
     def budgets(self, tolerance: float = 0.05) -> "list[Runs]":

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from scaling.fit import newton
 from scaling.fit.search import Loss, Proof, check, refit, search, total
 from scaling.fit.varpro import Problem
-from scaling.law import Interval
+from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Array, Runs, ScalingWarning
 
@@ -48,6 +48,7 @@ class LawFit:
         Quantiles spread by sqrt(n / (n - constants)), as the fit took up that many of n rows;
         without degrees of freedom anything may be.
         """
+        check_level(level)
         if isinstance(asked, str) and asked not in self.constants:
             raise ValueError(f"{asked!r} is not one of {self.form.constants}")
         of = (lambda c: c[asked]) if isinstance(asked, str) else asked
@@ -87,8 +88,8 @@ def fit_law(
         raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
     if wrong := [k for k, (value, factor) in priors.items() if not (value > 0 and factor > 1)]:
         raise ValueError(f"priors of {wrong}: a positive value, and a factor above one")
-    if negative := [k for k, value in fixed.items() if k in form.terms and value < 0]:
-        raise ValueError(f"fixed {negative} are amplitudes, which cannot be negative")
+    if bad := [k for k, v in fixed.items() if not math.isfinite(v) or (k in form.terms and v < 0)]:
+        raise ValueError(f"fixed {bad}: must be finite, and amplitudes cannot be negative")
     check(loss, delta, untuned)
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:

@@ -98,6 +98,8 @@ def sweep_learning_rate(
         raise ValueError(f"rates and batch sizes must be positive: {told}")
     asked: dict[str, Any] = {"seeds": seeds, "steps": steps, "dimension": dimension, "noise": noise}
     chosen = default._replace(**{k: v for k, v in asked.items() if v is not None})
+    if min(chosen.seeds, chosen.steps, chosen.dimension) < 1 or not chosen.noise >= 0:
+        raise ValueError(f"seeds, steps and dimension are one or more, noise not negative: {asked}")
     options = {k: getattr(chosen, k) for k in asked} | {"seed": seed, "device": device}
     counts = [int(b) for b in sizes]
     by_seed, squares = training.train(task, optimizer, rates=grid, batch_sizes=counts, **options)

@@ -15,7 +15,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, Interval, Optimum
+from scaling.law import CONSTANTS, Interval, Optimum, check_level
 from scaling.runs import Array, ScalingWarning
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, optimum, quantity
 
@@ -97,8 +97,9 @@ def bootstrap(
     those of one label, say the seed of each run or of its data's order. ValueError for fewer than
     five such groups. ScalingWarning where more than one refit in a hundred does not converge.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level = {level}: must lie between 0 and 1")
+    check_level(level)
+    if isinstance(by, str) and by != "budget":
+        raise ValueError(f"by = {by!r}: 'budget', or a label for each run, such as its seed")
     if resamples * (1 - level) < 5:
         raise ValueError(
             f"resamples = {resamples}: a {level:.0%} interval needs {math.ceil(5 / (1 - level))}"

@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 from scaling.fit import newton
 from scaling.fit.search import Estimate
 from scaling.fit.varpro import Problem
-from scaling.law import CONSTANTS, Interval
+from scaling.law import CONSTANTS, Interval, check_level
 from scaling.runs import Array
 from scaling.uncertainty.quantity import Quantity, quantity
 
@@ -41,6 +41,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
     v and kappa = mean(psi^2) / mean(psi') brings a robust loss to the scale of a likelihood; the
     threshold is the square of Student's t. An end that the data do not set is 0 or inf.
     """
+    check_level(level)
     asked = quantity(asked) if isinstance(asked, str) else asked
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
