@@ -243,6 +243,8 @@ def test_compute_of_the_wrong_scale_is_refused_though_nothing_stands_beside_it()
         ("ZFLOPs", 1e21),
         ("train_compute_zflops", 1e21),
         ("C (PF-days)", 8.64e19),
+        ("compute_exaflops", 1e18),
+        ("Compute [zettaFLOPs]", 1e21),
     ],
 )
 def test_a_unit_of_compute_may_stand_anywhere_in_a_name(name, unit):
@@ -265,6 +267,27 @@ def test_bits_become_nats(name):
     for losses in (cells, bits) if name != "loss" else (cells,):
         runs = load_runs({"N": BASE["N"], "D": BASE["D"], name: losses})
         np.testing.assert_allclose(runs.loss, BASE["loss"])
+
+
+@pytest.mark.parametrize("name", ["batch_tokens", "log10_tokens", "context_tokens", "logD"])
+def test_tokens_of_a_batch_and_logarithms_are_not_taken_for_the_tokens(name):
+    with pytest.raises(ValueError, match="needed are loss and two of"):
+        load_runs({"N": BASE["N"], name: [5e5] * 3, "loss": BASE["loss"]})
+    runs = {"N": BASE["N"], "D": BASE["D"], "loss": BASE["loss"], name: [5e5] * 3}
+    np.testing.assert_allclose(load_runs(runs).tokens, BASE["D"])
+
+
+@pytest.mark.parametrize("name", ["reducible_loss", "initial_loss", "excess_loss", "loss_gap"])
+def test_a_part_of_a_loss_is_not_taken_for_it(name):
+    with pytest.raises(ValueError, match="needed are loss and two of"):
+        load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
+
+
+def test_a_structured_array_is_a_table_and_a_plain_one_is_refused():
+    table = np.rec.fromarrays([*BASE.values()], names=[*BASE])
+    np.testing.assert_allclose(load_runs(table).tokens, BASE["D"])
+    with pytest.raises(TypeError, match="a record must map names to values"):
+        load_runs(np.array([*BASE.values()]))
 
 
 def test_a_header_that_is_repeated_in_other_letters_is_passed_over(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.names import PETAFLOP_DAY, PREFIXES, UNITS
+from scaling.tables.names import FLOPS, PETAFLOP_DAY, PREFIXES, UNITS
 
 BLANK = {"", "na", "n/a", "nan", "none", "null", "-", "--", "?", "nil", "#n/a", "undefined"}
 
@@ -108,7 +108,7 @@ def _unit(text: str | None) -> float:
         return UNITS[words]
     if re.fullmatch("(?:pf|pflops?|petaflops?)(?:/?s)?-?days?", words):
         return PETAFLOP_DAY
-    if scaled := re.fullmatch("([kmgtpezy])flops?", words):
+    if scaled := FLOPS.fullmatch(words):
         return PREFIXES[scaled[1]]
     return math.nan
 

@@ -17,9 +17,11 @@ _DATA: dict[str, dict[str, str]] = tomllib.loads(
 NAMES, SWEPT = ({k: v.split() for k, v in _DATA[t].items()} for t in ("names", "sweeps"))
 UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in words.split()}
 _WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
-HELD_OUT, NO_LOSS, SAYS_NOTHING, RATES, SETS = _WORDS.values()
+HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS = _WORDS.values()
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 PETAFLOP_DAY = 86_400e15
+FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
+LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
 KINDS = (
     ("non-embedding", "(?:no|non|without|excl?|excluding)(?:emb|embd|embed|embedding)s?", -50.0),
@@ -82,16 +84,20 @@ def recognize(name: str, ours: str) -> Column | None:
         return _loss(name, words)
     if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
         return None
-    if ours == "tokens" and {*HELD_OUT, "unique"} & set(words):
+    if ours == "tokens" and {*HELD_OUT, *NO_TOKENS} & set(words):
+        return None
+    if words[0] in LOGARITHMS:
         return None
     unit, said = 1.0, ""
     if ours == "compute":
         joined = "".join(words)
         if days := re.search(r"(?:petaflops?|pf|pflops?)s?days?$", joined):
             return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
-        if scaled := re.fullmatch("([kmgtpezy])flops?", words[-1]):
-            unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
-            words = [*words[:-1], "flops"]
+        for count in (2, 1):
+            if scaled := FLOPS.fullmatch("".join(words[-count:])):
+                unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
+                words = [*words[:-count], "flops"]
+                break
     # Another unit stands at the end: params_B, tokens (billions), C [1e18].
     for end in range(len(words) - 1, 0, -1):
         tail = "".join(words[end:])

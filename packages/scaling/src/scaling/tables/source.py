@@ -37,8 +37,10 @@ def located(source: Any, delimiter: str | None) -> Located:
         return _mapping(source)
     if not isinstance(source, Iterable):
         raise TypeError(f"runs come from a path, columns, records or a DataFrame, not {source!r}")
+    if isinstance(source, np.ndarray) and source.dtype.names:
+        return _columns({name: source[name] for name in source.dtype.names})
     records = list(source)
-    if wrong := next((r for r in records if not isinstance(r, Mapping)), None):
+    for wrong in (r for r in records if not isinstance(r, Mapping)):
         raise TypeError(f"a record must map names to values, not {wrong!r}")
     return list(enumerate(map(_flatten, records), 1))
 
