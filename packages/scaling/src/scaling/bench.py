@@ -78,12 +78,11 @@ def _shortcuts() -> list[Row]:
     """The best size at 1e24 FLOPs from noiseless runs, by every method, over the truth."""
     runs, truth = planned_runs(), CHINCHILLA.optimal(1e24).parameters
     found = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
-    options: dict[str, dict[str, int]] = {"": {}, ", degree 2": {"degree": 2}}
+    options: dict[str, dict[str, Any]] = {"": {}, ", degree 2": {"degree": 2}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
-        for told, option in (options | {", nearest 5": {"nearest": 5}}).items():
-            fit = fit_isoflop(runs, nearest=option.get("nearest"), degree=option.get("degree"))
-            found[f"parabola{told}"] = fit.optimal(1e24).parameters
+        for told, option in {**options, ", nearest 5": {"nearest": 5}}.items():
+            found[f"parabola{told}"] = fit_isoflop(runs, **option).optimal(1e24).parameters
     found["parametric"] = fit_parametric(runs).law.optimal(1e24).parameters
     return [
         {"case": "noiseless", "method": method, "n_1e24": n, "over_truth": n / truth}
