@@ -260,8 +260,11 @@ def test_a_cell_with_a_suffix_has_its_unit_whatever_its_column_is_in(name):
     np.testing.assert_allclose(runs.parameters, BASE["N"])
 
 
-@pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "bits_per_token", "loss"])
-def test_bits_become_nats(name):
+@pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "eval/c4/bits_per_token", "loss"])
+def test_bits_become_nats_and_neither_those_of_a_byte_nor_of_weights_do(name):
+    for other in ("bits_per_byte", "val_bpb", "loss (4 bits)", "loss 8 bits"):
+        runs = load_runs({"N": BASE["N"], "D": BASE["D"], other: BASE["loss"]})
+        np.testing.assert_allclose(runs.loss, BASE["loss"])
     bits = np.divide(BASE["loss"], np.log(2))
     cells = [f"{bits[0]} bits", f"{BASE['loss'][1]} nats", f"{bits[2]} bits"]
     for losses in (cells, bits) if name != "loss" else (cells,):

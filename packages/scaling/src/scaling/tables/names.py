@@ -140,11 +140,14 @@ def _loss(name: str, words: list[str]) -> Column | None:
     }
     said = next((kind for kind, form in kinds.items() if re.search(form, joined)), "")
     unit = 1.0
-    if not said and {"bit", "bits", "bitspertoken", "bpt"} & {*words, joined}:
+    # Not the loss of weights of so many bits.
+    counted = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))
+    if not said and not counted and {"bits", "bitspertoken", "bpt"} & {*words, joined}:
         said, unit = "bits, turned into nats", math.log(2)
     if set(words) & {*NO_LOSS}:
         return None
-    plain = [w for w in words if w not in {*HELD_OUT, *SAYS_NOTHING, "nats", "bits", "bit"}]
+    units = {"nats", "bits"} if unit != 1 or "nats" in words else set()
+    plain = [w for w in words if w not in {*HELD_OUT, *SAYS_NOTHING, *units}]
     core = "".join(plain)
     if core not in NAMES["loss"]:
         # One corpus of several, say eval/c4/loss; taken only if there is no other.
