@@ -54,6 +54,35 @@ def test_a_resample_is_the_fit_of_the_repeated_runs(fit):
         )
 
 
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+def test_runs_that_share_an_error_are_drawn_together():
+    """All runs of a budget are off alike, as by one order of the data: seventy-two are nine."""
+    asked, held = loss_at(1e10, 2e11), {None: 0, "budget": 0}
+    truth = CHINCHILLA.predict(1e10, 2e11)
+    for seed in range(16):
+        exact = isoflop_runs(noise=5e-4, seed=seed)
+        shared = np.repeat(np.random.default_rng(seed).normal(0, 5e-3, 9), 8)
+        loss = exact.loss * np.exp(shared)
+        runs = load_runs({"N": exact.parameters, "D": exact.tokens, "loss": loss})
+        found = fit_parametric(runs)
+        for by in held:
+            held[by] += truth in bootstrap(found, resamples=120, by=by).interval(asked)
+    assert held["budget"] >= 14
+    assert held[None] <= held["budget"] - 2
+
+
+def test_a_resample_by_label_takes_all_runs_of_a_label_or_none(fit):
+    labels = np.arange(len(fit.runs)) % 6
+    drawn = bootstrap(fit, resamples=100, seed=5, by=labels)
+    counts = np.random.default_rng(5).multinomial(6, np.full(6, 1 / 6), 100)
+    repeated = fit.runs[np.repeat(np.arange(len(labels)), counts[7][labels])]
+    np.testing.assert_allclose(
+        drawn.constants[7], fit_parametric(repeated, "squares").law.constants, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="72 labels, 3 of them different"):
+        bootstrap(fit, by=np.arange(72) % 3)
+
+
 def test_bootstrap_and_profile_agree_where_errors_are_normal():
     """On average: one sample's bootstrap is wider or narrower by a tenth."""
     ratios = []

@@ -187,7 +187,13 @@ def held(law, sets, degree=None, **grid):
     """In how many of `sets` noisy sets the interval holds the best size at 1e24, and the errors."""
     truth, inside, errors = law.optimal(1e24).parameters, 0, []
     for seed in range(sets):
-        best = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree).optimal(1e24)
+        fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree)
+        # What the parametric law would say costs more than the fit, and is not asked for here.
+        fit.__dict__["_by_parametric"] = lambda compute: None
+        with warnings.catch_warnings():
+            # At four runs a budget some intervals are too wide to use, and say so.
+            warnings.simplefilter("ignore", ScalingWarning)
+            best = fit.optimal(1e24)
         inside += truth in best.intervals["parameters"]
         errors.append(np.log(best.parameters / truth))
     return inside, float(np.sqrt(np.mean(np.square(errors))))
@@ -218,16 +224,15 @@ def test_wide_and_off_center_grids_do_not_bias_the_shared_shape():
 @pytest.mark.parametrize("law", [Law(1.8, 300, 900, 0.3, 0.35), CHINCHILLA, SKEWED])
 @pytest.mark.parametrize("per_budget", [4, 6, 12])
 @pytest.mark.parametrize("budgets", [4, 6, 9])
-def test_intervals_hold_the_truth_in_91_to_98_percent_on_any_grid(law, per_budget, budgets):
-    """95 % of 600 less or more four deviations of that count, at an error not above a parabola's.
+def test_intervals_hold_the_truth_in_93_to_97_percent_on_any_grid(law, per_budget, budgets):
+    """Of 600 sets, whose count has a deviation of 0.9 %; at an error not above a parabola's.
 
-    Of four runs a budget the skew takes a part even where there is none: one skew is too little to
-    learn the width of its prior from.
+    Of four runs a budget the skew takes a part even where there is none: up to 6 % more error.
     """
     grid = {"budgets": np.geomspace(6e18, 3e21, budgets), "per_budget": per_budget, "span": 25.0}
     inside, error = held(law, 600, **grid)
-    assert 0.915 * 600 <= inside <= 0.985 * 600
-    assert error <= (1.02 if per_budget > 4 else 1.25) * held(law, 600, 2, **grid)[1]
+    assert 0.92 * 600 <= inside <= 0.98 * 600
+    assert error <= (1.02 if per_budget > 4 else 1.08) * held(law, 600, 2, **grid)[1]
 
 
 def test_three_runs_a_budget_leave_plain_parabolas_and_that_is_said():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling import ScalingWarning, bootstrap, fit_isoflop, fit_parametric, load_runs
+from scaling import CATALOG, ScalingWarning, bootstrap, fit_isoflop, fit_parametric, load_runs
 from scaling.bench import shortcut
 from scaling.fit import newton
 from scaling.fit.varpro import Problem
@@ -138,3 +138,16 @@ def test_the_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
     # Epoch's own intervals from 4,000 refits: alpha .317-.373, beta .331-.415.
     assert drawn.interval("alpha").low == pytest.approx(0.317, abs=0.003)
     assert drawn.interval("alpha").high == pytest.approx(0.373, abs=0.003)
+
+
+def test_the_tied_constants_are_those_of_their_runs():
+    """Gadre et al. print E + (a M^eta + b M^-eta) C^-eta; these are their 34 models on c4."""
+    path = FOLDER / "scaling" / "overtrained_c4.csv"
+    if not path.exists():
+        pytest.skip("SCALING_DATA names no folder with scaling/overtrained_c4.csv")
+    runs, law = load_runs(path, columns={"loss": "loss_c4"}), CATALOG["tied"]
+    loss = law.predict(law.published, parameters=runs.parameters, tokens=runs.tokens)
+    assert np.median(np.abs(loss / runs.loss - 1)) < 0.011
+    c, m, eta = 6 * runs.parameters * runs.tokens, runs.tokens / runs.parameters, 0.121
+    printed = 1.51 + (141 * m**eta + 190 * m**-eta) * c**-eta
+    np.testing.assert_allclose(loss, printed, rtol=1e-5)

@@ -216,12 +216,96 @@ def test_bits_perplexities_and_what_is_counted_are_said():
         ({"D": [1e4, 2e4, 2e4]}, r"'N' and 'D' are 1e\+08 and 1e\+04 in row 1.*not on one scale"),
         ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* a unit is wrong"),
         ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 in row 2"),
-        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2"),
+        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: .* other rows .* mend the cell"),
+        ({"N": [100, 200, 400], "D": [2e4, 4e4, 4e4]}, r"'N' is 100 .* units=.'parameters': 1e6"),
+        ({"loss": [306, 299, 280]}, "column 'loss' is 306 in row 1, and above 20 nats in most"),
     ],
 )
 def test_numbers_of_the_wrong_scale_are_refused_by_their_cell(change, message):
     with pytest.raises(ValueError, match=message):
         load_runs(BASE | change)
+
+
+def test_compute_of_the_wrong_scale_is_refused_though_nothing_stands_beside_it():
+    runs = {"N": BASE["N"], "loss": BASE["loss"], "C": [0.006, 0.024, 0.048]}
+    with pytest.raises(ValueError, match=r"'C' is 0.006 in row 1, which leaves .*'compute': 1e21"):
+        load_runs(runs)
+    runs["C"] = [6e12, 2.4e13, 4.8e13]
+    with pytest.raises(ValueError, match=r"columns 'N' and 'C' are .* not on one scale"):
+        load_runs(runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("compute (1e18 FLOPs)", 1e18),
+        ("1e21 FLOP", 1e21),
+        ("ZFLOPs", 1e21),
+        ("train_compute_zflops", 1e21),
+        ("C (PF-days)", 8.64e19),
+        ("compute_exaflops", 1e18),
+        ("Compute [zettaFLOPs]", 1e21),
+    ],
+)
+def test_a_unit_of_compute_may_stand_anywhere_in_a_name(name, unit):
+    compute = 6 * np.multiply(BASE["N"], BASE["D"])
+    runs = load_runs({"N": BASE["N"], name: compute / unit, "loss": BASE["loss"]})
+    np.testing.assert_allclose(runs.tokens, BASE["D"])
+
+
+@pytest.mark.parametrize("name", ["Params in billions", "billion params", "N_B", "N (B)"])
+def test_a_cell_with_a_suffix_has_its_unit_whatever_its_column_is_in(name):
+    cells = ["0.1", "200M", "0.4B"]
+    runs = load_runs({name: cells, "D": BASE["D"], "loss": BASE["loss"]})
+    np.testing.assert_allclose(runs.parameters, BASE["N"])
+
+
+@pytest.mark.parametrize("name", ["loss (bits)", "val_loss_bits", "eval/c4/bits_per_token", "loss"])
+def test_bits_become_nats_and_neither_those_of_a_byte_nor_of_weights_do(name):
+    for other in ("bits_per_byte", "val_bpb", "loss (4 bits)", "loss 8 bits"):
+        runs = load_runs({"N": BASE["N"], "D": BASE["D"], other: BASE["loss"]})
+        np.testing.assert_allclose(runs.loss, BASE["loss"])
+    bits = np.divide(BASE["loss"], np.log(2))
+    cells = [f"{bits[0]} bits", f"{BASE['loss'][1]} nats", f"{bits[2]} bits"]
+    for losses in (cells, bits) if name != "loss" else (cells,):
+        runs = load_runs({"N": BASE["N"], "D": BASE["D"], name: losses})
+        np.testing.assert_allclose(runs.loss, BASE["loss"])
+
+
+@pytest.mark.parametrize("name", ["batch_tokens", "log10_tokens", "context_tokens", "logD"])
+def test_tokens_of_a_batch_and_logarithms_are_not_taken_for_the_tokens(name):
+    with pytest.raises(ValueError, match="needed are loss and two of"):
+        load_runs({"N": BASE["N"], name: [5e5] * 3, "loss": BASE["loss"]})
+    runs = {"N": BASE["N"], "D": BASE["D"], "loss": BASE["loss"], name: [5e5] * 3}
+    np.testing.assert_allclose(load_runs(runs).tokens, BASE["D"])
+
+
+@pytest.mark.parametrize("name", ["reducible_loss", "initial_loss", "excess_loss", "loss_gap"])
+def test_a_part_of_a_loss_is_not_taken_for_it(name):
+    with pytest.raises(ValueError, match="needed are loss and two of"):
+        load_runs({"N": BASE["N"], "D": BASE["D"], name: BASE["loss"]})
+
+
+def test_a_structured_array_is_a_table_and_a_plain_one_is_refused():
+    table = np.rec.fromarrays([*BASE.values()], names=[*BASE])
+    np.testing.assert_allclose(load_runs(table).tokens, BASE["D"])
+    with pytest.raises(TypeError, match="a record must map names to values"):
+        load_runs(np.array([*BASE.values()]))
+
+
+def test_a_header_that_is_repeated_in_other_letters_is_passed_over(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("params,tokens,loss\n1e8,1e10,3.4\nParams, Tokens,LOSS\n2e8,2e10,3.1\n")
+    assert load_runs(path).rows == (2, 4)
+
+
+def test_levels_of_a_frame_s_index_are_columns_and_none_may_stand_twice():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed here")
+    frame = pandas.DataFrame(BASE)
+    for index in (["N"], ["N", "D"]):
+        np.testing.assert_allclose(load_runs(frame.set_index(index)).tokens, BASE["D"])
+    with pytest.raises(ValueError, match=r"several columns \['loss'\]"):
+        load_runs(pandas.concat([frame, frame[["loss"]]], axis=1))
 
 
 def test_a_unit_can_be_told():

@@ -1,7 +1,5 @@
 """Laws of runs: fit, plan, report or design the next ones of RUNS; sweep learning rates."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -17,7 +15,7 @@ from scaling.design import design
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.fit.search import Loss
 from scaling.isoflop import IsoflopFit, Method, fit_isoflop
-from scaling.law import Interval, Optimum
+from scaling.law import Interval
 from scaling.plan import plan
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
@@ -25,6 +23,8 @@ from scaling.uncertainty.bootstrap import bootstrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Output = tuple[list[str], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,56 +47,55 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scaling", description=__doc__)
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
-    source.add_argument("runs", metavar="RUNS", help="CSV, JSON or JSONL")
-    source.add_argument("--delimiter", help="of a CSV; found out by itself unless given")
-    source.add_argument(
-        "--column", action="append", default=[], metavar="loss=NAME", help="name a column"
-    )
-    source.add_argument(
-        "--unit", action="append", default=[], metavar="parameters=1e6", help="of a column"
-    )
-    source.add_argument(
-        "--where", action="append", default=[], metavar="dataset=c4", help="keep these rows"
-    )
-    source.add_argument("--without-highest", type=int, default=0, metavar="K", help="drop K losses")
-    source.add_argument("--loss", choices=get_args(Loss), default="huber")
-    source.add_argument("--json", action="store_true")
+    add = source.add_argument
+    add("runs", metavar="RUNS", help="CSV, JSON or JSONL")
+    add("--delimiter", help="of a CSV; found out by itself unless given")
+    for option, example, told in (
+        ("--column", "loss=NAME", "name a column"),
+        ("--unit", "parameters=1e6", "of a column"),
+        ("--where", "dataset=c4", "keep these rows"),
+    ):
+        add(option, action="append", default=[], metavar=example, help=told)
+    add("--without-highest", type=int, default=0, metavar="K", help="drop K losses")
+    add("--loss", choices=get_args(Loss), default="huber")
+    add("--json", action="store_true")
+    flops: dict[str, Any] = {"type": float, "metavar": "FLOPS"}
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 
     fit = commands.add_parser("fit", parents=[source], help="the best N and D at a budget")
-    fit.add_argument("--at", type=float, nargs="+", default=[], metavar="FLOPS")
+    fit.add_argument("--at", nargs="+", default=[], **flops)
     fit.add_argument("--method", choices=["parametric", *get_args(Method)], default="parametric")
     fit.add_argument("--nearest", type=int, help="runs of a parabola; default all")
     fit.add_argument("--resamples", type=int, default=4000)
-    fit.add_argument("--plot", type=Path, metavar="FILE")
+    fit.add_argument("--plot", **file)
     fit.set_defaults(command=_fit)
 
     planned = commands.add_parser("plan", parents=[source], help="a model for a budget and a load")
-    planned.add_argument("--budget", type=float, required=True, metavar="FLOPS")
+    planned.add_argument("--budget", required=True, **flops)
     planned.add_argument("--served", type=float, default=0.0, metavar="TOKENS")
     planned.add_argument("--size", type=float, metavar="PARAMETERS", help="default: the best")
     planned.set_defaults(command=_plan)
 
     page = commands.add_parser("report", parents=[source], help="one HTML page about the runs")
-    page.add_argument("--at", type=float, nargs="+", default=[], metavar="FLOPS")
-    page.add_argument("--to", type=Path, default=Path("report.html"), metavar="FILE")
+    page.add_argument("--at", nargs="+", default=[], **flops)
+    page.add_argument("--to", default=Path("report.html"), **file)
     page.set_defaults(command=_report)
 
-    plan = commands.add_parser("design", parents=[source], help="which runs to train next")
-    plan.add_argument("--budget", type=float, required=True, metavar="FLOPS")
-    plan.add_argument("--target", type=float, required=True, metavar="FLOPS")
-    plan.add_argument("--count", type=int, default=8, help="at most so many runs")
-    plan.add_argument("--largest", type=float, default=math.inf, metavar="FLOPS", help="of one run")
-    plan.add_argument(
-        "--tokens-per-parameter", type=float, nargs=2, default=(5.0, 200.0), metavar=("LOW", "HIGH")
-    )
-    plan.set_defaults(command=_design)
+    next_runs = commands.add_parser("design", parents=[source], help="which runs to train next")
+    next_runs.add_argument("--budget", required=True, **flops)
+    next_runs.add_argument("--target", required=True, **flops)
+    next_runs.add_argument("--count", type=int, default=8, help="at most so many runs")
+    next_runs.add_argument("--largest", default=math.inf, **flops, help="of one run")
+    span: dict[str, Any] = {"nargs": 2, "default": (5.0, 200.0), "metavar": ("LOW", "HIGH")}
+    next_runs.add_argument("--tokens-per-parameter", type=float, **span)
+    next_runs.set_defaults(command=_design)
 
     sweep = commands.add_parser("sweep", help="learning rate against batch size; needs torch")
     sweep.add_argument("--task", choices=sorted({t for t, _ in SETTINGS}), default="linear")
     sweep.add_argument("--optimizer", choices=sorted({o for _, o in SETTINGS}), default="sgd")
     sweep.add_argument("--seeds", type=int)
     sweep.add_argument("--device", default="cpu")
-    sweep.add_argument("--plot", type=Path, metavar="FILE")
+    sweep.add_argument("--plot", **file)
     sweep.add_argument("--json", action="store_true")
     sweep.set_defaults(command=_sweep)
     return parser
@@ -107,17 +106,10 @@ def _load(arguments: argparse.Namespace) -> Runs:
         dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         for pairs in (arguments.column, arguments.unit, arguments.where)
     )
-    runs = load_runs(
-        arguments.runs,
-        delimiter=arguments.delimiter,
-        columns=columns,
-        units={name: float(unit) for name, unit in units.items()},
-        where=where,
-    )
+    factors = {name: float(unit) for name, unit in units.items()}
+    options: dict[str, Any] = {"columns": columns, "units": factors, "where": where}
+    runs = load_runs(arguments.runs, delimiter=arguments.delimiter, **options)
     return runs.without_highest(arguments.without_highest)
-
-
-Output = tuple[list[str], dict[str, Any]]
 
 
 def _fit(arguments: argparse.Namespace) -> Output:
@@ -133,10 +125,8 @@ def _fit(arguments: argparse.Namespace) -> Output:
         intervals = {k: drawn.interval(k) for k in constants}
         lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta"]
         lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
-        result: dict[str, Any] = {
-            "law": constants,
-            "intervals": {k: asdict(v) for k, v in intervals.items()},
-        }
+        ranges = {k: asdict(v) for k, v in intervals.items()}
+        result: dict[str, Any] = {"law": constants, "intervals": ranges}
         result |= {"objective": fit.objective, "proof": asdict(fit.proof)}
         lines.append(
             f"  {fit.loss} objective {fit.objective:.9g}; {fit.proof.landed} of "
@@ -148,39 +138,30 @@ def _fit(arguments: argparse.Namespace) -> Output:
         lines = [runs.explanation]
         lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)"]
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
-    lines += [line for optimum in best for line in _describe(optimum)]
-    if arguments.plot:
-        from scaling.plot import plot
-
-        _save(plot(fit, up_to=max(at)), arguments.plot)
+    for optimum in best:
+        lines.append(f"at {optimum.compute:.4g} FLOPs")
+        for name, interval in (optimum.intervals or {}).items():
+            lines.append(f"  {name:<12}{getattr(optimum, name):<12.5g}{_range(interval)}")
+    _drawn(fit, arguments.plot, up_to=max(at))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     return lines, result | {"at": [asdict(optimum) for optimum in best]}
 
 
 def _design(arguments: argparse.Namespace) -> Output:
     fit = fit_parametric(_load(arguments), arguments.loss)
-    chosen = design(
-        fit,
-        budget=arguments.budget,
-        target=arguments.target,
-        runs=arguments.count,
-        largest=arguments.largest,
-        tokens_per_parameter=arguments.tokens_per_parameter,
-    )
+    options = {k: getattr(arguments, k) for k in ("budget", "target", "largest")}
+    span = arguments.tokens_per_parameter
+    chosen = design(fit, runs=arguments.count, tokens_per_parameter=span, **options)
+    result = asdict(chosen)
+    names = ("parameters", "tokens", "compute")
+    rows = [[float(x) for x in row] for row in zip(*(result[k] for k in names), strict=True)]
     lines = [
         f"{chosen.quantity}: now within a factor of {chosen.factor_before:.3f}; after these runs"
+        f" {chosen.factor_after:.3f}"
     ]
-    lines[0] += f" {chosen.factor_after:.3f}"
-    rows = list(zip(chosen.parameters, chosen.tokens, chosen.compute, strict=True))
     lines += [f"  N = {n:.4g}  D = {d:.4g}  C = {c:.4g}" for n, d, c in rows]
-    names = ("parameters", "tokens", "compute")
-    result: dict[str, Any] = {
-        "runs": [dict(zip(names, map(float, row), strict=True)) for row in rows]
-    }
-    return lines, result | {
-        "factor_before": chosen.factor_before,
-        "factor_after": chosen.factor_after,
-    }
+    told: dict[str, Any] = {"runs": [dict(zip(names, row, strict=True)) for row in rows]}
+    return lines, told | {k: result[k] for k in ("factor_before", "factor_after")}
 
 
 def _plan(arguments: argparse.Namespace) -> Output:
@@ -191,10 +172,8 @@ def _plan(arguments: argparse.Namespace) -> Output:
         runs.explanation,
         f"for {made.budget:.4g} FLOPs, serving {made.served_tokens:.4g} tokens",
     ]
-    lines += [
-        f"  {k:<12}{getattr(made, k):<12.5g}{_range(made.intervals[k])}"
-        for k in ("parameters", "tokens", "loss")
-    ]
+    for k in ("parameters", "tokens", "loss"):
+        lines.append(f"  {k:<12}{getattr(made, k):<12.5g}{_range(made.intervals[k])}")
     lines.append(f"  training {made.training:.4g} FLOPs, serving {made.serving:.4g}")
     return lines, asdict(made)
 
@@ -210,9 +189,8 @@ def _report(arguments: argparse.Namespace) -> Output:
 
 
 def _sweep(arguments: argparse.Namespace) -> Output:
-    sweep = sweep_learning_rate(
-        arguments.task, arguments.optimizer, seeds=arguments.seeds, device=arguments.device
-    )
+    options = {k: getattr(arguments, k) for k in ("seeds", "device")}
+    sweep = sweep_learning_rate(arguments.task, arguments.optimizer, **options)
     law = sweep.law
     lines = [f"{sweep.runs} runs; gradient noise scale {sweep.critical_batch_size:.3g}"]
     lines += [f"{law.shape}: rate {law.highest_rate:.3g}, batch size {law.batch_size:.3g}"]
@@ -220,20 +198,10 @@ def _sweep(arguments: argparse.Namespace) -> Output:
     exact = [float("nan")] * len(sweep.rates) if sweep.exact_rates is None else sweep.exact_rates
     table = zip(sweep.batch_sizes, sweep.best_rates, exact, strict=False)
     lines += [f"{b:10.0f} {r:10.4g} {e:10.4g}  {law.regime(float(b))}" for b, r, e in table]
-    if arguments.plot:
-        from scaling.plot import plot
-
-        _save(plot(sweep), arguments.plot)
+    _drawn(sweep, arguments.plot)
     result = {"law": asdict(law), "critical_batch_size": sweep.critical_batch_size}
     names = ("batch_sizes", "best_rates", "rates", "loss")
     return lines, result | {name: getattr(sweep, name).tolist() for name in names}
-
-
-def _describe(best: Optimum) -> list[str]:
-    lines = [f"at {best.compute:.4g} FLOPs"]
-    for name, interval in (best.intervals or {}).items():
-        lines.append(f"  {name:<12}{getattr(best, name):<12.5g}{_range(interval)}")
-    return lines
 
 
 def _plain(value: Any) -> Any:
@@ -249,8 +217,13 @@ def _range(interval: Interval) -> str:
     return f"[{interval.low:.5g}, {interval.high:.5g}] {interval.level:.0%}"
 
 
-def _save(figure: Figure, path: Path) -> None:
-    """Write beside the target and rename, so that no half figure is left."""
+def _drawn(result: Any, path: Path | None, **options: float) -> None:
+    """The figure, if one is asked for: beside the target, then renamed, so none is half written."""
+    if path is None:
+        return
+    from scaling.plot import plot
+
+    figure: Figure = plot(result, **options)
     beside = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         figure.savefig(beside, dpi=150)

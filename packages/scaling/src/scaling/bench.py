@@ -1,7 +1,5 @@
 """How fast and how sure: the fit beside L-BFGS-B, the bootstrap, the shortcuts, the sweeps."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -9,7 +7,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,9 +39,10 @@ def bench(
     rows = _fits("generated", noisy, starts)
     if data:
         rows += _fits(data.stem, load_runs(data).without_highest(5), starts)
-    rows.append(_resampling(noisy, 1000 if quick else 4000))
-    rows += _shortcuts()
-    return rows + _sweeps(device, quick)
+    fit, resamples = fit_parametric(noisy), 1000 if quick else 4000
+    seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
+    row: Row = {"case": "bootstrap", "runs": len(noisy), "resamples": resamples}
+    return [*rows, {**row, "time_s": seconds}, *_shortcuts(), *_sweeps(device, quick)]
 
 
 def _timed(function: Callable[[], T]) -> tuple[float, T]:
@@ -59,41 +57,32 @@ def _fits(name: str, runs: Runs, starts: int) -> list[Row]:
         warnings.simplefilter("ignore", ScalingWarning)
         fit_parametric(runs)  # pays for loading LAPACK
         ours = [_timed(lambda: fit_parametric(runs)) for _ in range(9)]
-        proved = _timed(lambda: fit_parametric(runs, prove=True))
+        seconds, proved = _timed(lambda: fit_parametric(runs, prove=True))
     theirs, best = _timed(lambda: lbfgs(runs, starts))
-    proof = proved[1].proof
-    landed = f"scaling, {proof.landed}/{proof.converged} landed"
-    objective = ours[0][1].objective
+    landed = f"scaling, {proved.proof.landed}/{proved.proof.converged} landed"
     timings = [
-        ("scaling", 8, float(np.median([seconds for seconds, _ in ours])), objective),
-        (landed, proof.starts, proved[0], objective),
+        ("scaling", 8, float(np.median([s for s, _ in ours])), ours[0][1].objective),
+        (landed, proved.proof.starts, seconds, ours[0][1].objective),
         ("L-BFGS-B", starts, theirs, best),
     ]
     if starts < 4500:
         timings.append(("L-BFGS-B, in proportion", 4500, theirs * 4500 / starts, best))
-    rows: list[Row] = []
-    for method, count, seconds, least in timings:
-        row: Row = {"case": "fit", "data": name, "runs": len(runs), "method": method}
-        rows.append({**row, "starts": count, "time_ms": 1e3 * seconds, "objective": least})
-    return rows
-
-
-def _resampling(runs: Runs, resamples: int) -> Row:
-    fit = fit_parametric(runs)
-    seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
-    return {"case": "bootstrap", "runs": len(runs), "resamples": resamples, "time_s": seconds}
+    row: Row = {"case": "fit", "data": name, "runs": len(runs)}
+    return [
+        {**row, "method": method, "starts": count, "time_ms": 1e3 * seconds, "objective": least}
+        for method, count, seconds, least in timings
+    ]
 
 
 def _shortcuts() -> list[Row]:
     """The best size at 1e24 FLOPs from noiseless runs, by every method, over the truth."""
-    runs = planned_runs()
-    truth = CHINCHILLA.optimal(1e24).parameters
+    runs, truth = planned_runs(), CHINCHILLA.optimal(1e24).parameters
     found = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
+    options: dict[str, dict[str, Any]] = {"": {}, ", degree 2": {"degree": 2}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
-        found["parabola"] = fit_isoflop(runs).optimal(1e24).parameters
-        found["parabola, degree 2"] = fit_isoflop(runs, degree=2).optimal(1e24).parameters
-        found["parabola, nearest 5"] = fit_isoflop(runs, nearest=5).optimal(1e24).parameters
+        for told, option in {**options, ", nearest 5": {"nearest": 5}}.items():
+            found[f"parabola{told}"] = fit_isoflop(runs, **option).optimal(1e24).parameters
     found["parametric"] = fit_parametric(runs).law.optimal(1e24).parameters
     return [
         {"case": "noiseless", "method": method, "n_1e24": n, "over_truth": n / truth}
@@ -126,16 +115,16 @@ def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
 def _sweeps(device: str, quick: bool) -> list[Row]:
     sweep_learning_rate(seeds=1, steps=1, device=device)  # pays for importing torch
     rows: list[Row] = []
+    small: dict[str, Any] = {"seeds": 4, "steps": 5} if quick else {}
     for task, optimizer in SETTINGS:
-        small: dict[str, Any] = {"seeds": 4, "steps": 5} if quick else {}
-        run = partial(sweep_learning_rate, task, optimizer, device=device, **small)
-        seconds, sweep = _timed(run)
-        exact = sweep.exact_rates
+        start = time.perf_counter()
+        sweep = sweep_learning_rate(task, optimizer, device=device, **small)
+        seconds, law, exact = time.perf_counter() - start, sweep.law, sweep.exact_rates
         error = float("nan") if exact is None else float(np.abs(sweep.best_rates / exact - 1).max())
         rows.append(
             {"case": "sweep", "task": task, "optimizer": optimizer, "runs": sweep.runs}
-            | {"time_s": seconds, "error_percent": 100 * error, "shape": sweep.law.shape}
-            | {"batch_size": sweep.law.batch_size, "noise_scale": sweep.critical_batch_size}
+            | {"time_s": seconds, "error_percent": 100 * error, "shape": law.shape}
+            | {"batch_size": law.batch_size, "noise_scale": sweep.critical_batch_size}
         )
     return rows
 
@@ -143,12 +132,8 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
 def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
     """The best Huber objective over some of the 4,500 starts of Hoffmann et al. 2022."""
     log_n, log_d, log_loss = np.log(runs.parameters), np.log(runs.tokens), np.log(runs.loss)
-    grid = itertools.product(
-        np.arange(0, 30, 5.0),
-        np.arange(0, 30, 5.0),
-        np.arange(-1, 1.5, 0.5),
-        *[np.arange(0, 2.5, 0.5)] * 2,
-    )
+    large, small = np.arange(0, 30, 5.0), np.arange(0, 2.5, 0.5)
+    every = [*itertools.product(large, large, np.arange(-1, 1.5, 0.5), small, small)]
 
     def value_and_gradient(theta: Array) -> tuple[float, Array]:
         a, b, e, alpha, beta = theta
@@ -162,7 +147,6 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
         slopes = [*share.sum(1), -(share[0] @ log_n), -(share[1] @ log_d)]
         return float((inside * (np.abs(r) - 0.5 * inside)).sum()), np.array(slopes)
 
-    every = list(grid)
     chosen = every[:: max(1, len(every) // starts)][:starts]
     ends = (minimize(value_and_gradient, s, jac=True, method="L-BFGS-B").fun for s in chosen)
     return float(min(ends))
@@ -170,25 +154,21 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one table; write the rows as JSON if asked."""
-    parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument(
-        "--data", type=Path, help="also fit this file; default: Chinchilla's in $SCALING_DATA"
-    )
-    parser.add_argument("--starts", type=int, help="starts of L-BFGS-B, up to 4500")
-    arguments = parser.parse_args(argv)
     folder = os.environ.get("SCALING_DATA")
     points = Path(folder) / "chinchilla_svg_extracted_data.csv" if folder else None
-    rows = bench(
-        device=arguments.device,
-        quick=arguments.quick,
-        data=arguments.data or points,
-        starts=arguments.starts,
-    )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)
+    add = parser.add_argument
+    add("--device", default="cpu")
+    add("--quick", action="store_true", help="seconds, not minutes")
+    add("--json", type=Path, help="write the rows to this file")
+    told = "also fit this file; default: Chinchilla's in $SCALING_DATA"
+    add("--data", type=Path, default=points, help=told)
+    add("--starts", type=int, help="starts of L-BFGS-B, up to 4500")
+    options = vars(parser.parse_args(argv))
+    file = options.pop("json")
+    rows = bench(**options)
+    if file:
+        file.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
 
 
@@ -196,15 +176,13 @@ def table(rows: list[Row]) -> str:
     """Rows as aligned text, a block for each set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-        blocks.append("\n".join(lines))
+        cells = [
+            [f"{v:.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in group
+        ]
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        lines = (map(str.rjust, line, widths) for line in ([*columns], *cells))
+        blocks.append("\n".join(map("  ".join, lines)))
     return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

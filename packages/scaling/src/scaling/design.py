@@ -6,8 +6,6 @@ little is known, so that copies of one run tell little of it. (Fedorov 1972, c-o
 DuMouchel and Jones 1994, potential terms.)
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -20,6 +18,7 @@ from scaling.fit.parametric import ParametricFit
 from scaling.fit.varpro import Problem
 from scaling.law import CONSTANTS
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
+from scaling.uncertainty.doubts import bends
 from scaling.uncertainty.profile import robust_scale
 from scaling.uncertainty.quantity import Quantity, optimum
 
@@ -62,6 +61,9 @@ def design(
     squares on runs as noisy as those of the fit.
     """
     numbers = {"largest": largest, "apart": apart, "discrepancy": discrepancy}
+    low, high = tokens_per_parameter
+    if not 0 < low < high:
+        raise ValueError(f"tokens_per_parameter = {low, high}: the least and the most, positive")
     if not (budget > 0 and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0):
         told = ", ".join(f"{k} = {v:g}" for k, v in numbers.items())
         raise ValueError(
@@ -81,8 +83,8 @@ def design(
         n, c = _candidates(min(budget / count, largest), tokens_per_parameter, fit)
         d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
         rows = bent.beside(problem.elsewhere({"parameters": n, "tokens": d}), theta)
-        near = (np.abs(np.log(n / n[:, None])) < math.log(apart)) & (
-            np.abs(np.log(d / d[:, None])) < math.log(apart)
+        near = np.logical_and(
+            *(np.abs(np.log(v / v[:, None])) < math.log(apart) for v in (n, d)),
         )
         if found := _greedy(known, rows, slope, count, near):
             variance, chosen = found
@@ -95,16 +97,13 @@ def design(
         )
     variance, n, d, c = min(plans, key=lambda plan: plan[0])
     freedom = max(len(fit.runs) - len(CONSTANTS), 1)
-    unit = float(stdtrit(freedom, 0.975)) * math.sqrt(_noise(fit, freedom))
+    # The variance of log loss that makes least squares as sure as this fit is.
+    delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
+    noise = robust_scale(fit.residuals, delta, freedom)[1]
+    unit = float(stdtrit(freedom, 0.975)) * math.sqrt(noise)
     before = math.sqrt(float(slope @ np.linalg.solve(known, slope)))
     factors = (math.exp(min(unit * s, 600.0)) for s in (before, math.sqrt(variance)))
     return Design(asked.name, n, d, c, *factors)
-
-
-def _noise(fit: ParametricFit, freedom: int) -> float:
-    """The variance of log loss that makes least squares as sure as this fit is."""
-    delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
-    return robust_scale(fit.residuals, delta, freedom)[1]
 
 
 def _candidates(
@@ -136,10 +135,10 @@ class _Bends:
     """What is known beforehand: of the law nothing, of the bends that they are small."""
 
     @staticmethod
-    def of(runs: Runs, jacobian: Array, discrepancy: float) -> _Bends:
+    def of(runs: Runs, jacobian: Array, discrepancy: float) -> "_Bends":
         logs = np.log([runs.parameters, runs.tokens])
         center, scale = logs.mean(1)[:, None], logs.std(1)[:, None]
-        powers = _powers((logs - center) / scale)
+        powers = bends((logs - center) / scale)
         taken_up = np.linalg.lstsq(jacobian.T, powers.T, rcond=1e-12)[0].astype(np.float64)
         size = np.maximum(np.ptp(powers - taken_up.T @ jacobian, axis=1), 1e-9)
         small = np.full(5, max(discrepancy, 1e-6) ** -2.0)
@@ -149,13 +148,8 @@ class _Bends:
         """(10, n) slopes of log loss in the law's parameters and in the bends."""
         slopes = newton.sensitivity(problem, theta)
         logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
-        left = _powers((logs - self.center) / self.scale) - self.taken_up.T @ slopes
+        left = bends((logs - self.center) / self.scale) - self.taken_up.T @ slopes
         return np.concatenate([slopes, left / self.size[:, None]])
-
-
-def _powers(logs: Array) -> Array:
-    x, y = logs
-    return np.stack([x**2, x * y, y**2, x**3, y**3])
 
 
 def _greedy(

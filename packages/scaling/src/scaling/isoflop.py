@@ -7,20 +7,18 @@ interval holds.
 (Hoffmann et al. 2022, section 3.2, "Approach 2".)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.special import stdtrit
 
-from scaling.law import Interval, Optimum
+from scaling.law import Interval, Optimum, check_level
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
 from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
@@ -28,11 +26,10 @@ from scaling.valley import Valley, common_shape, polynomial_bottom
 
 Method = Literal["parabola"]
 
+# Sizes about the best run that are further apart, as a factor, leave a parabola to guess.
 COARSE = 2.5
-"""Sizes about the best run that are further apart, as a factor, leave a parabola to guess."""
-
+# Runs beyond the three that the curve of each budget takes, for a skew that all share.
 FEWEST_BEYOND = 3
-"""Runs beyond the three that the curve of each budget takes."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +55,23 @@ class IsoflopFit:
         its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
         leave no scatter, and the interval is (0, inf).
         """
-        n = self.scale * compute**self.exponent
-        freedom = len(self.valleys) - 2
+        if not 0 < compute < math.inf:
+            raise ValueError(f"compute = {compute}: must be positive and finite")
+        n, freedom = self.scale * compute**self.exponent, len(self.valleys) - 2
         low, high = 0.0, math.inf
         if freedom > 0:
             middle = float(np.mean(np.log([v.compute for v in self.valleys])))
             reach = np.array([1.0, math.log(compute) - middle])
-            decades = max(math.log10(compute / self.valleys[-1].compute), 0.0)
-            deviation = math.hypot(
-                math.sqrt(float(reach @ self.covariance @ reach)), self.drift * decades
-            )
+            beyond = self.drift * max(math.log10(compute / self.valleys[-1].compute), 0.0)
+            deviation = math.hypot(math.sqrt(float(reach @ self.covariance @ reach)), beyond)
             half = float(stdtrit(freedom, 0.5 + self.level / 2)) * deviation
             low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
         pairs = compute / self.flops_per_parameter_token(compute)
-        intervals = {
-            "parameters": Interval(low, high, self.level),
-            "tokens": Interval(pairs / high, pairs / low if low else math.inf, self.level),
-        }
+        tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
+        intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         best = Optimum(compute, n, pairs / n, math.nan, intervals)
         # The parametric law knows of 6 N D alone: it is asked for as many pairs.
-        other = self._by_parametric(FLOPS_PER_PARAMETER_TOKEN * pairs)
-        return checked(best, self.runs, other)
+        return checked(best, self.runs, self._by_parametric(FLOPS_PER_PARAMETER_TOKEN * pairs))
 
     @cached_property
     def _by_parametric(self) -> Callable[[float], Opinion | None]:
@@ -120,10 +113,19 @@ def fit_isoflop(
             f"method = {method!r} is not 'parabola': the best run of a budget is a size somebody"
             " chose, not the optimum, and extrapolating multiplies the error: see scaling.bench"
         )
+    check_level(level)
+    least = 3 if degree is None else degree + 1
+    for option, given, sound in (
+        ("nearest", nearest, nearest is None or nearest >= least),
+        ("bandwidth", bandwidth, bandwidth is None or bandwidth > 0),
+        ("degree", degree, degree in (None, 2, 3, 4)),
+        ("tolerance", tolerance, tolerance >= 0),
+    ):
+        if not sound:
+            told = f"degree is 2, 3 or 4, nearest {least} or more, the others are positive"
+            raise ValueError(f"{option} = {given}: {told}")
     if len(runs) < 5:
-        raise ValueError(
-            f"{len(runs)} runs are too few; train five or more, at two budgets or more"
-        )
+        raise ValueError(f"{len(runs)} runs are too few; train five or more, at two budgets")
     budgets = runs.budgets(tolerance)
     if len(budgets) < 2:
         raise ValueError(
@@ -140,7 +142,6 @@ def fit_isoflop(
         covariance = np.eye(len(kept))
     if len(kept) < 2:
         raise ValueError("fewer than two budgets have a valley:\n" + "\n".join(doubts))
-    n = [v.parameters for v in kept]
     for before, after in itertools.pairwise(kept):
         if after.parameters <= before.parameters:
             doubts.add(
@@ -150,9 +151,9 @@ def fit_isoflop(
             )
     if len(kept) < 4:
         doubts.add(f"{len(kept)} budgets leave {len(kept) - 2} degrees of freedom for the interval")
-    c = np.array([v.compute for v in kept])
-    moved = _drift(c, np.array(n), covariance)
-    scale, exponent, covariance = _power_law(c, np.array(n), covariance)
+    c, n = np.array([(v.compute, v.parameters) for v in kept]).T
+    moved = _drift(c, n, covariance)
+    scale, exponent, covariance = _power_law(c, n, covariance)
     for message in doubts:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     return IsoflopFit(runs, tuple(kept), scale, exponent, covariance, moved, level, tuple(doubts))
@@ -246,11 +247,8 @@ def _skewed_alike(groups: list[Runs], doubts: Doubts) -> tuple[list[Valley], Arr
 
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
     """Scale and exponent, and the covariance of the line in logs from its scatter."""
-    x, y = np.log(c), np.log(n)
-    rows = np.stack([np.ones_like(x), x - x.mean()], axis=1)
-    weight = np.linalg.inv(covariance / np.trace(covariance))
-    inverse = np.linalg.inv(rows.T @ weight @ rows)
-    line = inverse @ rows.T @ weight @ y
+    x, weight = np.log(c), np.linalg.inv(covariance / np.trace(covariance))
+    line, inverse, scatter = _line(x - x.mean(), np.log(n), weight)
     height, exponent = map(float, line)
     scale = math.exp(height - exponent * float(x.mean()))
     if not exponent > 0:
@@ -258,9 +256,16 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
             f"the fitted law N = {scale:.3g} C^{exponent:.3g} does not grow with compute: these"
             " budgets do not fix an optimum"
         )
-    errors = y - rows @ line
-    scatter = float(errors @ weight @ errors) / max(len(c) - 2, 1)
     return scale, exponent, scatter * inverse
+
+
+def _line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
+    """Height and slope of least weighted squares, their covariance, and the scatter about it."""
+    rows = np.stack([np.ones_like(x), x], axis=1)
+    inverse = np.linalg.inv(rows.T @ weight @ rows)
+    line = inverse @ rows.T @ weight @ y
+    errors = y - rows @ line
+    return line, inverse, float(errors @ weight @ errors) / max(len(x) - 2, 1)
 
 
 def _drift(c: Array, n: Array, covariance: Array) -> float:
@@ -268,24 +273,14 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
 
     Of nested least squares the variance of the difference is the difference of the variances.
     """
-    x, y = np.log(c), np.log(n)
-    rows = np.stack([np.ones_like(x), x - x[-1]], axis=1)
-    at_the_top, variances = [], []
-    for count in range(3, len(c) + 1):
-        weight = np.linalg.inv(covariance[:count, :count])
-        inverse = np.linalg.inv(rows[:count].T @ weight @ rows[:count])
-        line = inverse @ rows[:count].T @ weight @ y[:count]
-        at_the_top.append(float(line[0]))
-        variances.append(float(inverse[0, 0]))
-    if len(at_the_top) < 2:
-        return 0.0
-    errors = y - rows @ line
-    scatter = float(errors @ weight @ errors) / (len(c) - 2)
-    return per_decade(
-        [
-            (math.log10(c[-1] / c[i + 2]), top - at_the_top[-1], math.sqrt(scatter * more) + 1e-12)
-            for i, (top, more) in enumerate(
-                zip(at_the_top[:-1], np.array(variances[:-1]) - variances[-1], strict=True)
-            )
-        ]
-    )
+    x, y = np.log(c / c[-1]), np.log(n)
+    lines = [
+        _line(x[:count], y[:count], np.linalg.inv(covariance[:count, :count]))
+        for count in range(3, len(c) + 1)
+    ]
+    cuts = []
+    for i, (line, inverse, _) in enumerate(lines[:-1]):
+        (top, _), whole, scatter = lines[-1]
+        explained = math.sqrt(scatter * (inverse[0, 0] - whole[0, 0])) + 1e-12
+        cuts.append((math.log10(c[-1] / c[i + 2]), float(line[0] - top), explained))
+    return per_decade(cuts)

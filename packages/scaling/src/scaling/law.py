@@ -4,8 +4,6 @@ Notable: the optimum under C = 6 N D is a closed form (Hoffmann et al. 2022, equ
 with tokens to be served after training it is the root of one monotone function.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import overload
@@ -32,6 +30,12 @@ class Interval:
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+
+def check_level(level: float) -> None:
+    """ValueError unless it is the level of a confidence interval."""
+    if not 0 < level < 1:
+        raise ValueError(f"level = {level}: must lie between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,10 @@ class Law:
         `inference_tokens` is T, the tokens that the model will serve in its life: the more, the
         smaller the model and the longer its training (Sardana et al. 2024).
         """
-        if not (compute > 0 and inference_tokens >= 0):
+        if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
             raise ValueError(
                 f"compute = {compute}, inference_tokens = {inference_tokens}: the first must be "
-                "positive, the second not negative"
+                "positive, the second not negative, both finite"
             )
         pairs = compute / FLOPS_PER_PARAMETER_TOKEN
         n = float(optima_of(self.constants, compute)[0])

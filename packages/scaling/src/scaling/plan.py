@@ -4,9 +4,7 @@ Notable: `Law.optimal` answers for a law; a plan answers for runs, so what they 
 and what earlier cuts of them got wrong) is in every number.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scaling.fit.parametric import ParametricFit
 from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval
@@ -56,9 +54,8 @@ def plan(
             )
         d = left / (FLOPS_PER_PARAMETER_TOKEN * n)
         foretold = fit.predict(n, d)
-        loss, intervals = foretold.loss, {"loss": foretold.interval}
-        for name, value in (("parameters", n), ("tokens", d)):
-            intervals[name] = Interval(value, value)
+        loss, given = foretold.loss, {"parameters": Interval(n, n), "tokens": Interval(d, d)}
+        intervals = {"loss": foretold.interval, **given}
+    training = FLOPS_PER_PARAMETER_TOKEN * n * d
     serving = FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
-    made = Plan(budget, served_tokens, n, d, loss, intervals, 0.0, serving)
-    return replace(made, training=FLOPS_PER_PARAMETER_TOKEN * n * d)
+    return Plan(budget, served_tokens, n, d, loss, intervals, training, serving)

@@ -1,7 +1,5 @@
 """Figures of a fit, a backtest or a sweep, intervals drawn as bands; needs matplotlib."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 def plot(
     result: ParametricFit | IsoflopFit | Sweep | Sequence[Foretold], *, up_to: float = 1e24
-) -> Figure:
+) -> "Figure":
     """One figure; `up_to` is the compute in FLOPs to which a fit is extrapolated.
 
     A parametric fit: N and D against C with their band, contours of the loss with the efficient
@@ -59,7 +57,7 @@ def plot(
     return figure
 
 
-def _growth(axes: Axes, fit: ParametricFit | IsoflopFit, up_to: float) -> None:
+def _growth(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:
     """N and D of the optimum against compute, each in its band."""
     compute = np.geomspace(fit.runs.compute.min(), up_to, 60)
     best: list[Optimum] = [fit.optimal(float(c)) for c in compute]
@@ -78,7 +76,7 @@ def _growth(axes: Axes, fit: ParametricFit | IsoflopFit, up_to: float) -> None:
     axes.legend(fontsize=8)
 
 
-def _valleys(axes: Axes, fit: IsoflopFit) -> None:
+def _valleys(axes: "Axes", fit: IsoflopFit) -> None:
     """In one scale of color by compute, since budgets are many and near to each other."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -97,7 +95,7 @@ def _valleys(axes: Axes, fit: IsoflopFit) -> None:
     axes.set(xscale="log", xlabel="parameters", ylabel="loss (nats)", title="IsoFLOP valleys")
 
 
-def _foretold(axes: Axes, rows: Sequence[Foretold]) -> None:
+def _foretold(axes: "Axes", rows: Sequence[Foretold]) -> None:
     """Best sizes at the top over what all runs say, by the compute of the cut; 1 is right."""
     for i, method in enumerate(dict.fromkeys(row.method for row in rows)):
         mine = [row for row in rows if row.method == method]
@@ -115,7 +113,7 @@ def _foretold(axes: Axes, rows: Sequence[Foretold]) -> None:
     axes.legend(fontsize=8)
 
 
-def _contours(axes: Axes, fit: ParametricFit, up_to: float) -> None:
+def _contours(axes: "Axes", fit: ParametricFit, up_to: float) -> None:
     """Equal loss over compute and size; the frontier runs through the leftmost point of each."""
     frontier_c = np.geomspace(fit.runs.compute.min(), up_to, 60)
     frontier_n = np.array([fit.law.optimal(float(c)).parameters for c in frontier_c])
@@ -132,7 +130,7 @@ def _contours(axes: Axes, fit: ParametricFit, up_to: float) -> None:
     axes.legend(fontsize=8)
 
 
-def _residuals(axes: Axes, fit: ParametricFit) -> None:
+def _residuals(axes: "Axes", fit: ParametricFit) -> None:
     shown = axes.scatter(
         fit.runs.compute, -fit.residuals, c=np.log10(fit.runs.parameters), s=12, cmap="viridis"
     )
@@ -142,7 +140,7 @@ def _residuals(axes: Axes, fit: ParametricFit) -> None:
     axes.set_title("Residuals")
 
 
-def _interval(axes: Axes, fit: ParametricFit, compute: float) -> None:
+def _interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
     """The resampled best sizes, and the intervals by bootstrap and by profile."""
     asked = optimum("parameters", compute)
     values: Array = np.log10(asked.of(fit.resampled.constants))
@@ -164,7 +162,7 @@ def _interval(axes: Axes, fit: ParametricFit, compute: float) -> None:
     axes.legend(fontsize=8)
 
 
-def _curves(axes: Axes, sweep: Sweep) -> None:
+def _curves(axes: "Axes", sweep: Sweep) -> None:
     from matplotlib import colormaps
 
     colors = colormaps["viridis"](np.linspace(0, 0.9, len(sweep.batch_sizes)))
@@ -179,7 +177,7 @@ def _curves(axes: Axes, sweep: Sweep) -> None:
     axes.legend(title="batch size", fontsize=7)
 
 
-def _best_rates(axes: Axes, sweep: Sweep) -> None:
+def _best_rates(axes: "Axes", sweep: Sweep) -> None:
     known = np.array([math.isfinite(i.high) for i in sweep.intervals])
     ends = np.array([[i.low, i.high] for i in sweep.intervals])[known].T
     bars = np.abs(ends - sweep.best_rates[known])

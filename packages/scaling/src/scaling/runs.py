@@ -5,8 +5,6 @@ are read as people keep them (see `tables`), and what was understood is said; wh
 choke on, a wrong scale first of all, is refused here, by row and column.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from scaling.tables.cells import blank, decimal_comma, numbers
-from scaling.tables.names import Column, match
+from scaling.tables.names import SETS, Column, match
 from scaling.tables.source import Located, located
 
 Array = NDArray[np.float64]
@@ -29,14 +27,12 @@ FLOPS_PER_PARAMETER_TOKEN = 6.0
 LARGEST_LOSS = 20.0
 """Nats; guessing uniformly among a million tokens costs 13.8."""
 
+# No model has fewer parameters, and none is trained on fewer tokens: such numbers are in units.
 FEWEST = 1000.0
-"""No model has fewer parameters, and none is trained on fewer tokens: such numbers are in units."""
-
+# Tokens a parameter: outside of these N and D are not on one scale.
 TOKENS_A_PARAMETER = (2e-4, 1e6)
-"""Outside of these N and D are not on one scale."""
-
+# C over 6 N D: attention, embeddings and recomputation are worth a factor, not ten.
 FARTHEST = 10.0
-"""C over 6 N D. Attention, embeddings and recomputation are worth a factor, not ten."""
 
 COLUMNS = ("parameters", "tokens", "compute", "loss")
 
@@ -64,18 +60,20 @@ class Runs:
     def __len__(self) -> int:
         return len(self.loss)
 
-    def __getitem__(self, which: slice | NDArray[Any] | Sequence[int]) -> Runs:
+    def __getitem__(self, which: slice | NDArray[Any] | Sequence[int]) -> "Runs":
         """The runs that a slice, a mask or a list of positions picks."""
         index = np.arange(len(self))[which]
         columns = {name: getattr(self, name)[index] for name in COLUMNS}
         rows = tuple(self.rows[i] for i in index)
         return Runs(**columns, rows=rows, explanation=self.explanation)
 
-    def without_highest(self, count: int) -> Runs:
+    def without_highest(self, count: int) -> "Runs":
         """All but the `count` runs of the highest loss, which are the likeliest to be misread."""
+        if not 0 <= count <= len(self):
+            raise ValueError(f"count = {count}: there are {len(self)} runs")
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
 
-    def budgets(self, tolerance: float = 0.05) -> list[Runs]:
+    def budgets(self, tolerance: float = 0.05) -> "list[Runs]":
         """The runs grouped by compute, ascending; a gap wider than `tolerance` starts a group."""
         order = np.argsort(self.compute, kind="stable")
         gaps = np.diff(np.log(self.compute[order])) > math.log1p(tolerance)
@@ -122,9 +120,8 @@ def load_runs(
     if missing := len(table) - len(measured):
         kept = {row for row, _ in measured}
         lost = list_some(row for row, _ in table if row not in kept)
-        left_out.append(
-            f"column {found['loss'].name!r} is blank in {missing} rows ({lost}): left out"
-        )
+        where_lost = f"column {found['loss'].name!r} is blank in {missing} rows ({lost})"
+        left_out.append(f"{where_lost}: left out")
     values = _values(measured, found, units or {})
     rows = [row for row, _ in measured]
     if (last := _last_of_each_run(measured, present, found, values)) is not None:
@@ -136,25 +133,20 @@ def load_runs(
         rows = [rows[i] for i in last[1]]
     for k in ("parameters", "tokens"):
         # n and d of layers and widths, beside columns that say it all.
-        if (
-            k in values
-            and len(values) == 4
-            and len(found[k].name) == 1
-            and values[k].min() < FEWEST
-        ):
+        beside = k in values and len(values) == 4 and len(found[k].name) == 1
+        if beside and values[k].min() < FEWEST:
             del values[k], found[k]
+    for k, other in (("parameters", "tokens"), ("tokens", "parameters")):
+        if k not in values:
+            values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
     _check_scale(values, found, rows, units or {})
-    if "parameters" not in values:
-        values["parameters"] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values["tokens"])
-    elif "tokens" not in values:
-        values["tokens"] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values["parameters"])
     expected = FLOPS_PER_PARAMETER_TOKEN * values["parameters"] * values["tokens"]
     values = {"compute": expected, **values}
     left_out += _mixed(table, present)
     for message in left_out:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    ours = (values["parameters"], values["tokens"], values["compute"], values["loss"])
-    runs = Runs(*ours, rows=tuple(rows))
+    n, d, c, z = (values[k] for k in COLUMNS)
+    runs = Runs(n, d, c, z, tuple(rows))
     _warn(runs, runs.compute / expected, found, tolerance)
     lines = [f"{len(runs)} of {total} rows of {name}", *_explained(runs, found, present), *left_out]
     return replace(runs, explanation="\n".join(lines))
@@ -192,7 +184,8 @@ def _values(
     comma = decimal_comma((found[k].name, column) for k, column in cells.items())
     values = {}
     for k, column in found.items():
-        plain = numbers([cell for _, cell in cells[k]], comma, thousands=k != "loss")
+        unit = units.get(k, column.unit)
+        plain = numbers([cell for _, cell in cells[k]], comma, k != "loss", unit)
         wrong = ~(np.isfinite(plain) & (plain > 0))
         if wrong.any():
             bad = [
@@ -201,7 +194,7 @@ def _values(
             raise ValueError(
                 f"column {column.name!r} must be positive and finite, but {list_some(bad)}"
             )
-        values[k] = plain * units.get(k, column.unit)
+        values[k] = plain
         if "perplexity" in column.said:
             values[k] = np.log(plain)
             if not (values[k] > 0).all():
@@ -234,13 +227,7 @@ def _last_of_each_run(
 def _mixed(table: Located, present: Sequence[str]) -> list[str]:
     """A doubt where the rows come from several data sets, whose losses are not of one law."""
     for name in present:
-        if name.lower().rsplit(".")[-1] in (
-            "dataset",
-            "corpus",
-            "tokenizer",
-            "experiment",
-            "source",
-        ):
+        if name.lower().rsplit(".")[-1] in SETS:
             seen = dict.fromkeys(str(record.get(name)) for _, record in table)
             if 1 < len(seen) <= len(table) / 4:
                 return [
@@ -257,49 +244,64 @@ def _check_scale(
     units: Mapping[str, float],
 ) -> None:
     """ValueError, with the cell and the remedy, where a column is in thousands, millions, …"""
-    small = [k for k in ("parameters", "tokens") if k in values and k not in units]
-    if small := [k for k in small if values[k].min() < FEWEST]:
-        cells = []
+    # What was not given follows from the compute, and shows a wrong scale of that.
+    told = {k: k if k in found else "compute" for k in ("parameters", "tokens")}
+    small = [k for k, of in told.items() if of not in units and values[k].min() < FEWEST]
+    if small:
+        cells, remedy = [], {}
         for k in small:
             at = int(np.argmin(values[k]))
-            cells.append(f"column {found[k].name!r} is {values[k][at]:.5g} in row {rows[at]}")
-        remedy = ", ".join(f"{k!r}: 1e{_likely_power(k, values, small)}" for k in small)
+            given = values[told[k]][at]
+            cells.append(f"column {found[told[k]].name!r} is {given:.5g} in row {rows[at]}")
+            if told[k] != k:
+                cells[-1] += f", which leaves {values[k][at]:.3g} {k}"
+            remedy[told[k]] = f"1e{_likely_power(k, values, small)}"
+        offer = ", ".join(f"{k!r}: {power}" for k, power in remedy.items())
+        how = f"they count thousands, millions or billions: pass units={{{offer}}}, say"
+        if all(np.median(values[k]) >= FEWEST for k in small):
+            how = "other rows are on another scale: mend the cell"
         raise ValueError(
-            f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are no run; they"
-            f" count thousands, millions or billions: pass units={{{remedy}}}, say"
+            f"{' and '.join(cells)}: fewer than {FEWEST:g} {' and '.join(small)} are no run; {how}"
         )
-    if {"parameters", "tokens"} <= set(values):
-        n, d = values["parameters"], values["tokens"]
-        each = d / n
-        low, high = TOKENS_A_PARAMETER
-        # Whoever says that a unit is one has counted.
-        counted = 1.0 in (units.get("parameters"), units.get("tokens"))
-        if not (counted or low <= np.median(each) <= high):
-            at = int(np.argsort(each)[len(each) // 2])
+    n, d = values["parameters"], values["tokens"]
+    each = d / n
+    low, high = TOKENS_A_PARAMETER
+    # Whoever says that a unit is one has counted.
+    counted = 1.0 in (units.get("parameters"), units.get("tokens"))
+    if not (counted or low <= np.median(each) <= high):
+        at = int(np.argsort(each)[len(each) // 2])
+        (a, x), (b, y) = [(found[k].name, values[k][at]) for k in COLUMNS if k in found][:2]
+        raise ValueError(
+            f"columns {a!r} and {b!r} are {x:.4g} and {y:.4g} in row {rows[at]}, {each[at]:.2g}"
+            " tokens a parameter: they are not on one scale; pass units={'tokens': 1e9}, say"
+        )
+    if "compute" in values:
+        ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
+        at = int(np.argmax(np.abs(np.log(ratio))))
+        if not 1 / FARTHEST < ratio[at] < FARTHEST and "compute" not in units:
             raise ValueError(
-                f"columns {found['parameters'].name!r} and {found['tokens'].name!r} are"
-                f" {n[at]:.4g} and {d[at]:.4g} in row {rows[at]}, {each[at]:.2g} tokens a"
-                " parameter: they are not on one scale; pass units={'tokens': 1e9}, say"
+                f"column {found['compute'].name!r} is {values['compute'][at]:.4g} in row"
+                f" {rows[at]}, {ratio[at]:.3g} times 6 N D of {found['parameters'].name!r} ="
+                f" {n[at]:.4g} and {found['tokens'].name!r} = {d[at]:.4g}: a unit is wrong;"
+                f" mend the cell, or pass units={{'compute': {1 / ratio[at]:.0e}}}"
             )
-        if "compute" in values:
-            ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
-            at = int(np.argmax(np.abs(np.log(ratio))))
-            if not 1 / FARTHEST < ratio[at] < FARTHEST and "compute" not in units:
-                raise ValueError(
-                    f"column {found['compute'].name!r} is {values['compute'][at]:.4g} in row"
-                    f" {rows[at]}, {ratio[at]:.3g} times 6 N D of {found['parameters'].name!r} ="
-                    f" {n[at]:.4g} and {found['tokens'].name!r} = {d[at]:.4g}: a unit is wrong;"
-                    f" mend the cell, or pass units={{'compute': {1 / ratio[at]:.0e}}}"
-                )
+    loss = values["loss"]
+    if "loss" not in units and np.median(loss) > LARGEST_LOSS:
+        raise ValueError(
+            f"column {found['loss'].name!r} is {loss[0]:.4g} in row {rows[0]}, and above"
+            f" {LARGEST_LOSS:g} nats in most: worse than guessing; of hundredths pass"
+            " units={'loss': 0.01}, call a perplexity so, and if they are nats pass {'loss': 1}"
+        )
 
 
 def _likely_power(name: str, values: Mapping[str, Array], small: Sequence[str]) -> int:
     """Of the unit that makes it some twenty tokens a parameter, where the other column is sound."""
-    other = "tokens" if name == "parameters" else "parameters"
-    if other not in values or other in small:
-        return 6 if name == "parameters" else 9
+    other, plain = ("tokens", 6) if name == "parameters" else ("parameters", 9)
+    if other in small:
+        return plain
     usual = 20 * values[other] if name == "tokens" else values[other] / 20
-    return 3 * round(float(np.median(np.log10(usual / values[name]))) / 3)
+    power = 3 * round(float(np.median(np.log10(usual / values[name]))) / 3)
+    return power if power > 0 else plain
 
 
 def _explained(runs: Runs, found: Mapping[str, Column], present: Sequence[str]) -> list[str]:
@@ -322,35 +324,31 @@ def _explained(runs: Runs, found: Mapping[str, Column], present: Sequence[str]) 
 
 
 def _warn(runs: Runs, ratio: Array, found: Mapping[str, Column], tolerance: float) -> None:
-    rows = np.array(runs.rows)
+    rows, doubts = np.array(runs.rows), []
     off = np.abs(ratio - 1) > tolerance
     if off.any():
         worst = ratio[np.argmax(np.abs(np.log(ratio)))]
-        warnings.warn(
+        doubts.append(
             f"column {found['compute'].name!r} is not 6 N D within {tolerance:.0%} in rows "
             f"{list_some(rows[off])} (worst: {worst:.3g} times); a "
-            "parametric fit goes by N and D, an IsoFLOP fit takes budgets from it",
-            ScalingWarning,
-            stacklevel=3,
+            "parametric fit goes by N and D, an IsoFLOP fit takes budgets from it"
         )
     if (absurd := runs.loss > LARGEST_LOSS).any():
-        warnings.warn(
+        doubts.append(
             f"column {found['loss'].name!r} is above {LARGEST_LOSS:g} nats in rows "
-            f"{list_some(rows[absurd])}: worse than guessing; is it a perplexity, or diverged?",
-            ScalingWarning,
-            stacklevel=3,
+            f"{list_some(rows[absurd])}: worse than guessing; is it a perplexity, or diverged?"
         )
     table = np.stack([runs.parameters, runs.tokens, runs.loss], axis=1)
     _, first, inverse = np.unique(table, axis=0, return_index=True, return_inverse=True)
     repeated = np.arange(len(runs)) != first[inverse.reshape(-1)]
     if repeated.any():
-        warnings.warn(
+        doubts.append(
             f"rows {list_some(rows[repeated])} repeat earlier ones in"
             f" {sorted(c.name for c in found.values())}: counted twice, they narrow every interval;"
-            " drop them unless they are two runs",
-            ScalingWarning,
-            stacklevel=3,
+            " drop them unless they are two runs"
         )
+    for doubt in doubts:
+        warnings.warn(doubt, ScalingWarning, stacklevel=3)
 
 
 def list_some(items: Iterable[object]) -> str:

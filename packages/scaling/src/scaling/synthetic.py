@@ -1,7 +1,5 @@
 """Runs drawn from a known law, to check a fit against the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +36,7 @@ def isoflop_runs(
     d = c / (FLOPS_PER_PARAMETER_TOKEN * n)
     loss = law.predict(n, d) * np.exp(noise * rng.standard_normal(n.size))
     # Counted one by one, however few tokens a parameter a law of any exponents may ask for.
-    units = {"parameters": 1.0, "tokens": 1.0}
+    units = {"parameters": 1.0, "tokens": 1.0, "loss": 1.0}
     return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
 
 

@@ -6,8 +6,6 @@ E + A / N^alpha + B / D^beta at C = 6 N D is c0 + c1 exp(-alpha u) + c2 exp(beta
 whatever C is. So the skew of all budgets is two numbers; a parabola is the limit of both at zero.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
@@ -18,16 +16,14 @@ from scipy.optimize import least_squares
 
 from scaling.runs import Array, Runs
 
+# Where the search for the shape starts, in each of its two numbers.
 EXPONENTS = np.geomspace(0.06, 1.5, 5)
-"""Where the search for the shape starts, in each of its two numbers."""
-
+# Of the two numbers' prior: what both are about, and the mean and the difference of their logs in
+# deviations. They are equal in a valley as symmetric as a parabola; of published laws and tables
+# they differ by a factor of e^0.5 or so.
 USUAL, PRIOR = 1 / 3, np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
-"""Of the two numbers' prior: what both are about, and the mean and the difference of their logs in
-deviations. They are equal in a valley as symmetric as a parabola; of published laws and tables they
-differ by a factor of e^0.5 or so."""
-
+# Bounds of the two numbers; at 0.01 a valley is a parabola for all that runs can tell.
 FLATTEST, STEEPEST = 0.01, 4.0
-"""Bounds of the two numbers; at 0.01 a valley is a parabola for all that runs can tell."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +44,17 @@ class Valley:
     def tokens(self) -> float:
         """What a model of the best size is trained on, by the runs' own tokens about that size."""
         # In logs between neighbors, so that D = C / (k N) comes back exactly for any k.
-        sizes = np.log(self.runs.parameters)
-        order = np.argsort(sizes, kind="stable")
-        tokens = np.log(self.runs.tokens)[order]
-        return math.exp(np.interp(math.log(self.parameters), sizes[order], tokens))
+        order = np.argsort(self.runs.parameters, kind="stable")
+        sizes, tokens = np.log(self.runs.parameters)[order], np.log(self.runs.tokens)[order]
+        return math.exp(np.interp(math.log(self.parameters), sizes, tokens))
 
     def predict(self, parameters: Array) -> Array:
         """The fitted loss of models of these sizes."""
         u = np.log(parameters) - np.log(self.runs.parameters).mean()
         c = np.array(self.coefficients)
-        if self.shape is None:
-            curve: Array = np.polynomial.polynomial.polyval(u, c)
-            return curve
-        bent: Array = _terms(u, *self.shape) @ c
-        return bent
+        of = np.polynomial.polynomial.polyval
+        curve: Array = of(u, c) if self.shape is None else _terms(u, *self.shape) @ c
+        return curve
 
 
 def polynomial_bottom(

@@ -4,8 +4,6 @@ Notable: with the exact Hessian a refit takes about ten steps, and the fallback 
 iteratively reweighted least squares, which always descends. (Huber 1964; Levenberg 1944.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -126,7 +124,7 @@ class _Point:
     objective: Array
 
     @staticmethod
-    def at(problem: Problem, theta: Array, weights: Array, delta: float) -> _Point:
+    def at(problem: Problem, theta: Array, weights: Array, delta: float) -> "_Point":
         share = np.empty((len(theta), problem.count, len(problem.z)))
         total = np.zeros((len(theta), len(problem.z)))
         for k, log in enumerate(problem.terms(theta).logs):
@@ -151,11 +149,11 @@ class _Point:
         weights = problem.weigh(weights, r)
         return _Point(share, r, log_sum, (weights * inside * (size - 0.5 * inside)).sum(1))
 
-    def take(self, new: _Point, where: NDArray[np.bool_]) -> None:
+    def take(self, new: "_Point", where: NDArray[np.bool_]) -> None:
         for name in ("share", "r", "log_sum", "objective"):
             getattr(self, name)[where] = getattr(new, name)[where]
 
-    def only(self, where: NDArray[np.bool_]) -> _Point:
+    def only(self, where: NDArray[np.bool_]) -> "_Point":
         return _Point(*(a[where] for a in (self.share, self.r, self.log_sum, self.objective)))
 
 

@@ -5,8 +5,6 @@ polishes every grid point and counts how many land on the answer; what the data 
 warning. (Hoffmann et al. 2022, appendix D.3; Besiroglu et al. 2024.)
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass
@@ -15,8 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from scaling.fit import newton
-from scaling.fit.estimate import Estimate
-from scaling.fit.search import Loss, Proof, search
+from scaling.fit.search import Estimate, Loss, Proof, check, search, total
 from scaling.fit.varpro import Problem
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
@@ -127,25 +124,12 @@ def fit_parametric(
     found = tuple(_doubts(runs, problem, theta[0], errors, proof))
     for message in found:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    total = _total(problem, errors, loss, delta)
-    return ParametricFit(runs, law, loss, delta, errors, untuned, total, proof, found)
-
-
-def _total(problem: Problem, errors: Array, loss: Loss, delta: float) -> float:
-    size, weights = np.abs(errors), problem.weigh(np.ones(len(errors)), errors)
-    if loss == "lad":
-        return float((weights * size).sum())
-    inside = np.minimum(size, delta if loss == "huber" else np.inf)
-    return float((weights * inside * (size - 0.5 * inside)).sum())
+    least = total(problem, errors, loss, delta)
+    return ParametricFit(runs, law, loss, delta, errors, untuned, least, proof, found)
 
 
 def _check(runs: Runs, loss: Loss, delta: float, untuned: float) -> None:
-    if loss not in ("huber", "lad", "squares"):
-        raise ValueError(f"loss = {loss!r}: must be 'huber', 'lad' or 'squares'")
-    if not delta > 0:
-        raise ValueError(f"delta = {delta}: must be positive; 1e-3 is usual")
-    if not 0 < untuned <= 1:
-        raise ValueError(f"untuned = {untuned}: a weight, above 0 and at most 1")
+    check(loss, delta, untuned)
     if len(runs) < FEWEST_RUNS:
         raise ValueError(
             f"{len(runs)} runs cannot fix five constants; train at least {FEWEST_RUNS}"

@@ -4,34 +4,30 @@ Notable: the only place where a start can be lost is where one term has died, an
 optimum can be asked outright: if no revival of the term, at any exponent, lowers the objective.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, get_args
 
 import numpy as np
 
 from scaling.fit import newton
 from scaling.fit.varpro import Problem, grid_starts
-from scaling.runs import Array
+from scaling.law import Law
+from scaling.runs import Array, Runs
 
 Loss = Literal["huber", "lad", "squares"]
 
+# Objectives that differ by less, relatively, are one optimum.
 SAME = 1e-8
-"""Objectives that differ by less, relatively, are one optimum."""
-
+# Steps after which a start has not converged; almost all need less than a hundred.
 PATIENCE = 1000
-"""Steps after which a start has not converged; almost all need less than a hundred."""
-
+# Sizes at which a dead term is tried again, in spreads of the loss.
 REVIVALS = 4.0 ** -np.arange(13)
-"""Sizes at which a dead term is tried again, in spreads of the loss."""
-
-
+# Without a proof: the best points of the grid, and a coarser grid of about so many.
 BEST, LATTICE = 8, 25
-"""Without a proof: the best points of the grid, and a coarser grid of about so many."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,25 @@ class Proof:
     def holds(self) -> bool:
         """Whether every start of the whole grid that converged landed on the same optimum."""
         return self.complete and self.landed == self.converged > 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A law without intervals, and what it was fitted to: what any uncertainty starts from."""
+
+    runs: Runs
+    law: Law
+    loss: Loss
+    delta: float
+    residuals: Array
+    """log of predicted over observed loss, one per run."""
+    untuned: float
+    """The weight of runs above the law; below one, they may have been tuned too little."""
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was fitted, in the parameters of the search."""
+        return Problem.of(self.runs, self.untuned)
 
 
 def search(
@@ -115,6 +130,24 @@ def refit(
     first = _first(loss, delta)
     ends = newton.polish(problem, starts, delta=first, weights=weights, springs=springs)
     return ends if loss != "lad" else _shrink(problem, ends, first, weights, finest)
+
+
+def check(loss: Loss, delta: float, untuned: float) -> None:
+    """ValueError unless the loss is one of ours and its numbers make sense."""
+    if loss not in get_args(Loss) or not (delta > 0 and 0 < untuned <= 1):
+        raise ValueError(
+            f"loss = {loss!r}, delta = {delta}, untuned = {untuned}: a loss of {get_args(Loss)}, a"
+            " positive delta (1e-3 is usual), and a weight above 0 and at most 1"
+        )
+
+
+def total(problem: Problem, errors: Array, loss: Loss, delta: float) -> float:
+    """The objective of log residuals: for LAD their absolute sum, not that of a narrow Huber."""
+    size, weights = np.abs(errors), problem.weigh(np.ones(len(errors)), errors)
+    if loss == "lad":
+        return float((weights * size).sum())
+    inside = np.minimum(size, delta if loss == "huber" else np.inf)
+    return float((weights * inside * (size - 0.5 * inside)).sum())
 
 
 def _first(loss: Loss, delta: float) -> float:

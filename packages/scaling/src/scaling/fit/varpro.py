@@ -4,8 +4,6 @@ Notable: a grid over two exponents finds the basin that 4,500 starts in five dim
 of any law, since all that is asked of one are its terms. (Golub and Pereyra 1973.)
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
@@ -59,7 +57,7 @@ class Problem:
     """The weight of rows that lie above the law."""
 
     @staticmethod
-    def of(runs: Runs, untuned: float = 1.0) -> Problem:
+    def of(runs: Runs, untuned: float = 1.0) -> "Problem":
         """The runs under Chinchilla's law."""
         columns = {"parameters": runs.parameters, "tokens": runs.tokens}
         return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss), untuned=untuned)
@@ -68,7 +66,7 @@ class Problem:
         """(S, n) weights of rows with residuals r, log of predicted over observed."""
         return weights if self.untuned == 1 else weights * np.where(r < 0, self.untuned, 1.0)
 
-    def elsewhere(self, columns: Mapping[str, Array]) -> Problem:
+    def elsewhere(self, columns: Mapping[str, Array]) -> "Problem":
         """Other rows, for the same parameters."""
         n = len(next(iter(columns.values())))
         return replace(self, columns=columns, z=np.zeros(n), reference=self.columns)

@@ -4,21 +4,18 @@ Notable: this is the fit of `fit_parametric` (amplitudes by linear algebra, expo
 all polished by Newton's method, the same proof) for whatever terms a `Form` writes down.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.fit import newton
-from scaling.fit.search import Loss, Proof, refit, search
+from scaling.fit.search import Loss, Proof, check, refit, search, total
 from scaling.fit.varpro import Problem
-from scaling.law import Interval
+from scaling.law import Interval, check_level
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Array, Runs, ScalingWarning
 
@@ -51,6 +48,7 @@ class LawFit:
         Quantiles spread by sqrt(n / (n - constants)), as the fit took up that many of n rows;
         without degrees of freedom anything may be.
         """
+        check_level(level)
         if isinstance(asked, str) and asked not in self.constants:
             raise ValueError(f"{asked!r} is not one of {self.form.constants}")
         of = (lambda c: c[asked]) if isinstance(asked, str) else asked
@@ -90,13 +88,9 @@ def fit_law(
         raise ValueError(f"{sorted(unknown)} are not constants of {form.name}: {form.constants}")
     if wrong := [k for k, (value, factor) in priors.items() if not (value > 0 and factor > 1)]:
         raise ValueError(f"priors of {wrong}: a positive value, and a factor above one")
-    if negative := [k for k, value in fixed.items() if k in form.terms and value < 0]:
-        raise ValueError(f"fixed {negative} are amplitudes, which cannot be negative")
-    if loss not in get_args(Loss) or not (delta > 0 and 0 < untuned <= 1):
-        raise ValueError(
-            f"loss = {loss!r}, delta = {delta}, untuned = {untuned}: a loss of {get_args(Loss)}, a"
-            " positive delta, and a weight above 0 and at most 1"
-        )
+    if bad := [k for k, v in fixed.items() if not math.isfinite(v) or (k in form.terms and v < 0)]:
+        raise ValueError(f"fixed {bad}: must be finite, and amplitudes cannot be negative")
+    check(loss, delta, untuned)
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:
         raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
@@ -132,11 +126,7 @@ def fit_law(
             stacklevel=2,
         )
     constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
-    if loss == "lad":
-        total = float(np.abs(errors).sum())
-    else:
-        total = float(newton.objective(problem, theta, delta if loss == "huber" else np.inf)[0])
-    return LawFit(form, constants, total, errors, proof, draw)
+    return LawFit(form, constants, total(problem, errors, loss, delta), errors, proof, draw)
 
 
 def select_law(

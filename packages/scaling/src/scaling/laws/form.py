@@ -5,8 +5,6 @@ has a law that `fit_law` fits, proves, resamples and compares; catalog.toml is n
 `fit_parametric` is this fit of its first entry.
 """
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from collections.abc import Mapping, Sequence

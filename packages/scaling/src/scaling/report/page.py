@@ -4,8 +4,6 @@ Notable: figures are SVG in the text's own color, so that the page is as good in
 is loaded from anywhere; a method that cannot fit the runs says so in its place.
 """
 
-from __future__ import annotations
-
 import html
 import io
 import math
@@ -131,7 +129,7 @@ def _list(items: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>\n" for item in items) + "</ul>"
 
 
-def _figure(figure: Figure) -> str:
+def _figure(figure: "Figure") -> str:
     """As SVG in the color of the text, on no ground."""
     import matplotlib
 

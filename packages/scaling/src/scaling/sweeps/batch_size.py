@@ -5,11 +5,8 @@ their curves rise and fall together; for SGD on linear regression the loss is kn
 sweep is checked against it. (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon".)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,12 +19,10 @@ Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The defaults of one sweep."""
+class Setting(NamedTuple):
+    """The defaults of one sweep; rates are the first, the last and how many, evenly in logs."""
 
     rates: tuple[float, float, int]
-    """First, last and how many, evenly in the logarithm."""
     batch_sizes: tuple[int, ...]
     seeds: int
     steps: int
@@ -99,30 +94,21 @@ def sweep_learning_rate(
     grid = np.geomspace(*default.rates) if rates is None else np.sort(np.asarray(rates, np.float64))
     sizes = np.sort(np.asarray(batch_sizes or default.batch_sizes))
     if not (grid > 0).all() or not (sizes > 0).all():
-        raise ValueError(
-            f"rates and batch sizes must be positive: {grid.tolist()}, {sizes.tolist()}"
-        )
-    count = default.seeds if seeds is None else seeds
-    steps = default.steps if steps is None else steps
-    dimension = default.dimension if dimension is None else dimension
-    noise = default.noise if noise is None else noise
-    by_seed, squares = training.train(
-        task,
-        optimizer,
-        rates=grid,
-        batch_sizes=[int(b) for b in sizes],
-        seeds=count,
-        steps=steps,
-        dimension=dimension,
-        noise=noise,
-        seed=seed,
-        device=device,
-    )
+        told = f"{grid.tolist()}, {sizes.tolist()}"
+        raise ValueError(f"rates and batch sizes must be positive: {told}")
+    asked: dict[str, Any] = {"seeds": seeds, "steps": steps, "dimension": dimension, "noise": noise}
+    chosen = default._replace(**{k: v for k, v in asked.items() if v is not None})
+    if min(chosen.seeds, chosen.steps, chosen.dimension) < 1 or not chosen.noise >= 0:
+        raise ValueError(f"seeds, steps and dimension are one or more, noise not negative: {asked}")
+    options = {k: getattr(chosen, k) for k in asked} | {"seed": seed, "device": device}
+    counts = [int(b) for b in sizes]
+    by_seed, squares = training.train(task, optimizer, rates=grid, batch_sizes=counts, **options)
     exact = None
     if (task, optimizer) == ("linear", "sgd"):
-        exact = exact_rate(sizes, dimension)
-        if noise:
+        exact = exact_rate(sizes, chosen.dimension)
+        if chosen.noise:
+            known: dict[str, Any] = {"steps": chosen.steps, "noise": chosen.noise}
             fine = np.geomspace(1e-5, 2, 20_001)
-            curves = [exact_loss(fine, b, dimension, steps=steps, noise=noise) for b in sizes]
+            curves = [exact_loss(fine, b, chosen.dimension, **known) for b in sizes]
             exact = fine[np.argmin(curves, axis=1)]
     return swept(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)

@@ -1,7 +1,5 @@
 """One's own runs as a sweep: from a table of rates, batch sizes and losses, or from a function."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,13 +8,8 @@ import numpy as np
 
 from scaling.sweeps.sweep import Sweep, swept
 from scaling.tables.cells import number
+from scaling.tables.names import SWEPT
 from scaling.tables.source import located
-
-SWEPT = {
-    "rate": "rate lr learningrate maxlr peaklr baselr eta maxlearningrate peaklearningrate",
-    "batch_size": "batchsize bs batch b globalbatchsize trainbatchsize tokensperbatch batchtokens",
-    "loss": "loss finalloss valloss evalloss testloss validationloss trainloss l",
-}
 
 
 def fit_sweep(source: Any, *, columns: Mapping[str, str] | None = None) -> Sweep:
@@ -32,13 +25,13 @@ def fit_sweep(source: Any, *, columns: Mapping[str, str] | None = None) -> Sweep
     present = list(dict.fromkeys(name for _, record in table for name in record))
     found = {}
     for ours, usual in SWEPT.items():
-        likely = [name for name in present if _plain(name) in usual.split()]
         given = (columns or {}).get(ours)
-        if (given not in present) if given is not None else len(likely) != 1:
+        likely = [n for n in present if (_plain(n) in usual if given is None else n == given)]
+        if len(likely) != 1:
             raise ValueError(
                 f"columns {present}: which is the {ours}? Pass columns={{{ours!r}: '…'}}"
             )
-        found[ours] = given if given is not None else likely[0]
+        found[ours] = likely[0]
     runs: dict[tuple[float, float], list[float]] = {}
     for row, record in table:
         if record.get(found["loss"]) in (None, ""):
@@ -76,16 +69,13 @@ def trained(
         raise ValueError("a task of your own needs rates and batch_sizes to be tried at")
     grid = np.sort(np.asarray(rates, np.float64))
     sizes = sorted(batch_sizes)
-    losses = [
-        [[float(task(float(r), b, seed + i)) for r in grid] for i in range(seeds)] for b in sizes
-    ]
-    found = np.array(losses)
+    tried = [[[task(float(r), b, seed + i) for r in grid] for i in range(seeds)] for b in sizes]
+    found = np.array(tried, np.float64)
     found[~np.isfinite(found)] = np.inf
     if (found <= 0).any():
         raise ValueError(f"the task's loss is {found.min():g}; it must be positive")
-    return swept(
-        getattr(task, "__name__", "own"), "own", grid, np.array(sizes, float), np.log(found)
-    )
+    name = getattr(task, "__name__", "own")
+    return swept(name, "own", grid, np.array(sizes, float), np.log(found))
 
 
 def _plain(name: str) -> str:

@@ -5,8 +5,6 @@ signs, and how sure signs are goes with erf(sqrt(B)): its rate grows as a square
 falls to a plateau. (McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon".)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Notable: the best rate is the bottom of a curve in log rate and log loss, not th
 least loss at the edge of the rates is no bottom, and is refused.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import dataclass
@@ -92,10 +90,19 @@ def swept(
     """The sweep of (batch sizes, seeds, rates) log losses."""
     log_loss = np.stack([_mean(one) for one in by_seed])
     best = np.array([_bottom(rates, curve) for curve in log_loss])
-    _warn_of_edges(rates, sizes, log_loss)
+    edges = [_edges(curve) for curve in log_loss]
+    # Whoever asks for one or two rates looks for no bottom.
+    for side, beyond in ((1, "below"), (2, "above")) if len(rates) > 2 else ():
+        if found := [i for i, at in enumerate(edges) if at[0] == at[side]]:
+            warnings.warn(
+                f"the least loss at batch sizes {', '.join(f'{sizes[i]:g}' for i in found)} is at"
+                f" the edge of the rates: sweep rates {beyond} {rates[edges[found[0]][side]]:.3g}"
+                " too; these have no best rate",
+                ScalingWarning,
+                stacklevel=3,
+            )
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best, strict=True))
-    if squares is None:
-        squares = np.full(len(sizes), np.nan)
+    squares = np.full(len(sizes), np.nan) if squares is None else squares
     runs = int((~np.isnan(by_seed)).sum())
     return Sweep(task, optimizer, rates, sizes, log_loss, best, intervals, exact, squares, runs)
 
@@ -131,23 +138,6 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
         return Interval(0.0, math.inf)
     half = min(float(stdtrit(freedom, 0.975)) * deviation, 600.0)
     return Interval(best * math.exp(-half), best * math.exp(half))
-
-
-def _warn_of_edges(rates: Array, batch_sizes: Array, log_loss: Array) -> None:
-    if len(rates) < 3:  # Whoever asks for one or two rates looks for no bottom.
-        return
-    edges = [_edges(curve) for curve in log_loss]
-    for side, beyond in ((0, "below"), (1, "above")):
-        found = [i for i, (least, *ends) in enumerate(edges) if least == ends[side]]
-        if found:
-            sizes = ", ".join(f"{batch_sizes[i]:g}" for i in found)
-            lowest = rates[edges[found[0]][1 + side]]
-            warnings.warn(
-                f"the least loss at batch sizes {sizes} is at the edge of the rates: sweep rates"
-                f" {beyond} {lowest:.3g} too; these have no best rate",
-                ScalingWarning,
-                stacklevel=4,
-            )
 
 
 def _edges(log_loss: Array) -> tuple[int, int, int]:

@@ -4,9 +4,7 @@ Notable: parameters are (seed, rate, …) and data (seed, example, input), so th
 share one matrix product; gradients are written out, which is what makes 150 steps take a second.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +14,8 @@ from scaling.runs import Array
 
 WIDTH = 64
 """Hidden units of the MLP and of its teacher."""
-
-DIVERGED = 80.0
-"""The log of a loss that nobody would wait to see grow further."""
-
-BETAS, EPSILON = (0.9, 0.999), 1e-8
-"""Adam's, as torch has them."""
+# The log of a loss that nobody would wait to see grow further; Adam's constants, as torch has them.
+DIVERGED, BETAS, EPSILON = 80.0, (0.9, 0.999), 1e-8
 
 
 def train(
@@ -46,9 +40,8 @@ def train(
     for batch in batch_sizes:
         # The same starts and teachers at every batch size, but other data.
         random = torch.Generator(device).manual_seed(seed)
-        model: _Linear | _MLP = (_Linear if task == "linear" else _MLP)(
-            seeds, len(rates), dimension, random
-        )
+        made = _Linear if task == "linear" else _MLP
+        model: _Linear | _MLP = made(seeds, len(rates), dimension, random)
         random.manual_seed((seed + 1) * 1_000_003 + batch)
         rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
         for step in range(steps):
@@ -59,7 +52,8 @@ def train(
                 # Every rate starts from the same parameters.
                 first = sum(g[:, 0].square().sum() for g in gradients) / seeds
                 squares.append(float(first))
-            rule.update(gradients)
+            for p, move in zip(model.parameters, rule.moves(gradients), strict=True):
+                p -= move
             if scalable and isinstance(model, _Linear):
                 model.rescale()
         loss = model.log_loss()
@@ -131,19 +125,13 @@ def _forward(inner_SRHD: Tensor, outer_SRH: Tensor, x_SBD: Tensor) -> tuple[Tens
     return hidden, (hidden * outer_SRH[:, None]).sum(-1)
 
 
-def _per_rate(rates: Tensor, parameter: Tensor) -> Tensor:
-    """Rates shaped to multiply (S, R, …)."""
-    return rates.view(1, -1, *[1] * (parameter.dim() - 2))
-
-
 class _SGD:
     def __init__(self, parameters: list[Tensor], rates: Tensor) -> None:
-        self.parameters = parameters
-        self.rates = [_per_rate(rates, p) for p in parameters]
+        # Shaped to multiply (S, R, …).
+        self.rates = [rates.view(1, -1, *[1] * (p.dim() - 2)) for p in parameters]
 
-    def update(self, gradients: list[Tensor]) -> None:
-        for p, g, rate in zip(self.parameters, gradients, self.rates, strict=True):
-            p -= rate * g
+    def moves(self, gradients: list[Tensor]) -> Iterator[Tensor]:
+        return (rate * g for rate, g in zip(self.rates, gradients, strict=True))
 
 
 class _Adam(_SGD):
@@ -153,11 +141,11 @@ class _Adam(_SGD):
         self.second = [torch.zeros_like(p) for p in parameters]
         self.count = 0
 
-    def update(self, gradients: list[Tensor]) -> None:
+    def moves(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         self.count += 1
         corrections = [1 - beta**self.count for beta in BETAS]
         for i, g in enumerate(gradients):
             self.first[i].lerp_(g, 1 - BETAS[0])
             self.second[i].mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
             size = (self.second[i] / corrections[1]).sqrt_().add_(EPSILON)
-            self.parameters[i] -= self.rates[i] / corrections[0] * self.first[i] / size
+            yield self.rates[i] / corrections[0] * self.first[i] / size

@@ -4,8 +4,6 @@ Notable: whether a comma parts thousands or begins decimals is asked of the whol
 cell (2,859) cannot say; where its cells contradict each other both are named.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.names import PETAFLOP_DAY, PREFIXES, UNITS
+from scaling.tables.names import FLOPS, PETAFLOP_DAY, PREFIXES, UNITS
 
 BLANK = {"", "na", "n/a", "nan", "none", "null", "-", "--", "?", "nil", "#n/a", "undefined"}
 
@@ -69,22 +67,22 @@ def decimal_comma(columns: Iterable[tuple[str, Sequence[tuple[int, Any]]]]) -> b
     return bool(comma)
 
 
-def number(cell: Any, comma: bool, thousands: bool = True) -> float:
-    """A cell as a float; nan where it is none. Suffixes multiply.
+def number(cell: Any, comma: bool, thousands: bool = True, unit: float = 1.0) -> float:
+    """A cell as a float; nan where it is none. A suffix multiplies, or `unit` where there is none.
 
     `comma`: the comma begins decimals. `thousands` false: one mark before three digits is decimal
     even so, as in a loss of 2,859.
     """
     if not isinstance(cell, str):
         try:
-            return float(cell)
+            return float(cell) * unit
         except (TypeError, ValueError):
             return math.nan
     text = cell.strip().lstrip("$~\u2248").strip()
     found = NUMBER.fullmatch(text)
     if not found:
         return float(text) if text.lower() in ("inf", "-inf", "infinity") else math.nan
-    unit = _unit(found["unit"])
+    said = _unit(found["unit"])
     digits = SEPARATORS.sub("", found["digits"].strip())
     mark, other = (",", ".") if comma else (".", ",")
     if other in digits:
@@ -93,26 +91,30 @@ def number(cell: Any, comma: bool, thousands: bool = True) -> float:
         elif re.fullmatch(rf"[-+]?\d{{1,3}}(?:\{other}\d{{3}})+(?:\{mark}\d*)?", digits):
             digits = digits.replace(other, "")
     digits = digits.replace(mark, ".")
-    if not DIGITS.fullmatch(digits) or math.isnan(unit):
+    if not DIGITS.fullmatch(digits) or math.isnan(said):
         return math.nan
-    return float(f"{digits}e{found['power'] or 0}") * unit
+    return float(f"{digits}e{found['power'] or 0}") * (said or unit)
 
 
 def _unit(text: str | None) -> float:
-    """What a suffix multiplies by; nan if it is none."""
+    """What a suffix multiplies by; nan if it is none, 0 if it names no unit."""
     words = re.sub(r"[ .]", "", (text or "").lower())
-    words = re.sub("(?:tokens?|param(?:eter)?s?|nats?|bits?)$", "", words)
+    words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
     if not words or words in ("flop", "flops"):
-        return 1.0
+        return 0.0
+    if words in ("nat", "nats", "bit", "bits"):
+        return 1.0 if words.startswith("n") else math.log(2)
     if words in UNITS:
         return UNITS[words]
     if re.fullmatch("(?:pf|pflops?|petaflops?)(?:/?s)?-?days?", words):
         return PETAFLOP_DAY
-    if scaled := re.fullmatch("([kmgtpezy])flops?", words):
+    if scaled := FLOPS.fullmatch(words):
         return PREFIXES[scaled[1]]
     return math.nan
 
 
-def numbers(cells: Sequence[Any], comma: bool, thousands: bool = True) -> NDArray[np.float64]:
+def numbers(
+    cells: Sequence[Any], comma: bool, thousands: bool = True, unit: float = 1.0
+) -> NDArray[np.float64]:
     """All cells of a column."""
-    return np.array([number(cell, comma, thousands) for cell in cells], np.float64)
+    return np.array([number(cell, comma, thousands, unit) for cell in cells], np.float64)

@@ -4,57 +4,24 @@ Notable: the most telling name wins, so `train_tokens` before a `d` that may be 
 name says besides (a unit, that embeddings are not counted, bits instead of nats) is kept.
 """
 
-from __future__ import annotations
-
+import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
-# Without case, blanks and punctuation. Of two that match the longer name wins.
-NAMES = {
-    "parameters": (
-        "parameters params param n nparams numparams nparameters numparameters modelsize size"
-        " modelparams modelparameters parametercount parameterscount paramcount paramscount"
-        " numberofparameters trainableparams trainableparameters nmodel"
-    ),
-    "tokens": (
-        "tokens d ntokens numtokens tokencount trainingtokens traintokens ntraintokens"
-        " numtraintokens numtrainingtokens tokensseen seentokens tokenstrained trainedtokens"
-        " tokensprocessed processedtokens datasize datasetsize datasettokens numberoftokens ndata"
-    ),
-    "compute": (
-        "compute c flops flop budget computebudget flopsbudget flopbudget isoflop isoflops"
-        " trainingflop trainingflops trainflops trainflop trainingcompute traincompute"
-        " computeflops computeflop numflops"
-    ),
-    "loss": (
-        "loss l lossnats crossentropy crossentropyloss celoss xent ce nll bpb bitsperbyte bpc"
-        " perplexity ppl lmloss"
-    ),
-}
-
-HELD_OUT = ("validation", "val", "eval", "heldout", "test", "dev")
-"""Of several losses, one that was measured on text not trained on, in this order."""
-
-UNITS = {
-    **dict.fromkeys(("k", "thousand", "thousands", "1e3", "e3"), 1e3),
-    **dict.fromkeys(("m", "mn", "mm", "million", "millions", "mega", "1e6", "e6"), 1e6),
-    **dict.fromkeys(("b", "bn", "g", "billion", "billions", "giga", "1e9", "e9"), 1e9),
-    **dict.fromkeys(("t", "tn", "trillion", "trillions", "tera", "1e12", "e12"), 1e12),
-}
+_DATA: dict[str, dict[str, str]] = tomllib.loads(
+    files("scaling.tables").joinpath("names.toml").read_text("utf-8")
+)
+NAMES, SWEPT = ({k: v.split() for k, v in _DATA[t].items()} for t in ("names", "sweeps"))
+UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in words.split()}
+_WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
+HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS = _WORDS.values()
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 PETAFLOP_DAY = 86_400e15
-
-NO_LOSS = frozenset(
-    ("aux", "router", "balance", "z", "std", "stderr", "sem", "delta", "reg", "weight", "scale")
-)
-"""Words that make another thing of a column with "loss" in its name."""
-
-
-SAYS_NOTHING = frozenset(
-    ("final", "best", "last", "train", "training", "summary", "mean", "avg", "macro", "micro")
-)
-RATES = ("s", "sec", "second", "step", "day", "token", "device", "gpu", "parameter", "param")
+FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
+LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
 KINDS = (
     ("non-embedding", "(?:no|non|without|excl?|excluding)(?:emb|embd|embed|embedding)s?", -50.0),
@@ -112,21 +79,25 @@ def is_known(name: str) -> bool:
 
 def recognize(name: str, ours: str) -> Column | None:
     """The column as one of ours, or None."""
-    words = _words(name)
+    words = [word for word in _words(name) if word != "in"]
     if ours == "loss":
         return _loss(name, words)
     if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
         return None
-    if ours == "tokens" and {*HELD_OUT, "unique"} & set(words):
+    if ours == "tokens" and {*HELD_OUT, *NO_TOKENS} & set(words):
+        return None
+    if words[0] in LOGARITHMS:
         return None
     unit, said = 1.0, ""
     if ours == "compute":
         joined = "".join(words)
         if days := re.search(r"(?:petaflops?|pf|pflops?)s?days?$", joined):
             return Column(name, PETAFLOP_DAY, "petaflop/s-days", 8.0 + days.start() / 100)
-        if scaled := re.fullmatch("([kmgtpezy])flops?", words[-1]):
-            unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
-            words = [*words[:-1], "flops"]
+        for count in (2, 1):
+            if scaled := FLOPS.fullmatch("".join(words[-count:])):
+                unit, said = PREFIXES[scaled[1]], f"in {scaled[0]}"
+                words = [*words[:-count], "flops"]
+                break
     # Another unit stands at the end: params_B, tokens (billions), C [1e18].
     for end in range(len(words) - 1, 0, -1):
         tail = "".join(words[end:])
@@ -138,7 +109,12 @@ def recognize(name: str, ours: str) -> Column | None:
     for start in range(len(words)):
         # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
         stem, kind, rank = _kind("".join(words[start:]), ours)
-        if stem in NAMES[ours].split():
+        if stem in NAMES[ours]:
+            before = words[start - 1] if start else ""
+            power = re.fullmatch(r"1?e(\d+)", before)
+            if power or (len(before) > 3 and before in UNITS):  # 1e18 FLOPs, billion tokens
+                unit = 10.0 ** int(power[1]) if power else UNITS[before]
+                said = f"in units of {unit:g}"
             said = ", ".join(filter(None, (kind, said)))
             return Column(name, unit, said, rank + len(stem) - start / 10)
     return None
@@ -163,14 +139,19 @@ def _loss(name: str, words: list[str]) -> Column | None:
         "bits per character": "bpc",
     }
     said = next((kind for kind, form in kinds.items() if re.search(form, joined)), "")
-    if NO_LOSS & set(words):
+    unit = 1.0
+    # Not the loss of weights of so many bits.
+    counted = re.search(r"(?:^| )\d+ bits?\b", " ".join(words))
+    if not said and not counted and {"bits", "bitspertoken", "bpt"} & {*words, joined}:
+        said, unit = "bits, turned into nats", math.log(2)
+    if set(words) & {*NO_LOSS}:
         return None
-    plain = [w for w in words if w not in HELD_OUT and w not in SAYS_NOTHING]
+    units = {"nats", "bits"} if unit != 1 or "nats" in words else set()
+    plain = [w for w in words if w not in {*HELD_OUT, *SAYS_NOTHING, *units}]
     core = "".join(plain)
-    aliases = NAMES["loss"].split()
-    if core not in aliases:
+    if core not in NAMES["loss"]:
         # One corpus of several, say eval/c4/loss; taken only if there is no other.
-        if not re.search("loss|crossentropy|bpb|perplexity|ppl", joined):
+        if not re.search("loss|crossentropy|bpb|bpt|bitspertoken|perplexity|ppl", joined):
             return None
         rank = 0.0
     else:
@@ -183,7 +164,7 @@ def _loss(name: str, words: list[str]) -> Column | None:
         said = ("training " + said).strip()
     # Nats before bits, bits before perplexity.
     rank -= {"": 0.0, "training": 0.0}.get(said, 3.0)
-    return Column(name, 1.0, said, rank)
+    return Column(name, unit, said, rank)
 
 
 def _words(name: str) -> list[str]:

@@ -4,8 +4,6 @@ Notable: nothing is guessed about numbers here, a record maps names to raw cells
 line or position that it came from, so that every later message can name it.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import json
@@ -30,13 +28,19 @@ def located(source: Any, delimiter: str | None) -> Located:
     if isinstance(source, str | Path):
         return _file(Path(source), delimiter)
     if hasattr(source, "columns") and not isinstance(source, Mapping):
-        return _columns({str(name): source[name] for name in source.columns})
+        if any(getattr(getattr(source, "index", None), "names", ())):  # pandas' named levels
+            source = source.reset_index()
+        names = [str(name) for name in source.columns]
+        _no_name_twice(names, "the table")
+        return _columns(dict(zip(names, (source[name] for name in source.columns), strict=True)))
     if isinstance(source, Mapping):
         return _mapping(source)
     if not isinstance(source, Iterable):
         raise TypeError(f"runs come from a path, columns, records or a DataFrame, not {source!r}")
+    if isinstance(source, np.ndarray) and source.dtype.names:
+        return _columns({name: source[name] for name in source.dtype.names})
     records = list(source)
-    if wrong := next((r for r in records if not isinstance(r, Mapping)), None):
+    for wrong in (r for r in records if not isinstance(r, Mapping)):
         raise TypeError(f"a record must map names to values, not {wrong!r}")
     return list(enumerate(map(_flatten, records), 1))
 
@@ -46,9 +50,8 @@ def _mapping(content: Mapping[str, Any]) -> Located:
     if not content:
         return []
     if {"columns", "data"} <= set(content):
-        return located(
-            [dict(zip(content["columns"], row, strict=True)) for row in content["data"]], None
-        )
+        names = content["columns"]
+        return located([dict(zip(names, row, strict=True)) for row in content["data"]], None)
     for key in WRAPPERS:
         inner = content.get(key)
         if isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
@@ -68,10 +71,8 @@ def _columns(columns: Mapping[str, Any]) -> Located:
     lengths = {name: len(v) for name, v in table.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns differ in length: {lengths}")
-    by_row = zip(*table.values(), strict=True)
-    return [
-        (i, _flatten(dict(zip(table, values, strict=True)))) for i, values in enumerate(by_row, 1)
-    ]
+    by_row = (dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True))
+    return list(enumerate(map(_flatten, by_row), 1))
 
 
 def _file(path: Path, delimiter: str | None) -> Located:
@@ -135,13 +136,12 @@ def _csv(path: Path, text: str, delimiter: str | None) -> Located:
         other = next((d for d in ";\t|," if d in "".join(header) and d != mark), None)
         hint = f"; pass delimiter={other!r}" if other else ""
         raise ValueError(f"{path}: delimiter {mark!r} leaves one column, {header}{hint}")
-    if twice := {name for name in header if name and header.count(name) > 1}:
-        raise ValueError(f"{path} has several columns {sorted(twice)}: rename all but one")
+    _no_name_twice(header, path)
     records = []
     for line, cells in rows[1:]:
         while len(cells) > len(header) and not cells[-1]:
             cells.pop()
-        if cells == header:
+        if [cell.lower() for cell in cells] == [name.lower() for name in header]:
             continue
         if len(cells) != len(header):
             raise ValueError(
@@ -152,9 +152,14 @@ def _csv(path: Path, text: str, delimiter: str | None) -> Located:
     return records
 
 
+def _no_name_twice(names: list[str], table: object) -> None:
+    if twice := {name for name in names if name and names.count(name) > 1}:
+        raise ValueError(f"{table} has several columns {sorted(twice)}: rename all but one")
+
+
 def _delimiter(header: str) -> str:
     found = max("\t;|,", key=header.count)
-    return found if header.count(found) else " "
+    return found if found in header else " "
 
 
 def _numeric(cell: str) -> bool:

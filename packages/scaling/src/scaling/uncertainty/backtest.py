@@ -4,8 +4,6 @@ Notable: it is the only judge of an interval that does not assume the law. What 
 runs of a fit widens that fit's intervals already (see `drift`); here it is a table to look at.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -63,6 +61,7 @@ def backtest(
     if not all(0 < share < 1 for share in shares):
         raise ValueError(f"shares = {tuple(shares)}: each must lie between 0 and 1")
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
+    top, cuts = float(compute.max()), np.unique(np.quantile(compute, shares, method="higher"))
     found: list[Foretold] = []
     reasons: list[str] = []
     with warnings.catch_warnings():
@@ -70,11 +69,13 @@ def backtest(
         warnings.simplefilter("ignore", ScalingWarning)
         for method in methods:
             try:
-                by_all = _size(method, runs, float(compute.max()))
-                for cut in np.unique(np.quantile(compute, shares, method="higher")):
+                whole = _fit(method, runs)
+                of = whole.law if isinstance(whole, ParametricFit) else whole
+                by_all = of.optimal(top).parameters
+                for cut in cuts:
                     below = compute <= cut * (1 + 1e-9)
                     if not below.all():
-                        found.append(_foretell(method, runs, below, float(cut), by_all))
+                        found.append(_foretell(method, runs, below, float(cut), top, by_all))
             except ValueError as error:
                 reasons.append(f"{method}: {error}")
     if not found:
@@ -86,35 +87,18 @@ def _fit(method: str, runs: Runs) -> ParametricFit | IsoflopFit:
     return fit_parametric(runs) if method == "parametric" else fit_isoflop(runs)
 
 
-def _size(method: str, runs: Runs, compute: float) -> float:
-    fit = _fit(method, runs)
-    of = fit.law if isinstance(fit, ParametricFit) else fit
-    return of.optimal(compute).parameters
-
-
 def _foretell(
-    method: str, runs: Runs, below: NDArray[np.bool_], cut: float, by_all: float
+    method: str, runs: Runs, below: NDArray[np.bool_], cut: float, top: float, by_all: float
 ) -> Foretold:
     fit, rest = _fit(method, runs[below]), runs[~below]
-    top = FLOPS_PER_PARAMETER_TOKEN * float((runs.parameters * runs.tokens).max())
     best = fit.optimal(top)
-    interval = (best.intervals or {})["parameters"]
-    held, error = 0, math.nan
+    losses, held, error = 0, 0, math.nan
     if isinstance(fit, ParametricFit):
         models = zip(rest.parameters, rest.tokens, strict=True)
         foretold = [fit.predict(float(n), float(d)) for n, d in models]
+        losses = len(rest)
         held = sum(z in p.interval for z, p in zip(rest.loss, foretold, strict=True))
         error = float(np.median(np.abs(np.array([p.loss for p in foretold]) / rest.loss - 1)))
-    return Foretold(
-        method,
-        cut,
-        int(below.sum()),
-        len(rest),
-        math.log10(top / cut),
-        best.parameters,
-        interval,
-        by_all,
-        error,
-        held,
-        len(rest) if isinstance(fit, ParametricFit) else 0,
-    )
+    size = (best.parameters, (best.intervals or {})["parameters"], by_all)
+    away = math.log10(top / cut)
+    return Foretold(method, cut, int(below.sum()), len(rest), away, *size, error, held, losses)

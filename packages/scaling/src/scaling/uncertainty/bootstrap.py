@@ -5,19 +5,17 @@ Newton iteration from the full fit; the intervals are corrected for bias and for
 which they hold the truth too rarely. (Efron 1981; Hesterberg 2015.)
 """
 
-from __future__ import annotations
-
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
-from scaling.fit.estimate import Estimate
 from scaling.fit.newton import vanished
-from scaling.fit.search import refit
-from scaling.law import CONSTANTS, Interval, Optimum
+from scaling.fit.search import Estimate, refit
+from scaling.law import CONSTANTS, Interval, Optimum, check_level
 from scaling.runs import Array, ScalingWarning
 from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, optimum, quantity
 
@@ -41,6 +39,8 @@ class Bootstrap:
     constants: Array
     """(resamples, 5): E, A, B, alpha, beta."""
     level: float
+    drawn: int
+    """How many runs, or groups of them, were drawn."""
 
     def interval(self, asked: str | Quantity) -> Interval:
         """Of E, A, B, alpha, beta, "exponent" (that of N_opt in C), or any `Quantity`.
@@ -57,7 +57,8 @@ class Bootstrap:
         estimate = asked.of(self.fit.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
-        half = stdtrit(freedom, 0.5 + self.level / 2) * math.sqrt(1 + len(CONSTANTS) / freedom)
+        reach = stdtrit(min(freedom, self.drawn - 1), 0.5 + self.level / 2)
+        half = reach * math.sqrt(1 + len(CONSTANTS) / freedom)
         low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
 
@@ -83,21 +84,40 @@ class Bootstrap:
 
 
 def bootstrap(
-    fit: Estimate, *, resamples: int = 4000, level: float = 0.95, seed: int = 0
+    fit: Estimate,
+    *,
+    resamples: int = 4000,
+    level: float = 0.95,
+    seed: int = 0,
+    by: str | Sequence[object] | None = None,
 ) -> Bootstrap:
     """Refit `resamples` samples of the runs, drawn with replacement.
 
-    ScalingWarning where more than one refit in a hundred does not converge.
+    Runs that share a cause of error are drawn together: those of one budget with by="budget", or
+    those of one label, say the seed of each run or of its data's order. ValueError for fewer than
+    five such groups. ScalingWarning where more than one refit in a hundred does not converge.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level = {level}: must lie between 0 and 1")
+    check_level(level)
+    if isinstance(by, str) and by != "budget":
+        raise ValueError(f"by = {by!r}: 'budget', or a label for each run, such as its seed")
     if resamples * (1 - level) < 5:
         raise ValueError(
             f"resamples = {resamples}: a {level:.0%} interval needs {math.ceil(5 / (1 - level))}"
         )
     n = len(fit.runs)
     problem = fit.problem
-    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), resamples)
+    group, groups = np.arange(n), n
+    if by is not None:
+        label = {r: i for i, g in enumerate(fit.runs.budgets()) for r in g.rows}
+        named = [label[r] for r in fit.runs.rows] if isinstance(by, str) else by
+        labels = [str(name) for name in named]
+        if len(labels) != n or len(set(labels)) < 5:
+            told = f"{len(labels)} labels, {len(set(labels))} of them different"
+            raise ValueError(f"by: {told}, for {n} runs; it takes one a run, and five groups")
+        group = np.unique(np.array(labels), return_inverse=True)[1]
+        groups = len(set(labels))
+    drawn = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), resamples)
+    counts = drawn[:, group]
     starts = np.tile(problem.centered(fit.law), (resamples, 1))
     weights = counts.astype(np.float64)
     ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
@@ -110,4 +130,4 @@ def bootstrap(
             ScalingWarning,
             stacklevel=2,
         )
-    return Bootstrap(fit, problem.natural(ends.theta), level)
+    return Bootstrap(fit, problem.natural(ends.theta), level, groups)

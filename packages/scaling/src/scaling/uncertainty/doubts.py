@@ -4,8 +4,6 @@ Notable: two methods that contradict each other on the same runs say more than e
 the residuals of a law that is not true bend, which an F test sees before any extrapolation fails.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from scaling.fit.search import search
 from scaling.fit.varpro import Problem
 from scaling.law import Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
-from scaling.uncertainty.profile import robust_scale
+from scaling.uncertainty.profile import curvature, robust_scale
 from scaling.uncertainty.quantity import optimum
 
 WIDE = 10.0
@@ -70,9 +68,8 @@ def parametric_opinion(runs: Runs) -> Callable[[float], Opinion | None]:
     if freedom < 3 or any(len(np.unique(c)) < 3 for c in (runs.parameters, runs.tokens)):
         return lambda compute: None
     problem = Problem.of(runs)
-    theta = search(problem, "huber", 1e-3, prove=False)[0][0]
-    jacobian = newton.sensitivity(problem, theta)
-    errors = newton.residuals(problem, theta[None])[0]
+    theta = search(problem, "huber", 1e-3, prove=False)[0]
+    errors = newton.residuals(problem, theta)[0]
     unit = float(stdtrit(freedom, 0.975)) * math.sqrt(robust_scale(errors, 1e-3, freedom)[1])
 
     def opinion(compute: float) -> Opinion:
@@ -81,9 +78,8 @@ def parametric_opinion(runs: Runs) -> Callable[[float], Opinion | None]:
         def implied(rows: Array) -> Array:
             return np.log(asked.of(problem.natural(rows)))
 
-        slope = newton.slopes(implied, theta[None])[0]
-        spread = float(slope @ np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15) @ slope)
-        return Opinion("parametric", float(implied(theta[None])[0]), unit * math.sqrt(abs(spread)))
+        half = unit * curvature(problem, theta, implied)
+        return Opinion("parametric", float(implied(theta)[0]), half)
 
     return opinion
 
@@ -134,22 +130,23 @@ def bend(problem: Problem, theta: Array, errors: Array) -> float:
     An F test of x^2, x y, y^2, x^3 and y^3 against what the five constants cannot take up, with
     the errors of misread runs cut off at four spreads.
     """
-    logs = [np.log(problem.columns[name]) for name in ("parameters", "tokens")]
-    x, y = ((log - log.mean()) / log.std() for log in logs)
-    extra = np.stack([x**2, x * y, y**2, x**3, y**3], axis=1)
+    logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
+    extra = bends((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
     spread = 1.4826 * float(np.median(np.abs(errors)))
     freedom = len(errors) - 10
     if freedom < 5 or spread < 1e-7:
         return 1.0
     basis, _ = np.linalg.qr(newton.sensitivity(problem, theta).T)
-
-    def left(values: Array) -> Array:
-        rest: Array = values - basis @ (basis.T @ values)
-        return rest
-
-    r = left(np.clip(errors, -4 * spread, 4 * spread))
-    bends, sizes, _ = np.linalg.svd(left(extra), full_matrices=False)
-    bends = bends[:, sizes > 1e-8 * sizes[0]]
-    explained = float(((bends.T @ r) ** 2).sum())
+    r = np.clip(errors, -4 * spread, 4 * spread)
+    r, extra = r - basis @ (basis.T @ r), extra - basis @ (basis.T @ extra)
+    left, sizes, _ = np.linalg.svd(extra, full_matrices=False)
+    left = left[:, sizes > 1e-8 * sizes[0]]
+    explained = float(((left.T @ r) ** 2).sum())
     rest = max(float(r @ r) - explained, 1e-300)
-    return float(fdtrc(bends.shape[1], freedom, explained / bends.shape[1] / (rest / freedom)))
+    return float(fdtrc(left.shape[1], freedom, explained / left.shape[1] / (rest / freedom)))
+
+
+def bends(logs: Array) -> Array:
+    """(5, n) second and third powers of (2, n) scaled logs of N and D: what a law may lack."""
+    x, y = logs
+    return np.stack([x**2, x * y, y**2, x**3, y**3])

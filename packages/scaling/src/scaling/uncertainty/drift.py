@@ -1,12 +1,9 @@
 """What the law of the smaller runs gets wrong about the larger ones, and so this law about others.
 
 Notable: resampled runs show the noise of runs, not that the law is not quite true. That shows where
-the past is foretold: fit the runs below a cut, ask for the best size at the top, compare with what
-all runs say there. Errors that noise explains add nothing; else their drift in each decade of
-compute goes into every interval beyond the runs.
+the past is foretold: fit the runs below a cut, compare with all runs at the top. Errors that noise
+explains add nothing; else their drift in each decade goes into every interval beyond the runs.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -19,36 +16,30 @@ from scaling.law import Interval, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction
 
-SHARES = (0.25, 0.35, 0.5, 0.65, 0.8)
-"""Of the runs, by compute, that a cut keeps."""
-
-FEWEST_RUNS = 12
-"""Below a cut: five constants and as many to be wrong about them."""
-
+# Of the runs, by compute, what the cuts keep; and how many runs a cut has at the least: five
+# constants and as many to be wrong about them.
+SHARES, FEWEST_RUNS = (0.25, 0.35, 0.5, 0.65, 0.8), 12
+# Mean square of errors over their deviations. Where the law holds, cuts of one set exceed it in one
+# set of twenty.
 SIGNIFICANT = 2.2
-"""Mean square of errors over their deviations. Where the law holds, cuts of one set exceed it in
-one set of twenty."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A law of the runs below a cut, held against all runs at their highest compute."""
+    """The runs below a cut held against all runs, at their highest compute; errors are in logs."""
 
     compute: float
-    """The highest of the runs that were fitted."""
     runs: int
     decades: float
-    """From there to the highest of all runs."""
     size_error: float
-    """log of the best size that it foretells there over the best size by all runs."""
     size_deviation: float
-    """The standard deviation that the resamples of both explain."""
+    """What the resamples of both fits explain of it."""
     loss_error: float
-    """log of foretold over observed loss, median over the runs beyond the cut."""
+    """The median over the runs beyond the cut."""
     loss_deviation: float
     run_error: float
-    """The 95 % quantile of |log of foretold over observed| in units of what was to be expected of
-    a run beyond the cut, noise included: 1.96 where the law holds."""
+    """The 95 % quantile of |error| of a run beyond the cut, in units of what was to be expected
+    with its noise: 1.96 where the law holds."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +56,26 @@ class Drift:
 
     def widened(self, best: Optimum) -> Optimum:
         """An optimum whose intervals allow for the drift up to its compute."""
-        intervals = dict(best.intervals or {})
-        for name, per_decade in (
-            ("parameters", self.size),
-            ("tokens", self.size),
-            ("loss", self.loss),
-        ):
-            if name in intervals:
-                spread = per_decade * self._decades(best.compute)
-                intervals[name] = _widen(intervals[name], getattr(best, name), spread)
-        return replace(best, intervals=intervals)
+        each = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
+        spread = {k: each[k] * self.decades(best.compute) for k in best.intervals or {}}
+        intervals = (best.intervals or {}).items()
+        return replace(
+            best, intervals={k: _widen(i, getattr(best, k), spread[k]) for k, i in intervals}
+        )
 
     def of_a_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
         """The interval of one more run: of the mean, the noise of a run, and the drift."""
         level = mean.interval.level
         widened = _widen(mean.interval, mean.loss, run_noise(residuals, level))
-        if not self._decades(compute):
+        if not self.decades(compute):
             return widened
         low = self.run * math.log(mean.loss / widened.low)
         high = self.run * math.log(widened.high / mean.loss)
         further = Interval(mean.loss * math.exp(-low), mean.loss * math.exp(high), level)
-        return _widen(further, mean.loss, self.loss * self._decades(compute))
+        return _widen(further, mean.loss, self.loss * self.decades(compute))
 
-    def _decades(self, compute: float) -> float:
+    def decades(self, compute: float) -> float:
+        """How far a compute lies beyond the runs."""
         return max(math.log10(compute / self.highest), 0.0)
 
 
@@ -101,50 +89,42 @@ def run_noise(residuals: Array, level: float = 0.95) -> float:
 def drift(runs: Runs, refit: Callable[[Runs], Bootstrap]) -> Drift:
     """Refit the runs below each of five cuts in compute; `refit` may raise ValueError."""
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
-    highest = float(compute.max())
+    highest, cuts = float(compute.max()), []
     try:
         whole = refit(runs)
     except ValueError:
         return Drift(highest, (), 0.0, 0.0, 1.0)
-    cuts = []
     for limit in np.unique(np.quantile(compute, SHARES, method="lower")):
         below = compute <= limit
         if below.sum() < FEWEST_RUNS or below.all():
             continue
         try:
-            part = refit(runs[below])
+            cuts.append(_cut(refit(runs[below]), whole, runs[~below], float(limit), highest))
         except ValueError:
             continue
-        cuts.append(_cut(part, whole, runs[~below], float(limit), highest))
-    return Drift(
-        highest,
-        tuple(cuts),
-        per_decade([(c.decades, c.size_error, c.size_deviation) for c in cuts]),
-        per_decade([(c.decades, c.loss_error, c.loss_deviation) for c in cuts]),
-        max(1.0, max(c.run_error for c in cuts) / _reach(0.95)) if cuts else 1.0,
-    )
+    size = per_decade([(c.decades, c.size_error, c.size_deviation) for c in cuts])
+    loss = per_decade([(c.decades, c.loss_error, c.loss_deviation) for c in cuts])
+    worst = max((c.run_error for c in cuts), default=0.0)
+    return Drift(highest, tuple(cuts), size, loss, max(1.0, worst / _reach(0.95)))
 
 
 def _cut(part: Bootstrap, whole: Bootstrap, beyond: Runs, limit: float, highest: float) -> Cut:
-    size, deviation = [], []
-    for fit in (part, whole):
-        size.append(math.log(fit.fit.law.optimal(highest).parameters))
-        deviation.append(_deviation(np.log(fit.sizes(highest))))
-    predicted = np.log(part.fit.law.predict(beyond.parameters, beyond.tokens))
-    error = predicted - np.log(beyond.loss)
+    sizes = [math.log(fit.fit.law.optimal(highest).parameters) for fit in (part, whole)]
+    deviations = [_deviation(np.log(fit.sizes(highest))) for fit in (part, whole)]
+    error = np.log(part.fit.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     models = zip(beyond.parameters, beyond.tokens, strict=True)
     explained = np.array([_deviation(np.log(part.losses(n, d))) for n, d in models])
-    noise = run_noise(part.fit.residuals)
     at = int(np.argsort(error)[len(beyond) // 2])
+    expected = np.hypot(explained, run_noise(part.fit.residuals))
     return Cut(
         limit,
         len(part.fit.runs),
         math.log10(highest / limit),
-        size[0] - size[1],
-        math.hypot(*deviation),
+        sizes[0] - sizes[1],
+        math.hypot(*deviations),
         float(np.median(error)),
         math.hypot(explained[at], _deviation(error) / math.sqrt(len(beyond))),
-        float(np.quantile(np.abs(error) / np.hypot(explained, noise), 0.95)),
+        float(np.quantile(np.abs(error) / expected, 0.95)),
     )
 
 

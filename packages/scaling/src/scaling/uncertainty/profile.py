@@ -5,17 +5,17 @@ by holding it with a stiff spring, and every point found so lies on the profile 
 (Venzon and Moolgavkar 1988; the scaling of a robust objective: Ronchetti 1982.)
 """
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import stdtrit
 
 from scaling.fit import newton
-from scaling.fit.estimate import Estimate
-from scaling.law import CONSTANTS, Interval
+from scaling.fit.search import Estimate
+from scaling.fit.varpro import Problem
+from scaling.law import CONSTANTS, Interval, check_level
 from scaling.runs import Array
 from scaling.uncertainty.quantity import Quantity, quantity
 
@@ -41,6 +41,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
     v and kappa = mean(psi^2) / mean(psi') brings a robust loss to the scale of a likelihood; the
     threshold is the square of Student's t. An end that the data do not set is 0 or inf.
     """
+    check_level(level)
     asked = quantity(asked) if isinstance(asked, str) else asked
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
@@ -62,10 +63,7 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
         point = np.array([center])
         return Profile(asked.name, point, 0 * point, threshold, Interval(center, center, level))
     # The half-width that the curvature alone would give, as the unit of the search.
-    slope = newton.slopes(implied, best)[0]
-    jacobian = newton.sensitivity(problem, best[0])
-    spread = np.linalg.solve(jacobian @ jacobian.T, slope)
-    unit = math.sqrt(variance * threshold * float(slope @ spread))
+    unit = math.sqrt(variance * threshold) * curvature(problem, best, implied)
     values, deviance, ends = [np.array([center])], [np.zeros(1)], []
     for side in (-1, 1):
         reach, end = 2.0, math.nan
@@ -91,6 +89,13 @@ def profile(fit: Estimate, asked: str | Quantity, *, level: float = 0.95) -> Pro
     v, d = np.concatenate(values), np.concatenate(deviance)
     order = np.argsort(v)
     return Profile(asked.name, v[order], d[order], threshold, Interval(ends[0], ends[1], level))
+
+
+def curvature(problem: Problem, theta: Array, implied: Callable[[Array], Array]) -> float:
+    """The deviation of what (1, P) constants imply, by their curvature, for a unit of noise."""
+    slope, jacobian = newton.slopes(implied, theta)[0], newton.sensitivity(problem, theta[0])
+    spread = slope @ np.linalg.pinv(jacobian @ jacobian.T, rcond=1e-15) @ slope
+    return math.sqrt(abs(float(spread)))
 
 
 def robust_scale(errors: Array, delta: float, freedom: int) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """What can be asked of a law, as functions of many laws at once: one form for all intervals."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,15 +34,18 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
     """The "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
     if field not in FIELDS:
         raise ValueError(f"{field!r} is not one of {FIELDS}")
-    row = FIELDS.index(field)
-    name = f"best {field} at {compute:.3g} FLOPs"
+    if not 0 < compute < math.inf:
+        raise ValueError(f"compute = {compute}: must be positive and finite")
+    row, name = FIELDS.index(field), f"best {field} at {compute:.3g} FLOPs"
     return Quantity(name, lambda c: optima(c, compute, inference_tokens)[row])
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
     """The loss of one model."""
-    name = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
-    return Quantity(name, lambda c: loss_of(c, parameters, tokens))
+    if not (parameters > 0 and tokens > 0):
+        raise ValueError(f"parameters = {parameters}, tokens = {tokens}: must be positive")
+    told = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
+    return Quantity(told, lambda c: loss_of(c, parameters, tokens))
 
 
 def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:

@@ -4,8 +4,6 @@ Notable: of a law at its optimum the reducible loss is one power of compute, K (
 the compute that reaches a loss is a closed form; a percent of loss is many percent of compute.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -15,7 +13,6 @@ from scaling.fit.parametric import ParametricFit
 from scaling.law import Interval, optima_of
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.doubts import BENDS, bend
-from scaling.uncertainty.quantity import optima
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
         raise ValueError(f"compute = {compute}: must be positive")
     loss = a.law.optimal(compute).loss
     factor = float(_needed(b.law.constants[None], np.array([loss]))[0]) / compute
-    reached = optima(a.resampled.constants, compute)[2]
+    reached = optima_of(a.resampled.constants, compute)[2]
     drawn = np.sort(np.log(_needed(b.resampled.constants, reached) / compute))
     # Of values that may be infinite: no mean of two.
     low, high = (float(drawn[round(p * (len(drawn) - 1))]) for p in (0.025, 0.975))
@@ -52,9 +49,8 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
     more = 1.96 * missed * loss / ((loss - law.E) * gamma)
     center = math.log(factor)
     down, up = math.hypot(min(low - center, 0), more), math.hypot(max(high - center, 0), more)
-    return Speedup(
-        compute, loss, factor, Interval(math.exp(center - down), math.exp(min(center + up, 600)))
-    )
+    ends = Interval(math.exp(center - down), math.exp(min(center + up, 600)))
+    return Speedup(compute, loss, factor, ends)
 
 
 def _needed(constants: Array, loss: Array) -> Array:
@@ -70,7 +66,7 @@ def _needed(constants: Array, loss: Array) -> Array:
 
 def _lack(fit: ParametricFit, compute: float) -> float:
     """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
-    decades = max(math.log10(compute / fit.drift.highest), 0.0) if math.isfinite(compute) else 0.0
+    decades = fit.drift.decades(compute) if math.isfinite(compute) else 0.0
     problem = fit.problem
     bends = bend(problem, problem.centered(fit.law), fit.residuals) < BENDS
     spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
