@@ -442,6 +442,18 @@ def rates() -> list[Row]:
     return rows
 
 
+def language_rates() -> list[Row]:
+    """The same of a small decoder on text, AdamW, 100 steps: the task of examples/learning_rate.py."""
+    sweep = runpy.run_path(str(EXAMPLES / "learning_rate.py"))["main"]()
+    found = zip(
+        sweep.batch_sizes, sweep.best_rates, sweep.intervals, sweep.loss.min(axis=1), strict=True
+    )
+    return [
+        {"batch": int(batch), "best_rate": rate, "low": x.low, "high": x.high, "least_loss": loss}
+        for batch, rate, x, loss in found
+    ]
+
+
 def _grid(low: float, high: float, count: int) -> list[float]:
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
@@ -737,7 +749,7 @@ CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
         warmup, sizes, precision, kernels, layers, attention_memory, attention_time, model_compiled,
-        checkpointing, epoch, parallel, trace, rates, digits, prompt_overfits, sharding, isoflop,
+        checkpointing, epoch, parallel, trace, rates, language_rates, digits, prompt_overfits, sharding, isoflop,
         parametric, run,
     )
 }  # fmt: skip

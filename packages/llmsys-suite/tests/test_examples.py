@@ -3,12 +3,16 @@
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from scaling import sweep_learning_rate
 from worker_pool import run_ranks
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+RATES = FOLDER / "learning_rate.py"
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path != RATES)
 
 
 def last_loss(script: str) -> float:
@@ -18,7 +22,7 @@ def last_loss(script: str) -> float:
 @pytest.fixture(scope="module")
 def alone() -> float:
     """The loss of one process, by the script that does least."""
-    (loss,) = run_ranks(last_loss, 1, str(EXAMPLES[0].parent / "naive_data_parallel.py"))
+    (loss,) = run_ranks(last_loss, 1, str(FOLDER / "naive_data_parallel.py"))
     return loss
 
 
@@ -36,6 +40,12 @@ def test_there_is_one_for_each_parallelism():
 def test_two_ranks_train_as_one_process_does(example, alone):
     for loss in run_ranks(last_loss, 2, str(example)):
         assert loss == pytest.approx(alone, rel=1e-4)
+
+
+def test_the_language_model_is_a_task_of_a_sweep():
+    final_loss = partial(runpy.run_path(str(RATES))["final_loss"], steps=20)
+    sweep = sweep_learning_rate(final_loss, rates=[1e-4, 1e-2, 3.0], batch_sizes=[4])
+    assert sweep.best_rates[0] == pytest.approx(1e-2, rel=0.9)
 
 
 @pytest.mark.exhaustive
