@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import runpy
 import statistics
 import subprocess
 import sys
@@ -443,7 +444,7 @@ def rates() -> list[Row]:
 
 
 def language_rates() -> list[Row]:
-    """The same of a small decoder on text, AdamW, 100 steps: the task of examples/learning_rate.py."""
+    """The same of a small decoder on text with AdamW: what examples/learning_rate.py sweeps."""
     sweep = runpy.run_path(str(EXAMPLES / "learning_rate.py"))["main"]()
     found = zip(
         sweep.batch_sizes, sweep.best_rates, sweep.intervals, sweep.loss.min(axis=1), strict=True
@@ -749,8 +750,8 @@ CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
         warmup, sizes, precision, kernels, layers, attention_memory, attention_time, model_compiled,
-        checkpointing, epoch, parallel, trace, rates, language_rates, digits, prompt_overfits, sharding, isoflop,
-        parametric, run,
+        checkpointing, epoch, parallel, trace, rates, language_rates, digits, prompt_overfits,
+        sharding, isoflop, parametric, run,
     )
 }  # fmt: skip
 
