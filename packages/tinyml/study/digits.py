@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from tinyml import (
     IntegerModel,
     allocate,
@@ -35,7 +36,7 @@ from tinyml import (
     sensitivity,
     size_of,
 )
-from tinyml.plot import Panel, Picture, plot_frontier, plot_sensitivity, plot_weights
+from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 
@@ -147,7 +148,7 @@ def study(images: Tensor, labels: Tensor, seeds: int, epochs: int) -> list[Row]:
             times = _times({name: made[name][0] for name in _TIMED}, images[task.test])
             folder = HERE / "pictures"
             folder.mkdir(exist_ok=True)
-            plot_weights(model).save(folder / "weights.svg")
+            save(plot_weights(model), folder / "weights.svg")
             print("seed 0 done", flush=True)
     count = len(task.test)
     for name, each in right.items():
@@ -212,7 +213,7 @@ def _layers(task: Task, model: nn.Module) -> list[Row]:
     return rows
 
 
-def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
     """Every picture that the rows hold, by its name."""
     found = {row["model"]: row for row in rows if row["case"] == "digits"}
     right = next(key for key in found["float32"] if key.startswith("right_of"))
@@ -244,7 +245,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
     )
     return {
         "sensitivity": plot_sensitivity(scan, metric="accuracy"),
-        "bits": Picture([Panel("", "bits", "right, %", by_bits, level=top)]),
+        "bits": plot_frontier(by_bits, x="bits", metric="right, %", level=top, log=False),
         "frontier": plot_frontier(ways, metric="right, %", level=top),
         "latency": plot_frontier(
             {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="right, %"
@@ -283,7 +284,7 @@ def main() -> None:
         rows = study(images, labels, arguments.seeds, arguments.epochs)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
-        picture.save(HERE / "pictures" / f"{name}.svg")
+        save(picture, HERE / "pictures" / f"{name}.svg")
 
 
 if __name__ == "__main__":
