@@ -12,7 +12,7 @@ Notable (Hu et al., "LoRA", 2021; names and initialization are those of the peft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -185,21 +185,30 @@ def add_lora(
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
     places = _places(model, tuple(kinds), wanted, guarded(model, protect))
+    return put_in(model, places, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout))
+
+
+def put_in(
+    model: nn.Module,
+    places: Sequence[tuple[nn.Module, str]],
+    make: Callable[[nn.Module], LoRA],
+) -> nn.Module:
+    """Freeze `model` and put what `make` gives for each child at (parent, name) in its place.
+
+    Each child has one adapter, and all are made before the first is put in.
+    """
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    made: dict[nn.Module, LoRA] = {}
+    children = {place: place[0].get_submodule(place[1]) for place in places}
     try:
-        for parent, name in places:
-            child = parent.get_submodule(name)
-            if child not in made:
-                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)
+        made = {child: make(child) for child in dict.fromkeys(children.values())}
     except Exception:
         for parameter, was in trained.items():
             parameter.requires_grad_(was)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    for parent, name in places:
-        setattr(parent, name, made[parent.get_submodule(name)])
+    for (parent, name), child in children.items():
+        setattr(parent, name, made[child])
     return model
 
 
@@ -235,7 +244,7 @@ def merge(model: nn.Module) -> nn.Module:
 
     An adapter that cannot be merged, or is merged already, is an error, and none is merged.
     """
-    adapters = _adapters(model)
+    adapters = adapters_of(model)
     for name, adapter in adapters.items():
         try:
             adapter.check_mergeable()
@@ -248,7 +257,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 def unmerge(model: nn.Module) -> nn.Module:
     """Undo `merge`, bit for bit."""
-    for adapter in _adapters(model).values():
+    for adapter in adapters_of(model).values():
         adapter.unmerge()
     return model
 
@@ -257,12 +266,13 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The adapters alone: what there is to save of a fine-tuned model."""
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in _adapters(model).items()
+        for name, adapter in adapters_of(model).items()
         for key in ("lora_A", "lora_B")
     }
 
 
-def _adapters(model: nn.Module) -> dict[str, LoRA]:
+def adapters_of(model: nn.Module) -> dict[str, LoRA]:
+    """The adapters of a model by name; having none is an error."""
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
     if not found:
         raise ValueError("the model has no adapter; add_lora(model) puts them in")
