@@ -437,6 +437,19 @@ def test_a_constant_of_each_place_says_that_it_has_no_form():
         IntegerModel(Places(), [torch.randn(2, 2, 6, 6)])
 
 
+def test_a_filter_of_zeros_keeps_its_bias():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
+    with torch.no_grad():
+        model[0].weight[1:3] = 0
+        model[2].weight[1:] = 0
+        model[2].bias.copy_(torch.tensor([0.0, 0.3, -0.4, 0.01, 0.2]))
+    inputs = torch.randn(20, 2, 6, 6)
+    integer = IntegerModel(model, [inputs])
+    with torch.no_grad():
+        assert (integer(inputs) - model(inputs)).abs().max() < 2 * integer.output.scale
+
+
 def test_inputs_that_do_not_fit_are_refused():
     model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
     with pytest.raises(ValueError, match=r"\(batch, \*\(2, 9, 9\)\) is needed"):

@@ -28,6 +28,7 @@ from tinyml.layers import (
     is_of,
     nearest,
     weight_of,
+    with_modules,
 )
 
 
@@ -184,59 +185,56 @@ def add_lora(
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
-    places = _places(model, tuple(kinds), wanted, guarded(model, protect))
-    return put_in(model, places, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout))
+    chosen = _chosen(model, tuple(kinds), wanted, guarded(model, protect))
+    return put_in(model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout))
 
 
 def put_in(
-    model: nn.Module,
-    places: Sequence[tuple[nn.Module, str]],
-    make: Callable[[nn.Module], LoRA],
+    model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
 ) -> nn.Module:
-    """Freeze `model` and put what `make` gives for each child at (parent, name) in its place.
+    """Freeze `model` and put what `make` gives for each of `children` in its place.
 
-    Each child has one adapter, and all are made before the first is put in.
+    All are made before the first is put in. A layer that the model holds twice has one adapter at
+    both places: the weight that it is merged into is one too.
     """
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    children = {place: place[0].get_submodule(place[1]) for place in places}
     try:
-        made = {child: make(child) for child in dict.fromkeys(children.values())}
+        made: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
     except Exception:
         for parameter, was in trained.items():
             parameter.requires_grad_(was)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    for (parent, name), child in children.items():
-        setattr(parent, name, made[child])
-    return model
+    return with_modules(model, made)
 
 
-def _places(
+def _chosen(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
     targets: tuple[str, ...] | None,
     held: set[str],
-) -> list[tuple[nn.Module, str]]:
-    """Where adapters go: (parent, name of the child)."""
-    places: list[tuple[nn.Module, str]] = []
+) -> list[nn.Module]:
+    """The layers to adapt; one that a protected name has too is left out."""
+    found: dict[nn.Module, None] = {}
     missed = set(targets or ())
-    for full, module in model.named_modules(remove_duplicate=False):
+    named_modules = list(model.named_modules(remove_duplicate=False))
+    stays = {module for name, module in named_modules if name in held}
+    for full, module in named_modules:
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and full not in held and is_of(module, kinds) and (targets is None or matching):
-            parent, _, name = full.rpartition(".")
-            places.append((model.get_submodule(parent), name))
+        if full and module not in stays and is_of(module, kinds) and (targets is None or matching):
+            found[module] = None
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
         like = nearest(min(missed), known)
         raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
-    if not places:
+    if not found:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    return places
+    return list(found)
 
 
 def merge(model: nn.Module) -> nn.Module:

@@ -95,13 +95,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     if unknown := sorted(pairs.keys() - modules.keys()):
         raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
     named = {modules[name]: name for name in pairs}
-    paths = (name.rpartition(".") for name, module in modules.items() if module in named)
-    places = [(model.get_submodule(parent), child) for parent, _, child in paths]
 
     def make(base: nn.Module) -> LoRA:
         return _adapter(named[base], base, pairs[named[base]], config)
 
-    return put_in(model, places, make)
+    return put_in(model, named, make)
 
 
 def _adapter(name: str, base: nn.Module, pair: dict[str, Tensor], config: dict[str, Any]) -> LoRA:

@@ -84,7 +84,10 @@ class IntegerProduct(nn.Module):
             raise ValueError("a bias or batch normalization holds nan or inf")
         grid = grid_of(rows, 8)
         codes = grid.quantize(rows)
-        step = before.scale * grid.scale.view(-1)
+        # A filter of zeros has its bias alone, which the scale of no weight may round away.
+        fine = torch.full_like(grid.scale, after.scale / before.scale / 2**16)
+        scale = torch.where(codes.any(1, keepdim=True), grid.scale, fine)
+        step = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
         whole = (exact / step).round() - before.zero * codes.sum(1)
         multiplier, shift = fixed_point(step / after.scale)

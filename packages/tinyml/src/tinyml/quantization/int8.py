@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tinyml.layers import (
     Replacement,
+    check_finite,
     compressed_weight,
     identity,
     is_conv1d,
@@ -258,6 +259,8 @@ def with_int8_linears(
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     names = {module: name for name, module in model.named_modules()}
+    for linear in linears:
+        check_finite(f"{names[linear]}.weight".lstrip("."), weight_of(linear))
     made: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], Int8Linear] = {}
     for linear in linears:
