@@ -447,6 +447,21 @@ def test_a_filter_of_zeros_keeps_its_bias():
     inputs = torch.randn(20, 2, 6, 6)
     integer = IntegerModel(model, [inputs])
     with torch.no_grad():
+        # Of the output's own rounding, half a step.
+        error = (integer(inputs) - model(inputs)).abs()[:, 1:]
+    assert error.max() < 0.6 * integer.output.scale
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-30])
+def test_a_bias_far_above_its_products_is_kept(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(size)
+        model[0].bias.mul_(size)
+    inputs = torch.randn(20, 8)
+    integer = IntegerModel(model, [inputs])
+    with torch.no_grad():
         assert (integer(inputs) - model(inputs)).abs().max() < 2 * integer.output.scale
 
 

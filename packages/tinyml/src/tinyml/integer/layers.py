@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Geometry
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import Grid, grid_of
 from tinyml.quantization.products import Int8Weights
 
 LOW, HIGH = -128, 127
@@ -83,10 +83,12 @@ class IntegerProduct(nn.Module):
         if not torch.isfinite(exact).all():
             raise ValueError("a bias or batch normalization holds nan or inf")
         grid = grid_of(rows, 8)
-        codes = grid.quantize(rows)
-        # A filter of zeros has its bias alone, which the scale of no weight may round away.
-        fine = torch.full_like(grid.scale, after.scale / before.scale / 2**16)
-        scale = torch.where(codes.any(1, keepdim=True), grid.scale, fine)
+        # The bias is a whole number of steps: of so many that 30 bits hold it, however small the
+        # weights are; and a filter of zeros has its bias alone, which no step may round away.
+        least = exact.abs().view(-1, 1) / before.scale / 2**30
+        fine = torch.full_like(least, after.scale / before.scale / 2**12)
+        scale = torch.where(rows.any(1, keepdim=True), torch.maximum(grid.scale, least), fine)
+        codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
         step = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
         whole = (exact / step).round() - before.zero * codes.sum(1)
