@@ -12,15 +12,20 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from tinyml import (
     IntegerModel,
     allocate,
@@ -35,7 +40,7 @@ from tinyml import (
     sensitivity,
     size_of,
 )
-from tinyml.plot import Panel, Picture, plot_frontier, plot_sensitivity, plot_weights
+from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 
@@ -130,31 +135,50 @@ def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
     return -F.cross_entropy(logits, labels)
 
 
-def study(images: Tensor, labels: Tensor, seeds: int, epochs: int) -> list[Row]:
-    """All rows: what each way leaves, by seeds; of the first seed also what the layers are like."""
-    right: dict[str, list[int]] = {}
-    nbytes: dict[str, int] = {}
+@dataclass
+class Trial:
+    """What one seed gives; of the first one also what the layers are like, and the times."""
+
+    right: dict[str, int]
+    nbytes: dict[str, int]
+    rows: list[Row]
+
+
+def trial(images: Tensor, labels: Tensor, epochs: int, seed: int) -> Trial:
+    """Train the model of one seed and compress it in every way."""
+    torch.set_num_threads(1)
+    task = Task(images, labels, seed, epochs)
+    model = task.model()
+    made = ways(task, model)
     rows: list[Row] = []
-    for seed in range(seeds):
-        task = Task(images, labels, seed, epochs)
-        model = task.model()
-        made = ways(task, model)
-        for name, (small, size) in made.items():
-            right.setdefault(name, []).append(task.right(small))
-            nbytes[name] = size
-        if not seed:
-            rows = _layers(task, model)
-            times = _times({name: made[name][0] for name in _TIMED}, images[task.test])
-            folder = HERE / "pictures"
-            folder.mkdir(exist_ok=True)
-            plot_weights(model).save(folder / "weights.svg")
-            print("seed 0 done", flush=True)
-    count = len(task.test)
-    for name, each in right.items():
-        lost = [100 * (a - b) / count for a, b in zip(each, right["float32"], strict=True)]
-        low, high = _interval([float(value) for value in each])
+    if not seed:
+        rows = _layers(task, model)
+        times = _times({name: made[name][0] for name in _TIMED}, images[task.test])
+        for name, (ms, faster) in times.items():
+            rows.append({"case": "latency", "model": name, "time_ms": ms, "times_faster": faster})
+        (HERE / "pictures").mkdir(exist_ok=True)
+        save(plot_weights(model), HERE / "pictures" / "weights.svg")
+    right = {name: task.right(small) for name, (small, _) in made.items()}
+    print(f"seed {seed} done", flush=True)
+    return Trial(right, {name: size for name, (_, size) in made.items()}, rows)
+
+
+def study(images: Tensor, labels: Tensor, seeds: int, epochs: int, processes: int = 1) -> list[Row]:
+    """All rows: what each way leaves, by seeds; of the first seed also its layers and times."""
+    one = partial(trial, images, labels, epochs)
+    if processes == 1:
+        trials = [one(seed) for seed in range(seeds)]
+    else:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            trials = list(pool.map(one, range(seeds)))
+    rows, nbytes, count = trials[0].rows, trials[-1].nbytes, len(images) - 4 * len(images) // 5
+    found: list[Row] = []
+    for name in nbytes:
+        each = [float(one.right[name]) for one in trials]
+        lost = [100 * (t.right["float32"] - t.right[name]) / count for t in trials]
+        low, high = _interval(each)
         least, most = _interval(lost)
-        rows.append(
+        found.append(
             {
                 "case": "digits", "model": name, f"right_of_{count}": statistics.mean(each),
                 "low": low, "high": high, "points": statistics.mean(lost), "points_low": least,
@@ -162,9 +186,8 @@ def study(images: Tensor, labels: Tensor, seeds: int, epochs: int) -> list[Row]:
                 "times_smaller": nbytes["float32"] / nbytes[name], "seeds": seeds,
             }
         )  # fmt: skip
-    for name, (time_ms, faster) in times.items():
-        rows.append({"case": "latency", "model": name, "time_ms": time_ms, "times_faster": faster})
-    return rows
+    timed = [row for row in rows if row["case"] == "latency"]
+    return [row for row in rows if row not in timed] + found + timed
 
 
 _TIMED = ("float32", "pruned 50 %, tuned", "channels 30 %, tuned", "channels 50 %, tuned",
@@ -212,9 +235,10 @@ def _layers(task: Task, model: nn.Module) -> list[Row]:
     return rows
 
 
-def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
+def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
     """Every picture that the rows hold, by its name."""
     found = {row["model"]: row for row in rows if row["case"] == "digits"}
+
     right = next(key for key in found["float32"] if key.startswith("right_of"))
     count = int(right.rpartition("_")[2])
 
@@ -244,7 +268,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Picture]:
     )
     return {
         "sensitivity": plot_sensitivity(scan, metric="accuracy"),
-        "bits": Picture([Panel("", "bits", "right, %", by_bits, level=top)]),
+        "bits": plot_frontier(by_bits, x="bits", metric="right, %", level=top, log=False),
         "frontier": plot_frontier(ways, metric="right, %", level=top),
         "latency": plot_frontier(
             {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="right, %"
@@ -275,15 +299,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--cifar", type=Path)
+    parser.add_argument("--processes", type=int, default=1, help="seeds at a time")
     parser.add_argument("--json", type=Path, default=HERE / "rows.json")
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
     if not arguments.draw:
         images, labels = cifar(arguments.cifar) if arguments.cifar else digits()
-        rows = study(images, labels, arguments.seeds, arguments.epochs)
+        rows = study(images, labels, arguments.seeds, arguments.epochs, arguments.processes)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
-        picture.save(HERE / "pictures" / f"{name}.svg")
+        save(picture, HERE / "pictures" / f"{name}.svg")
 
 
 if __name__ == "__main__":

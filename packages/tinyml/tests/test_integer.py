@@ -396,6 +396,75 @@ def test_an_activation_that_is_read_before_and_after_is_not_folded():
     assert (IntegerModel(model, [inputs])(inputs) - exact).norm() < 0.02 * exact.norm()
 
 
+class Normalized(nn.Module):
+    """A wrapper that normalizes its input by channel, with scales and shifts further on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("mean", torch.tensor([0.4, -0.2]).view(1, 2, 1, 1))
+        self.register_buffer("std", torch.tensor([[[0.5]], [[0.9]]]))
+        self.inside, self.scale = nn.Conv2d(2, 4, 3), nn.Parameter(torch.randn(4, 1, 1))
+        self.head, self.shift = nn.Linear(4, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        x = self.inside((x - self.mean) / self.std) * self.scale
+        return self.shift - torch.relu(self.head(x.mean((2, 3))) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constants_of_each_channel_are_integers_too(dtype):
+    inputs = torch.randn(50, 2, 6, 6, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    model = Normalized().eval().to(dtype)
+    integer = IntegerModel(model, [inputs])
+    with torch.no_grad():
+        exact = model(inputs)
+    assert (integer(inputs) - exact).norm() < 0.03 * exact.norm()
+    codes = integer.quantize(inputs)
+    assert np.array_equal(integer.integers(codes).numpy(), oracle(integer, codes))
+
+
+def test_a_constant_of_each_place_says_that_it_has_no_form():
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places = nn.Parameter(torch.randn(2, 6, 6))
+
+        def forward(self, x):
+            return x + self.places
+
+    with pytest.raises(ValueError, match="not one number for each channel"):
+        IntegerModel(Places(), [torch.randn(2, 2, 6, 6)])
+
+
+def test_a_filter_of_zeros_keeps_its_bias():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(64, 5)).eval()
+    with torch.no_grad():
+        model[0].weight[1:3] = 0
+        model[2].weight[1:] = 0
+        model[2].bias.copy_(torch.tensor([0.0, 0.3, -0.4, 0.01, 0.2]))
+    inputs = torch.randn(20, 2, 6, 6)
+    integer = IntegerModel(model, [inputs])
+    with torch.no_grad():
+        # Of the output's own rounding, half a step.
+        error = (integer(inputs) - model(inputs)).abs()[:, 1:]
+    assert error.max() < 0.6 * integer.output.scale
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-30])
+def test_a_bias_far_above_its_products_is_kept(size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    with torch.no_grad():
+        model[0].weight.mul_(size)
+        model[0].bias.mul_(size)
+    inputs = torch.randn(20, 8)
+    integer = IntegerModel(model, [inputs])
+    with torch.no_grad():
+        assert (integer(inputs) - model(inputs)).abs().max() < 2 * integer.output.scale
+
+
 def test_inputs_that_do_not_fit_are_refused():
     model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
     with pytest.raises(ValueError, match=r"\(batch, \*\(2, 9, 9\)\) is needed"):

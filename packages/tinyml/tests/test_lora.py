@@ -248,3 +248,17 @@ def test_one_target_is_a_name_not_its_letters():
     assert not isinstance(model["p"], LoRA)
     with pytest.raises(ValueError, match="'q_proj' may be meant"):
         add_lora(nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), 2, targets=["q_porj"])
+
+
+def test_a_layer_at_two_places_has_its_adapter_at_both():
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 6)
+    model = add_lora(nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(6, 2)), 2, targets=["0"])
+    assert model[0] is model[2]
+    nn.init.normal_(model[0].lora_B)
+    inputs = torch.randn(5, 6)
+    with torch.no_grad():
+        apart = model(inputs)
+        torch.testing.assert_close(merge(model)(inputs), apart)
+    with pytest.raises(ValueError, match=r"no layer of .* has a name like"):
+        add_lora(nn.Sequential(layer, nn.ReLU(), layer), 2, targets=["0"], protect=["2"])

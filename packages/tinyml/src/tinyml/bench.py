@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from tinyml.quantization.linear import quantize
 from tinyml.size import size_of
 
 Row = dict[str, float | int | str]
+_AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
@@ -220,7 +222,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--without-vnni", action="store_true", help="as on a processor without int8 dot products"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.without_vnni and _AVX2.items() > os.environ.items():
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],
+            os.environ | _AVX2,  # both libraries read it once, when they are loaded
+        )
     rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

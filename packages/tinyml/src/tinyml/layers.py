@@ -162,6 +162,8 @@ def compress_weights(
     compressed weights are made before the first is put in, so an error changes nothing.
     """
     chosen = layers_of(model, kinds, protect)
+    for name, layer in chosen.items():
+        check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
     made = {name: compress(name, layer) for name, layer in chosen.items()}
     for name, compressed in made.items():
         if compressed is None:

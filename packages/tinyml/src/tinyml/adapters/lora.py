@@ -12,7 +12,7 @@ Notable (Hu et al., "LoRA", 2021; names and initialization are those of the peft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from tinyml.layers import (
     is_of,
     nearest,
     weight_of,
+    with_modules,
 )
 
 
@@ -184,50 +185,56 @@ def add_lora(
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
-    places = _places(model, tuple(kinds), wanted, guarded(model, protect))
+    chosen = _chosen(model, tuple(kinds), wanted, guarded(model, protect))
+    return put_in(model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout))
+
+
+def put_in(
+    model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
+) -> nn.Module:
+    """Freeze `model` and put what `make` gives for each of `children` in its place.
+
+    All are made before the first is put in. A layer that the model holds twice has one adapter at
+    both places: the weight that it is merged into is one too.
+    """
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    made: dict[nn.Module, LoRA] = {}
     try:
-        for parent, name in places:
-            child = parent.get_submodule(name)
-            if child not in made:
-                made[child] = LoRA(child, rank, alpha=alpha, dropout=dropout)
+        made: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
     except Exception:
         for parameter, was in trained.items():
             parameter.requires_grad_(was)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    for parent, name in places:
-        setattr(parent, name, made[parent.get_submodule(name)])
-    return model
+    return with_modules(model, made)
 
 
-def _places(
+def _chosen(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
     targets: tuple[str, ...] | None,
     held: set[str],
-) -> list[tuple[nn.Module, str]]:
-    """Where adapters go: (parent, name of the child)."""
-    places: list[tuple[nn.Module, str]] = []
+) -> list[nn.Module]:
+    """The layers to adapt; one that a protected name has too is left out."""
+    found: dict[nn.Module, None] = {}
     missed = set(targets or ())
-    for full, module in model.named_modules(remove_duplicate=False):
+    named_modules = list(model.named_modules(remove_duplicate=False))
+    stays = {module for name, module in named_modules if name in held}
+    for full, module in named_modules:
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if full and full not in held and is_of(module, kinds) and (targets is None or matching):
-            parent, _, name = full.rpartition(".")
-            places.append((model.get_submodule(parent), name))
+        if full and module not in stays and is_of(module, kinds) and (targets is None or matching):
+            found[module] = None
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
         like = nearest(min(missed), known)
         raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
-    if not places:
+    if not found:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    return places
+    return list(found)
 
 
 def merge(model: nn.Module) -> nn.Module:
@@ -235,7 +242,7 @@ def merge(model: nn.Module) -> nn.Module:
 
     An adapter that cannot be merged, or is merged already, is an error, and none is merged.
     """
-    adapters = _adapters(model)
+    adapters = adapters_of(model)
     for name, adapter in adapters.items():
         try:
             adapter.check_mergeable()
@@ -248,7 +255,7 @@ def merge(model: nn.Module) -> nn.Module:
 
 def unmerge(model: nn.Module) -> nn.Module:
     """Undo `merge`, bit for bit."""
-    for adapter in _adapters(model).values():
+    for adapter in adapters_of(model).values():
         adapter.unmerge()
     return model
 
@@ -257,12 +264,13 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The adapters alone: what there is to save of a fine-tuned model."""
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in _adapters(model).items()
+        for name, adapter in adapters_of(model).items()
         for key in ("lora_A", "lora_B")
     }
 
 
-def _adapters(model: nn.Module) -> dict[str, LoRA]:
+def adapters_of(model: nn.Module) -> dict[str, LoRA]:
+    """The adapters of a model by name; having none is an error."""
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
     if not found:
         raise ValueError("the model has no adapter; add_lora(model) puts them in")

@@ -9,7 +9,6 @@ it out would be another function.
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA
+from tinyml.adapters.lora import LoRA, adapters_of, put_in
+from tinyml.export.whole_file import whole_file
 from tinyml.layers import check_finite, is_conv1d
 
 _PREFIX = "base_model.model."
@@ -31,9 +31,7 @@ _REFUSED = {
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters of `model` into `folder`; each file appears whole or not at all."""
-    adapters = {name: m for name, m in model.named_modules() if isinstance(m, LoRA)}
-    if not adapters:
-        raise ValueError("the model has no adapter; add_lora(model) puts them in")
+    adapters = adapters_of(model)
     if "" in adapters:
         raise ValueError(
             "the model is one adapter; put it into a module, whose name the file needs"
@@ -64,15 +62,9 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights, settings = (folder / f"{name}.{os.getpid()}.part" for name in (_WEIGHTS, _CONFIG))
-    try:
+    with whole_file(folder / _WEIGHTS) as weights, whole_file(folder / _CONFIG) as settings:
         save_file(tensors, weights, {"format": "pt"})
         settings.write_text(json.dumps(config, indent=2) + "\n")
-        weights.replace(folder / _WEIGHTS)
-        settings.replace(folder / _CONFIG)
-    finally:
-        weights.unlink(missing_ok=True)
-        settings.unlink(missing_ok=True)
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -102,22 +94,12 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         raise ValueError(f"the model has adapters already, at {held[:3]}")
     if unknown := sorted(pairs.keys() - modules.keys()):
         raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
-    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    made: dict[nn.Module, LoRA] = {}
-    try:
-        for name, pair in pairs.items():
-            made[modules[name]] = _adapter(name, modules[name], pair, config)
-    except Exception:
-        for parameter, was in trained.items():
-            parameter.requires_grad_(was)
-        raise
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    for name, module in modules.items():
-        if module in made:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, made[module])
-    return model
+    named = {modules[name]: name for name in pairs}
+
+    def make(base: nn.Module) -> LoRA:
+        return _adapter(named[base], base, pairs[named[base]], config)
+
+    return put_in(model, named, make)
 
 
 def _adapter(name: str, base: nn.Module, pair: dict[str, Tensor], config: dict[str, Any]) -> LoRA:

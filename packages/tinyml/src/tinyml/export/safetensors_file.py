@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tinyml.export.whole_file import whole_file
 from tinyml.layers import CompressedWeight, compressed_weight
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
@@ -36,7 +36,6 @@ _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the me
 
 def save(model: nn.Module, path: str | Path) -> None:
     """Write every tensor of `model` once, compressed as it is."""
-    path = Path(path)
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[int, torch.Size], str] = {}
     same: dict[str, str] = {}
@@ -55,12 +54,8 @@ def save(model: nn.Module, path: str | Path) -> None:
         "same": json.dumps(same),
         "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
     }
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with whole_file(path) as part:
         save_file(tensors, part, metadata)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 @torch.no_grad()

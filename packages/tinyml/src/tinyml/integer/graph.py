@@ -181,21 +181,31 @@ class _Walk:
         eps = rest[2] if isinstance(rest[0], bool) else rest[1]
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
-        # A normalization is a product too, with one weight for each channel.
-        like = mean.dtype
+        return self._by_channel(node, x, factor, shift)
+
+    def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
+        """factor x + shift, a number of each for every channel: a product with one weight each."""
         if len(x.shape) == 4:
-            scale, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(mean))
+            weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
         elif len(x.shape) == 2:
-            scale, geometry = factor.diag(), None
+            weight, geometry = factor.diag(), None
         else:
             raise self._unknown(node, "2 or 4 dimensions are supported")
-        step = self._step("product", node, [x], weight=scale.to(like), bias=shift.to(like))
-        step.geometry, step.signs = (
-            geometry,
-            (1.0,),
-        )  # signs mark a normalization until it is folded
+        like = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
+        weight, bias = weight.to(like.dtype), shift.to(like.dtype)
+        step = self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
+        # Signs mark it until it is folded into the product before, where there is one.
+        step.signs = (1.0,)
         step.function = lambda w, f=factor: w.double() * f.view(-1, *(1,) * (w.dim() - 1))
         return step
+
+    def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
+        """A number, or one for each channel, as one for each channel."""
+        value = torch.as_tensor(constant, dtype=torch.float64)
+        shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
+        if len(shape) != len(x.shape) or any(n > 1 for i, n in enumerate(shape) if i != 1):
+            raise self._unknown(node, "a constant that is not one number for each channel")
+        return value.reshape(-1).expand(x.shape[1])
 
     def _add(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
         return self._plus(node, a, b, float(alpha))
@@ -204,15 +214,16 @@ class _Walk:
         return self._plus(node, a, b, -float(alpha))
 
     def _plus(self, node: fx.Node, a: Any, b: Any, sign: float) -> Step:
-        if not isinstance(a, Step) or not isinstance(b, Step):
-            value, constant = (a, b) if isinstance(a, Step) else (b, a)
-            if isinstance(constant, Tensor) and constant.numel() > 1:
-                raise self._unknown(node, "a tensor that is not computed from the input")
-            function = lambda x: x + sign * constant if value is a else constant + sign * x  # noqa: E731
-            return self._step("table", node, [value], function=function)
-        if a.shape != b.shape:
-            raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
-        return self._step("sum", node, [a, b], signs=(1.0, sign))
+        if isinstance(a, Step) and isinstance(b, Step):
+            if a.shape != b.shape:
+                raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
+            return self._step("sum", node, [a, b], signs=(1.0, sign))
+        value, constant = (a, b) if isinstance(a, Step) else (b, a)
+        ours, theirs = (1.0, sign) if value is a else (sign, 1.0)
+        if _several(constant):
+            shift = theirs * self._constant(node, value, constant)
+            return self._by_channel(node, value, torch.full_like(shift, ours), shift)
+        return self._step("table", node, [value], function=lambda x: ours * x + theirs * constant)
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
@@ -220,14 +231,15 @@ class _Walk:
                 a, b = b, a
             return self._step("gate", node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
-        if isinstance(constant, Tensor) and constant.numel() > 1:
-            raise self._unknown(node, "a tensor that is not computed from the input")
+        if _several(constant):
+            factor = self._constant(node, value, constant)
+            return self._by_channel(node, value, factor, torch.zeros_like(factor))
         return self._step("table", node, [value], function=lambda x: x * constant)
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
-        if not isinstance(a, Step) or isinstance(b, Step | Tensor):
-            raise self._unknown(node, "only a number divides")
-        return self._step("table", node, [a], function=lambda x: x / b)
+        if not isinstance(a, Step) or isinstance(b, Step):
+            raise self._unknown(node, "only a constant divides")
+        return self._mul(node, a, 1 / b)
 
     def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int = 0) -> Step:
         if not all(isinstance(part, Step) for part in parts):
@@ -330,6 +342,10 @@ def _folded(steps: list[Step], output: Step) -> list[Step]:
     return [s for s in kept if s is not replaced.get(output, output)] + [
         replaced.get(output, output)
     ]
+
+
+def _several(constant: Any) -> bool:
+    return isinstance(constant, Tensor) and constant.numel() > 1
 
 
 def _cuts(step: Step) -> bool:

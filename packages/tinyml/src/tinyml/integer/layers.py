@@ -12,8 +12,10 @@ Everything that the arithmetic needs is a buffer, so a state dict is the whole n
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Geometry
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import Grid, grid_of
 from tinyml.quantization.products import Int8Weights
 
 LOW, HIGH = -128, 127
@@ -81,8 +83,13 @@ class IntegerProduct(nn.Module):
         if not torch.isfinite(exact).all():
             raise ValueError("a bias or batch normalization holds nan or inf")
         grid = grid_of(rows, 8)
-        codes = grid.quantize(rows)
-        step = before.scale * grid.scale.view(-1)
+        # The bias is a whole number of steps: of so many that 30 bits hold it, however small the
+        # weights are; and a filter of zeros has its bias alone, which no step may round away.
+        least = exact.abs().view(-1, 1) / before.scale / 2**30
+        fine = torch.full_like(least, after.scale / before.scale / 2**12)
+        scale = torch.where(rows.any(1, keepdim=True), torch.maximum(grid.scale, least), fine)
+        codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
+        step = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
         whole = (exact / step).round() - before.zero * codes.sum(1)
         multiplier, shift = fixed_point(step / after.scale)
@@ -132,74 +139,60 @@ class IntegerProduct(nn.Module):
         return scaled.clamp_(LOW, HIGH).to(torch.int8)
 
 
-class IntegerSum(nn.Module):
-    """Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s: values of different scales, added."""
+class Mixed(nn.Module):
+    """Values of different scales, each times an integer, so that they add up: m_i (q_i - Z_i).
+
+    `factors` are what the values count for in the result: S_i / S_out, with a sign in a sum.
+    """
 
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, before: Sequence[Scale], signs: Sequence[float], after: Scale) -> None:
+    def __init__(self, before: Sequence[Scale], factors: Sequence[float], after: Scale) -> None:
         super().__init__()
         self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = common_shift(
-            [sign * scale.scale / after.scale for scale, sign in zip(before, signs, strict=True)]
-        )
+        multiplier, shift = common_shift(factors)
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift)
 
-    def forward(self, *codes: Tensor) -> Tensor:
-        """int8 values of one shape."""
-        total = torch.zeros((), dtype=torch.int64)
-        for value, scale, m in zip(codes, self.before, self.multiplier, strict=True):
-            assert isinstance(scale, Scale)
-            total = total + (value.long() - scale.zero) * m.long()
+    @property
+    def zeros(self) -> list[int]:
+        """The code of 0.0 of each value."""
+        return [scale.zero for scale in cast(Iterable[Scale], self.before)]
+
+    def moved(self, codes: Sequence[Tensor]) -> list[Tensor]:
+        """m_i (q_i - Z_i), int64."""
+        parts = zip(codes, self.zeros, self.multiplier.long(), strict=True)
+        return [(value.long() - zero) * m for value, zero, m in parts]
+
+    def back(self, total: Tensor) -> Tensor:
+        """int8: Z + (total + 2^(s-1)) >> s."""
         return shifted(total, self.shift.long(), self.after.zero)
 
 
-class IntegerCat(nn.Module):
+class IntegerSum(Mixed):
+    """Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s: values of different scales, added."""
+
+    def forward(self, *codes: Tensor) -> Tensor:
+        """int8 values of one shape."""
+        return self.back(functools.reduce(torch.add, self.moved(codes)))
+
+
+class IntegerCat(Mixed):
     """Channels of several values, each brought to one scale."""
-
-    multiplier: Tensor
-    shift: Tensor
-
-    def __init__(self, before: Sequence[Scale], after: Scale) -> None:
-        super().__init__()
-        self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = common_shift([scale.scale / after.scale for scale in before])
-        self.register_buffer("multiplier", multiplier)
-        self.register_buffer("shift", shift)
 
     def forward(self, *codes: Tensor) -> Tensor:
         """int8 values that differ in their channels."""
-        parts = []
-        for value, scale, m in zip(codes, self.before, self.multiplier, strict=True):
-            assert isinstance(scale, Scale)
-            moved = (value.long() - scale.zero) * m.long()
-            parts.append(shifted(moved, self.shift.long(), self.after.zero))
-        return torch.cat(parts, 1)
+        return torch.cat([self.back(value) for value in self.moved(codes)], 1)
 
 
-class IntegerGate(nn.Module):
+class IntegerGate(Mixed):
     """Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s, the second broadcast to the first."""
-
-    multiplier: Tensor
-    shift: Tensor
-
-    def __init__(self, before: Sequence[Scale], after: Scale) -> None:
-        super().__init__()
-        self.before, self.after = nn.ModuleList(before), after
-        factor = torch.tensor([before[0].scale * before[1].scale / after.scale])
-        multiplier, shift = fixed_point(factor.double())
-        self.register_buffer("multiplier", multiplier[0])
-        self.register_buffer("shift", shift[0].to(torch.uint8))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """int8 values."""
-        first, second = self.before
-        assert isinstance(first, Scale)
-        assert isinstance(second, Scale)
-        product = (a.long() - first.zero) * (b.long() - second.zero)
-        return shifted(product * self.multiplier.long(), self.shift.long(), self.after.zero)
+        first, second = self.zeros
+        return self.back((a.long() - first) * (b.long() - second) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):
@@ -237,21 +230,14 @@ class IntegerPool(nn.Module):
         rounded = torch.div(2 * total + count, 2 * count, rounding_mode="floor")
         return rounded.to(torch.int8)
 
-    def _over_windows(self, values: Tensor, reduce: object) -> Tensor:
-        assert callable(reduce)
+    def _over_windows(self, values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         (rows, columns), (down, right) = self.geometry.kernel, self.geometry.stride
         for dim, size, step in ((2, rows, down), (3, columns, right)):
             count = (values.shape[dim] - size) // step + 1
             end = (count - 1) * step + 1
-            strided = [
-                values.narrow(dim, first, end)[
-                    (slice(None),) * dim + (slice(None, None, step),)
-                ]
-                for first in range(size)
-            ]  # fmt: skip
-            values = strided[0]
-            for other in strided[1:]:
-                values = reduce(values, other)
+            every = (slice(None),) * dim + (slice(None, None, step),)
+            shifts = [values.narrow(dim, first, end)[every] for first in range(size)]
+            values = functools.reduce(reduce, shifts)
         return values
 
 

@@ -11,26 +11,16 @@ Integer-Arithmetic-Only Inference", 2018):
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from tinyml.integer import layers as made_of
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-    Scale,
-    fixed_point,
-)
+from tinyml.integer.layers import IntegerProduct, Scale
 from tinyml.quantization.grid import Observer, grid_of
-
-__all__ = ["IntegerModel", "IntegerProduct", "fixed_point"]
 
 
 class IntegerModel(nn.Module):
@@ -71,17 +61,12 @@ class IntegerModel(nn.Module):
     @property
     def input(self) -> Scale:
         """What the input's codes mean."""
-        return self._scale(0)
+        return cast(Scale, self.scales[0])
 
     @property
     def output(self) -> Scale:
         """What the output's codes mean."""
-        return self._scale(-1)
-
-    def _scale(self, number: int) -> Scale:
-        scale = self.scales[number]
-        assert isinstance(scale, Scale)
-        return scale
+        return cast(Scale, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Float inputs -> float outputs, through whole numbers."""
@@ -163,15 +148,18 @@ def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
         assert step.weight is not None
         return IntegerProduct(step.weight, step.bias, step.geometry, before[0], after)
     if step.kind == "sum":
-        return IntegerSum(before, step.signs, after)
+        factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
+        return made_of.IntegerSum(before, factors, after)
     if step.kind == "cat":
-        return IntegerCat(before, after)
+        return made_of.IntegerCat(before, [b.scale / after.scale for b in before], after)
     if step.kind == "gate":
-        return IntegerGate(before, after)
+        factor = before[0].scale * before[1].scale / after.scale
+        return made_of.IntegerGate(before, [factor], after)
     if step.kind == "reshape":
-        return IntegerReshape(step.shape[1:])
+        return made_of.IntegerReshape(step.shape[1:])
     if step.kind == "table":
         codes = torch.arange(-128, 128)
-        return IntegerTable(after.codes(step.run((codes - before[0].zero) * before[0].scale)))
+        values = step.run((codes - before[0].zero) * before[0].scale)
+        return made_of.IntegerTable(after.codes(values))
     assert step.geometry is not None
-    return IntegerPool(step.geometry, step.kind == "largest", before[0])
+    return made_of.IntegerPool(step.geometry, step.kind == "largest", before[0])

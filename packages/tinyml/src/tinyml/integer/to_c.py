@@ -9,7 +9,8 @@ Notable:
 
 from __future__ import annotations
 
-import os
+import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,16 +18,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-    Scale,
-)
+from tinyml.export.whole_file import whole_file
+from tinyml.integer import layers as made_of
 from tinyml.integer.model import IntegerModel
 
 _ALIGN = 16
@@ -44,13 +37,8 @@ class CProgram:
 
     def save(self, path: str | Path) -> None:
         """Write the source; the file appears whole or not at all."""
-        path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
+        with whole_file(path) as part:
             part.write_text(self.source)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
@@ -63,7 +51,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
     if not name.isidentifier():
         raise ValueError(f"{name!r} is no name of a C function")
-    sizes = [_count(shape) for shape in model.shapes]
+    sizes = [math.prod(shape) for shape in model.shapes]
     places, arena = _places(model, sizes)
     arrays = _Arrays()
     body: list[str] = []
@@ -131,7 +119,7 @@ def _layer(
     layer: nn.Module, number: int, inputs: list[str], out: str, before: list[tuple[int, ...]],
     after: tuple[int, ...], arrays: _Arrays,
 ) -> list[str]:  # fmt: skip
-    if isinstance(layer, IntegerProduct):
+    if isinstance(layer, made_of.IntegerProduct):
         named = {
             "weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"
         }  # fmt: skip
@@ -140,7 +128,7 @@ def _layer(
         ]
         given = ", ".join([inputs[0], out, *parts])
         if layer.geometry is None:
-            rows, width = _count(before[0][:-1]), before[0][-1]
+            rows, width = math.prod(before[0][:-1]), before[0][-1]
             return [f"multiply({given}, {layer.after.zero}, {rows}, {width}, {after[-1]});"]
         g = layer.geometry
         numbers = [
@@ -148,47 +136,37 @@ def _layer(
             *g.padding, *g.dilation, g.groups, *after[1:],
         ]  # fmt: skip
         return [f"convolve({given}, {_comma(numbers)});"]
-    if isinstance(layer, IntegerPool):
+    if isinstance(layer, made_of.IntegerPool):
         g = layer.geometry
         numbers = [*before[0], *g.kernel, *g.stride, *g.padding, *after[1:], int(layer.largest)]
         return [f"pool({inputs[0]}, {out}, {_comma([*numbers, layer.scale.zero])});"]
-    if isinstance(layer, IntegerTable):
+    if isinstance(layer, made_of.IntegerTable):
         table = arrays.add(f"table_{number}", "int8_t", layer.table)
-        loop = f"for (int i = 0; i < {_count(after)}; i++)"
+        loop = f"for (int i = 0; i < {math.prod(after)}; i++)"
         return [f"{loop} ({out})[i] = {table}[({inputs[0]})[i] + 128];"]
-    if isinstance(layer, IntegerReshape):
-        return [f"memmove({out}, {inputs[0]}, {_count(after)});"]
-    if isinstance(layer, IntegerSum):
-        terms = " + ".join(_moved(source, layer, i) for i, source in enumerate(inputs))
-        return [_each(_count(after), out, terms, layer.shift, layer.after)]
-    if isinstance(layer, IntegerCat):
-        lines, start = [], 0
-        for i, (source, shape) in enumerate(zip(inputs, before, strict=True)):
-            place = f"{out} + {start}"
-            term = _moved(source, layer, i)
-            lines.append(_each(_count(shape), place, term, layer.shift, layer.after))
-            start += _count(shape)
-        return lines
-    assert isinstance(layer, IntegerGate)
-    first, second = (scale for scale in layer.before if isinstance(scale, Scale))
-    index = _broadcast(before[0], before[1])
-    term = (
-        f"(int64_t)(({inputs[0]})[i] - ({first.zero})) * "
-        f"(({inputs[1]})[{index}] - ({second.zero})) * {int(layer.multiplier)}"
-    )
-    return [_each(_count(after), out, term, layer.shift, layer.after)]
+    if isinstance(layer, made_of.IntegerReshape):
+        return [f"memmove({out}, {inputs[0]}, {math.prod(after)});"]
+    assert isinstance(layer, made_of.Mixed)
+    centered = [f"(({i})[{{}}] - ({zero}))" for i, zero in zip(inputs, layer.zeros, strict=True)]
+    factors = layer.multiplier.tolist()
+    if isinstance(layer, made_of.IntegerGate):
+        first, second = centered
+        index = _broadcast(before[0], before[1])
+        term = f"(int64_t){first.format('i')} * {second.format(index)} * {factors[0]}"
+        return [_each(math.prod(after), out, term, layer)]
+    pairs = zip(centered, factors, strict=True)
+    terms = [f"(int64_t){value.format('i')} * ({factor})" for value, factor in pairs]
+    if isinstance(layer, made_of.IntegerSum):
+        return [_each(math.prod(after), out, " + ".join(terms), layer)]
+    counts = [math.prod(shape) for shape in before]
+    starts = itertools.accumulate(counts, initial=0)
+    places = [f"{out} + {start}" for start in starts]
+    return [_each(*part, layer) for part in zip(counts, places, terms, strict=False)]
 
 
-def _each(count: int, out: str, term: str, shift: Tensor, after: Scale) -> str:
+def _each(count: int, out: str, term: str, layer: made_of.Mixed) -> str:
     loop = f"for (int i = 0; i < {count}; i++)"
-    return f"{loop} ({out})[i] = requantized({term}, {int(shift)}, {after.zero});"
-
-
-def _moved(source: str, layer: IntegerSum | IntegerCat, number: int) -> str:
-    scale = layer.before[number]
-    assert isinstance(scale, Scale)
-    zero, multiplier = scale.zero, int(layer.multiplier[number])
-    return f"(int64_t)(({source})[i] - ({zero})) * ({multiplier})"
+    return f"{loop} ({out})[i] = requantized({term}, {int(layer.shift)}, {layer.after.zero});"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
@@ -221,13 +199,6 @@ def _places(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
             start = max(start, -(-b // _ALIGN) * _ALIGN)
         places.append(start)
     return places, max(place + size for place, size in zip(places, sizes, strict=True))
-
-
-def _count(shape: Iterable[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _comma(numbers: Iterable[int]) -> str:

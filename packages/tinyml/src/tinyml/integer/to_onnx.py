@@ -7,23 +7,15 @@ so a code may differ by one where a sum falls on a half; `to_c` has every bit. N
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tinyml.integer.layers import (
-    IntegerCat,
-    IntegerGate,
-    IntegerPool,
-    IntegerProduct,
-    IntegerReshape,
-    IntegerSum,
-    IntegerTable,
-    Scale,
-)
+from tinyml.export.whole_file import whole_file
+from tinyml.integer import layers as made_of
+from tinyml.integer.layers import Scale
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
@@ -55,13 +47,8 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
     made = proto.make_model(graph, opset_imports=[proto.make_opsetid("", _OPSET)])
     made.ir_version = _IR
     onnx.checker.check_model(made, full_check=True)
-    path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
+    with whole_file(path) as part:
         part.write_bytes(made.SerializeToString())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 class _Writer:
@@ -75,11 +62,11 @@ class _Writer:
     ) -> str:
         """The nodes of one layer; the name of its codes."""
         out = "output" if last else f"codes_{number}"
-        if isinstance(layer, IntegerReshape):
+        if isinstance(layer, made_of.IntegerReshape):
             # 0 copies a size: that of the batch.
             shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
             return self._node("Reshape", [inputs[0][0], shape], out)
-        if isinstance(layer, IntegerTable):
+        if isinstance(layer, made_of.IntegerTable):
             table = self._constant(f"table_{number}", layer.table.numpy())
             wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
             moved = self._constant(f"moved_{number}", np.array(128, np.int64))
@@ -93,9 +80,9 @@ class _Writer:
 
     def _float(self, layer: Any, floats: list[str], number: int) -> str:
         name = f"value_{number}"
-        if isinstance(layer, IntegerProduct):
+        if isinstance(layer, made_of.IntegerProduct):
             return self._product(layer, floats[0], number)
-        if isinstance(layer, IntegerSum):
+        if isinstance(layer, made_of.IntegerSum):
             steps = layer.multiplier.double() * torch.exp2(-layer.shift.double())
             factors = [
                 float(step) * layer.after.scale / scale.scale
@@ -105,11 +92,11 @@ class _Writer:
             if any(abs(abs(factor) - 1) > 1e-3 for factor in factors):
                 raise ValueError(f"a sum with factors {factors} has no ONNX form here")
             return self._node("Add" if factors[1] > 0 else "Sub", floats, name)
-        if isinstance(layer, IntegerCat):
+        if isinstance(layer, made_of.IntegerCat):
             return self._node("Concat", floats, name, axis=1)
-        if isinstance(layer, IntegerGate):
+        if isinstance(layer, made_of.IntegerGate):
             return self._node("Mul", floats, name)
-        assert isinstance(layer, IntegerPool)
+        assert isinstance(layer, made_of.IntegerPool)
         g = layer.geometry
         window = {"kernel_shape": list(g.kernel), "strides": list(g.stride)}
         window["pads"] = [*g.padding, *g.padding]
@@ -120,7 +107,7 @@ class _Writer:
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._node("Add", [mean, self._constant(f"up_{number}", up)], name)
 
-    def _product(self, layer: IntegerProduct, value: str, number: int) -> str:
+    def _product(self, layer: made_of.IntegerProduct, value: str, number: int) -> str:
         before, after = layer.before, layer.after
         # m / 2^s = S_w S_in / S_out, and the bias holds -Z sum(w), which is no part of this form.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())

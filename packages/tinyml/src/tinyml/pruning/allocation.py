@@ -43,6 +43,8 @@ class Allocation:
 
 def round_weight(weight: Tensor, bits: float) -> Tensor:
     """The weight on `quantize`'s grid of so many bits: the `compress` of a scan over bits."""
+    if bits != int(bits):
+        raise ValueError(f"{bits} bits; a code has a whole number of them")
     rows = as_rows(weight.float(), "channel")
     grid = grid_of(rows, int(bits)).stored_as(weight.dtype)
     return grid.dequantize(grid.quantize(rows)).view(weight.shape).to(weight.dtype)

@@ -16,94 +16,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.layers import Replacement, compressed_weight, is_conv1d
+from tinyml.layers import compressed_weight, is_of, with_modules
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.quantization.int8 import SHOWN_TOKENS, choose, close_ones, plain_linear
-from tinyml.quantization.products import fastest, in_order
-
-_times: dict[object, dict[str, float]] = {}
+from tinyml.quantization.int8 import SHOWN_TOKENS, FastestLinear, listed
 
 
-class Int4Linear(Replacement):
+class Int4Linear(FastestLinear):
     """y = x w^T + bias with w = S (q - Z) of 4 bits, by the kernel or by a dense weight made anew.
 
-    For inference. `grid` is the stored weight; what the kernel reads is made of it at first use and
-    takes as many bytes again, never in a state dict.
+    `grid` is the stored weight; what the kernel reads is made of it at first use and takes as many
+    bytes again, never in a state dict.
     """
 
-    bias: Tensor | None
-
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
-        super().__init__()
-        self.grid = grid
+        super().__init__(bias)
+        self.grid, self.transposed = grid, grid.transposed
         shape = grid.shape[::-1] if grid.transposed else grid.shape
         self.out_features, self.in_features = shape
         self.group_size = grid.rows[1]
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
-        self._prepared: tuple[object, Tensor, Tensor] | None = None
 
     @property
     def weight(self) -> Tensor:
         """The dense weight that the codes stand for."""
         dense = self.grid(self.grid.scale)
-        return dense.t() if self.grid.transposed else dense
+        return dense.t() if self.transposed else dense
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        alone = inputs.numel() and self._chosen(inputs)[0] == "weights alone"
-        return self._weights_alone(inputs) if alone else self._dense(inputs)
+        alone = inputs.numel() and self._way(inputs) == _ALONE
+        return self._weights_alone(inputs) if alone else self._anew(inputs)
 
-    def restored(self) -> nn.Module:
-        """An nn.Linear."""
-        return plain_linear(self.weight, self.bias, self.grid.transposed)
+    def ways(self, inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """The kernel, a dense weight made anew, and one that is kept, which is only compared."""
+        dense = self.weight.to(inputs.dtype)
+        return {
+            _ALONE: lambda: self._weights_alone(inputs),
+            _ANEW: lambda: self._anew(inputs),
+            "float": lambda: F.linear(inputs, dense, self.bias),
+        }
 
-    def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
-        """For so many tokens on this machine: what is computed, and the times that say so."""
-        lines = []
-        for count in tokens:
-            kind, times = self._chosen(self._example(count))
-            listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in in_order(times))
-            how = "a dense weight made anew" if kind == "float" else kind
-            lines.append(f"{count} tokens: computed by {how} ({listed})")
-        return lines
-
-    def gains(self, tokens: Sequence[int] = SHOWN_TOKENS) -> bool:
-        """Whether the kernel is faster here than float32 for any of these numbers of tokens."""
-        return any(choose(self._chosen(self._example(n))[1]) == "weights alone" for n in tokens)
-
-    def _example(self, tokens: int) -> Tensor:
+    def example(self, tokens: int) -> Tensor:
+        """Inputs of so many tokens."""
         scale = self.grid.scale
         return torch.randn(tokens, self.in_features, device=scale.device, dtype=scale.dtype)
 
-    def _dense(self, inputs: Tensor) -> Tensor:
+    def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
+        """For so many tokens on this machine: what is computed, and the times that say so."""
+        examples = [self.example(count) for count in tokens]
+        return [
+            f"{len(x)} tokens: computed by {self._way(x)} ({listed(self.times(x))})"
+            for x in examples
+        ]
+
+    def _way(self, inputs: Tensor) -> str:
+        times = self.times(inputs)
+        return _ALONE if times.get(_ALONE, torch.inf) < times[_ANEW] else _ANEW
+
+    def _anew(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weight.to(inputs.dtype), self.bias)
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         packed, scales = self._weights()
         divided = inputs if self.grid.divide is None else inputs / self.grid.divide
         tokens = divided.reshape(-1, self.in_features).bfloat16()
-        outputs = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales).float()
-        if self.bias is not None:
-            outputs.add_(self.bias)
-        return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
-
-    def _chosen(self, inputs: Tensor) -> tuple[str, dict[str, float]]:
-        """The faster of both for so many tokens, and the times, that of a kept float weight too."""
-        count = (inputs.numel() // self.in_features - 1).bit_length()
-        shape = count, self.in_features, self.out_features, self.group_size
-        key = *shape, inputs.dtype, inputs.device, torch.get_num_threads()
-        if key not in _times:
-            probe, dense = torch.randn_like(inputs), self.weight.to(inputs.dtype)
-            calls: dict[str, Callable[[], Tensor]] = {
-                "weights alone": lambda: self._weights_alone(probe),
-                "a dense weight made anew": lambda: self._dense(probe),
-                "float": lambda: F.linear(probe, dense, self.bias),
-            }
-            _times[key] = fastest(close_ones(calls))
-        times = _times[key]
-        alone = times.get("weights alone", float("inf")) < times["a dense weight made anew"]
-        return "weights alone" if alone else "float", times
+        sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
+        return self.finished(sums.float(), inputs)
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
@@ -117,24 +95,22 @@ class Int4Linear(Replacement):
             pairs = torch.stack([grid.scale, offset], -1).bfloat16()
             pairs = pairs.view(self.out_features, -1, 2).transpose(0, 1).contiguous()
             self._prepared = key, packed, pairs
-        return self._prepared[1:]
+        return self._prepared[1], self._prepared[2]
 
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_prepared": None}
+
+_ALONE, _ANEW = "weights alone", "a dense weight made anew"
 
 
 def with_int4_linears(model: nn.Module) -> nn.Module:
     """Replace, in place, the linear layers of 4-bit groups for which the kernel is faster here."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            grid = None if child is None else compressed_weight(child)
-            linear = isinstance(child, nn.Linear) or (child is not None and is_conv1d(child))
-            if not linear or not isinstance(grid, GridWeight) or grid.rows[1] > 256:
-                continue
-            if sum(compressed_weight(module) is grid for module in model.modules()) > 1:
-                continue  # tied: the embedding reads it too
-            bias = cast(nn.Linear, child).bias
-            made = Int4Linear(copy.deepcopy(grid), bias)
-            if made.gains():
-                setattr(parent, name, made)
-    return model
+    stored = {module: compressed_weight(module) for module in model.modules()}
+    made: dict[nn.Module, nn.Module] = {}
+    for module, grid in stored.items():
+        if not is_of(module, (nn.Linear,)) or not isinstance(grid, GridWeight):
+            continue
+        # A tied weight stays: the embedding reads it too.
+        if grid.rows[1] <= 256 and list(stored.values()).count(grid) == 1:
+            layer = Int4Linear(copy.deepcopy(grid), cast(nn.Linear, module).bias)
+            if layer.gains():
+                made[module] = layer
+    return with_modules(model, made)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tinyml.layers import (
     Replacement,
+    check_finite,
     compressed_weight,
     identity,
     is_conv1d,
@@ -39,6 +40,11 @@ def choose(times: Mapping[str, float]) -> str:
     return "float" if times["float"] <= WORTH_IT * least else best
 
 
+def listed(times: Mapping[str, float]) -> str:
+    """Names and milliseconds, the fastest first."""
+    return ", ".join(f"{name} {ms:.3g} ms" for name, ms in in_order(times))
+
+
 def close_ones(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
     """Those that exist on this build and device, and give what "float" gives but for rounding."""
     exact, kept = calls["float"]().float(), {}
@@ -52,24 +58,90 @@ def close_ones(calls: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[
     return kept
 
 
-class Int8Linear(Replacement):
+class FastestLinear(Replacement):
+    """In place of a linear layer: y = x w^T + bias by what is fastest here for so many tokens.
+
+    For inference: it has no gradient. Subclasses say which `ways` there are, "float" among them.
+    """
+
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    transposed: bool
+    group_size: int = 0
+
+    def __init__(self, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self._prepared: tuple[Any, ...] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight that the codes stand for."""
+        raise NotImplementedError
+
+    def ways(self, inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """Every way to compute the layer for these inputs."""
+        raise NotImplementedError
+
+    def example(self, tokens: int) -> Tensor:
+        """Inputs of so many tokens."""
+        raise NotImplementedError
+
+    def times(self, inputs: Tensor) -> dict[str, float]:
+        """The milliseconds of each way for so many tokens, measured the first time."""
+        count = (inputs.numel() // self.in_features - 1).bit_length()
+        shape = count, self.in_features, self.out_features, self.group_size
+        key = type(self), *shape, inputs.dtype, inputs.device, torch.get_num_threads()
+        if key not in _times:
+            _times[key] = fastest(close_ones(self.ways(torch.randn_like(inputs))))
+        return _times[key]
+
+    def gains(self, tokens: Sequence[int] = SHOWN_TOKENS) -> bool:
+        """Whether anything is faster than float here for any of these numbers of tokens."""
+        return any(choose(self.times(self.example(count))) != "float" for count in tokens)
+
+    def restored(self) -> nn.Module:
+        """An nn.Linear."""
+        if self.transposed:  # a Conv1D, which it would have to be, cannot be made here
+            raise ValueError(
+                "its layers were Conv1D and are replaced; compress the model before that"
+            )
+        weight, bias = self.weight, self.bias
+        made = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
+        made.weight = nn.Parameter(weight.clone())
+        if bias is not None:
+            made.bias = nn.Parameter(bias.clone())
+        return made
+
+    def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """With the bias, in the inputs' type and shape."""
+        if self.bias is not None:
+            outputs.add_(self.bias)
+        return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is prepared for speed is made anew by whoever copies or unpickles the layer.
+        return self.__dict__ | {"_prepared": None}
+
+
+class Int8Linear(FastestLinear):
     """y = (q_x q_w^T) s_x s_w + bias, with a scale for each token and one for each output.
 
-    For inference: it has no gradient. With may_stay_float=True each number of tokens is computed by
-    what is fastest here: so, or with inputs in bfloat16 and the weights as they are stored, or in
-    float with the dense weight that the codes stand for. `explain` says which, and the times.
+    With may_stay_float=True each number of tokens is computed by what is fastest here: so, or with
+    inputs in bfloat16 and the weights as they are stored, or in float with the dense weight that
+    the codes stand for. `explain` says which, and the times.
     """
 
     weight_codes: Tensor
     scale: Tensor
-    bias: Tensor | None
     divide: Tensor | None
 
     def __init__(
         self, linear: nn.Module, observer: Observer = "minmax", *, may_stay_float: bool = False,
         divide: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(cast(Tensor | None, linear.bias))
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
         self.may_stay_float, self.dtype = may_stay_float, weight.dtype
@@ -80,109 +152,69 @@ class Int8Linear(Replacement):
         grid = grid_of(weight, 8, observer=observer)
         self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
-        bias = cast(Tensor | None, linear.bias)
-        self.register_buffer("bias", None if bias is None else bias.detach().clone())
-        self._prepared: tuple[Any, Int8Weights, Tensor | None] | None = None
 
     @property
     def weight(self) -> Tensor:
         """The dense weight that the codes stand for."""
-        return self._times_divide if self.divide is None else self._times_divide / self.divide
-
-    @property
-    def _times_divide(self) -> Tensor:
-        return self.weight_codes * self.scale[:, None]
+        dense = self.weight_codes * self.scale[:, None]
+        return (dense if self.divide is None else dense / self.divide).to(self.dtype)
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
         if self.divide is not None:
             inputs = inputs / self.divide
-        weights, dense = self._weights()
-        if dense is not None and inputs.numel():
-            kind, _ = self._chosen(inputs, dense)
-            if kind == "float":
-                return F.linear(inputs, dense.to(inputs.dtype), self.bias)
-            if kind == "weights alone":
-                return self._weights_alone(inputs)
-        return self._multiply(weights, inputs)
+        way = "int8"
+        if self.may_stay_float and inputs.numel():
+            way = choose(self.times(inputs))
+        return self.ways(inputs)[way]()
 
-    def restored(self) -> nn.Module:
-        """An nn.Linear."""
-        return plain_linear(self.weight.to(self.dtype), self.bias, self.transposed)
+    def ways(self, inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """Integers, stored weights with inputs in bfloat16, and float32 with the dense weight."""
+        return {
+            "int8": lambda: self._multiply(inputs),
+            "weights alone": lambda: self._weights_alone(inputs),
+            "float": lambda: F.linear(inputs, self._weights()[1].to(inputs.dtype), self.bias),
+        }
+
+    def example(self, tokens: int) -> Tensor:
+        """Inputs of so many tokens."""
+        return torch.randn(tokens, self.in_features, device=self.scale.device, dtype=self.dtype)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """For so many tokens on this machine: what is computed, and the times that say so."""
         lines = []
         for count in tokens:
-            inputs = torch.randn(count, self.in_features, device=self.scale.device)
-            weights, dense = self._weights()
-            line = str(weights.choice(inputs))
-            if dense is not None:
-                kind, times = self._chosen(inputs, dense)
-                listed = ", ".join(f"{name} {ms:.3g} ms" for name, ms in in_order(times))
-                line = f"computed in {kind} (whole layer: {listed}); {line}"
+            inputs = self.example(count)
+            line = str(self._weights()[0].choice(inputs.float()))
+            if self.may_stay_float:
+                times = self.times(inputs)
+                line = f"computed in {choose(times)} (whole layer: {listed(times)}); {line}"
             lines.append(line)
         return lines
 
-    def way(self, inputs: Tensor) -> str:
-        """The name of the product that is taken for inputs like these."""
-        return self._weights()[0].choice(inputs.reshape(-1, self.in_features).float()).way
-
-    def gains(self, tokens: Sequence[int] = SHOWN_TOKENS) -> bool:
-        """Whether anything is faster than float here for any of these numbers of tokens."""
-        shapes = ((count, self.in_features) for count in tokens)
-        inputs = [torch.randn(s, device=self.scale.device, dtype=self.dtype) for s in shapes]
-        dense = self._times_divide.to(self.dtype)
-        return any(self._chosen(x, dense)[0] != "float" for x in inputs)
-
-    def _multiply(self, weights: Int8Weights, inputs: Tensor) -> Tensor:
+    def _multiply(self, inputs: Tensor) -> Tensor:
         tokens = inputs.reshape(-1, self.in_features).float()
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=_LEAST).div_(127)
-        outputs = weights.product(tokens.div(scale).round_()).float()
-        return self._finished(outputs.mul_(scale), inputs)
+        sums = self._weights()[0].product(tokens.div(scale).round_()).float()
+        return self.finished(sums.mul_(scale).mul_(self.scale), inputs)
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
         """Inputs and sums as bfloat16, weights as they are stored: a fourth of float32's bytes."""
         tokens = inputs.reshape(-1, self.in_features).bfloat16()
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
-        return self._finished(sums.float(), inputs)
+        return self.finished(sums.float().mul_(self.scale), inputs)
 
-    def _finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        outputs.mul_(self.scale)
-        if self.bias is not None:
-            outputs.add_(self.bias)
-        return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
-
-    def _chosen(self, inputs: Tensor, dense: Tensor) -> tuple[str, dict[str, float]]:
-        """What is fastest for so many tokens, and the times of all."""
-        count = inputs.numel() // self.in_features
-        shape = (count - 1).bit_length(), self.in_features, self.out_features
-        key = *shape, inputs.dtype, inputs.device, torch.get_num_threads()
-        if key not in _times:
-            weights, dense = self._weights()[0], dense.to(inputs.dtype)
-            probe = torch.randn_like(inputs)
-            calls: dict[str, Callable[[], Tensor]] = {
-                "int8": lambda: self._multiply(weights, probe),
-                "weights alone": lambda: self._weights_alone(probe),
-                "float": lambda: F.linear(probe, dense, self.bias),
-            }
-            _times[key] = fastest(close_ones(calls))
-        return choose(_times[key]), _times[key]
-
-    def _weights(self) -> tuple[Int8Weights, Tensor | None]:
+    def _weights(self) -> tuple[Int8Weights, Tensor]:
+        """The codes as the product takes them, and the dense weight if it may be needed."""
         # A state dict that is loaded, a device or a type: each leaves another tensor or version.
         codes, scale = self.weight_codes, self.scale
         key = codes.data_ptr(), codes._version, scale.data_ptr(), scale._version
         if self._prepared is None or self._prepared[0] != key:
-            dense = self._times_divide.to(self.dtype) if self.may_stay_float else None
-            self._prepared = key, Int8Weights(codes), dense
+            dense = codes * scale[:, None] if self.may_stay_float else scale
+            self._prepared = key, Int8Weights(codes), dense.to(self.dtype)
         return self._prepared[1], self._prepared[2]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What is prepared for speed is made anew by whoever copies or unpickles the layer.
-        return self.__dict__ | {"_prepared": None}
 
 
 class Int8Embedding(Replacement):
@@ -207,18 +239,6 @@ class Int8Embedding(Replacement):
         return rows.to(self.table.dtype)
 
 
-def plain_linear(weight: Tensor, bias: Tensor | None, transposed: bool) -> nn.Module:
-    """An nn.Linear of this weight; a Conv1D, which it would have to be, cannot be made here."""
-    if transposed:
-        raise ValueError("its layers were Conv1D and are replaced; compress the model before that")
-    outputs, inputs = weight.shape
-    made = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.clone())
-    if bias is not None:
-        made.bias = nn.Parameter(bias.clone())
-    return made
-
-
 def with_int8_linears(
     model: nn.Module,
     observer: Observer = "minmax",
@@ -239,6 +259,8 @@ def with_int8_linears(
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
     names = {module: name for name, module in model.named_modules()}
+    for linear in linears:
+        check_finite(f"{names[linear]}.weight".lstrip("."), weight_of(linear))
     made: dict[nn.Module, nn.Module] = {}
     tables: dict[tuple[int | None, int], Int8Linear] = {}
     for linear in linears:

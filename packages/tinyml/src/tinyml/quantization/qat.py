@@ -21,7 +21,6 @@ from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
     check_bits,
-    check_finite,
     compress_weights,
     compressed_weight,
     is_conv1d,
@@ -48,7 +47,6 @@ def prepare_qat(
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
-        check_finite(f"{name}.weight", weight)
         return RoundedWeight(weight, bits, kind, group_size, learn_scale, transposed)
 
     return compress_weights(plain_copy(model), layers, compress, protect)

@@ -1,0 +1,68 @@
+"""Programs that run as on another processor, and the time of layers there."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Instruction sets as oneDNN and torch's own kernels are told to pretend, each in a process of its
+# own: the second has no dot products of int8, as about every second machine.
+PROCESSORS = {
+    "as it is": {},
+    "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
+    "plain": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
+}
+TIMED = """
+import statistics, time, torch
+from tinyml import quantize
+torch.manual_seed(0)
+torch.set_num_threads(1)
+for bits, tokens, inputs, outputs in {cases}:
+    linear = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).requires_grad_(False)
+    ours = quantize(linear, bits, activations="auto")
+    x = torch.randn(tokens, inputs)
+    repeats = max(1, {products} // (tokens * inputs * outputs))
+    def seconds(call):
+        start = time.process_time()
+        for _ in range(repeats):
+            call(x)
+        return time.process_time() - start
+    seconds(ours)
+    seconds(linear)
+    line = ours[0].explain([tokens])[0] if hasattr(ours[0], "explain") else "computed in float"
+    taken = not line.startswith("computed in float")
+    print(statistics.median(seconds(linear) / seconds(ours) for _ in range(21)) if taken else 1)
+"""
+
+
+@pytest.fixture
+def run_on():
+    """What a program prints, line by line, on one of the processors."""
+
+    def run(processor, program):
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | PROCESSORS[processor] | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def times_of_float(run_on):
+    """Float's processor time over that of "auto", of (bits, tokens, inputs, outputs) each.
+
+    Exactly 1 where "auto" leaves the layer in float.
+    """
+
+    def ratios(processor, cases, products=10**8):
+        program = TIMED.format(cases=cases, products=products)
+        return [float(line) for line in run_on(processor, program)]
+
+    return ratios
