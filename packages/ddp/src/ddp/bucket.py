@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter, itemgetter, ne
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter, ne
 from typing import Any
 
 import torch
@@ -107,7 +108,8 @@ class Bucket:
         parameters, views, addresses = map(pick, (self.parameters, self.views, self._addresses))
         gradients = list(map(_grad, parameters))
         # Within a pass of create_graph=True autograd's graph is on.
-        if torch.is_grad_enabled() or tuple(map(_kind, gradients)) != pick(self._kinds):
+        odd = torch.is_grad_enabled() or any(map(is_, gradients, repeat(None)))
+        if odd or tuple(map(_kind, gradients)) != pick(self._kinds):
             gradients = [self._gradient(slot) for slot in pick(range(len(self.views)))]
         found = tuple(map(Tensor.data_ptr, gradients))
         if found != addresses:
@@ -177,7 +179,12 @@ class Bucket:
     def _gradient(self, slot: int) -> Tensor:
         """A parameter's gradient; TypeError or RuntimeError where it has no place here."""
         gradient = self.parameters[slot].grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {self.names[slot]!r} was taken away before it was averaged: a "
+                "hook on the parameter may use it, but not set .grad to None; do that after "
+                "backward()"
+            )
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.names[slot]!r} is {gradient.layout}; buckets hold dense "

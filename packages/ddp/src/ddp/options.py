@@ -27,6 +27,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "param_to_hook_all_reduce": ((None,), "every gradient is sent when it is ready"),
 }
 
+DEFAULT_SIZE_MB, FIRST_SIZE_MB = 25.0, 1.0
+
 
 @dataclass(frozen=True)
 class Options:
@@ -76,7 +78,11 @@ class Options:
     @property
     def bucket_bytes(self) -> tuple[float, ...]:
         """The largest bucket, or that of each; 0 for one a parameter."""
-        return tuple(size * 2**20 for size in self._sizes) or (0.0,)
+        # As in torch's DDP the first is small where nothing else was asked for: the link has work
+        # soon after the backward pass begins, and a small model's bucket is not all exposed.
+        default = self._sizes == (DEFAULT_SIZE_MB,)
+        sizes = (FIRST_SIZE_MB, DEFAULT_SIZE_MB) if default else self._sizes
+        return tuple(size * 2**20 for size in sizes) or (0.0,)
 
     @property
     def _sizes(self) -> tuple[float, ...]:
