@@ -121,15 +121,15 @@ def fills_a_list_of_sizes() -> tuple:
     for _ in range(2):
         listed(torch.ones(1, 4)).sum().backward()
     assert model.bucket_bytes_cap_list == []
-    wide = DDP(nn.Sequential(*(nn.Linear(400, 400, bias=False) for _ in range(6))))
-    wide(torch.ones(1, 400)).sum().backward()
+    wide = DDP(nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(6))))
+    wide(torch.ones(1, 1100)).sum().backward()
     return listed.bucket_bytes_cap_list, *(
         [len(bucket.parameters) for bucket in one.meter.last.buckets] for one in (listed, wide)
     )
 
 
 def test_of_a_list_of_sizes_each_bucket_takes_the_next() -> None:
-    # By default the first takes 1 MiB at most: one matrix of 640,000 bytes.
+    # By default the first of several takes 1 MiB at most: one matrix, as that is larger.
     assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2], [1, 5])] * 2
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +78,16 @@ class Options:
     @property
     def bucket_bytes(self) -> tuple[float, ...]:
         """The largest bucket, or that of each; 0 for one a parameter."""
-        # As in torch's DDP the first is small where nothing else was asked for: the link has work
-        # soon after the backward pass begins, and a small model's bucket is not all exposed.
-        default = self._sizes == (DEFAULT_SIZE_MB,)
-        sizes = (FIRST_SIZE_MB, DEFAULT_SIZE_MB) if default else self._sizes
-        return tuple(size * 2**20 for size in sizes) or (0.0,)
+        return tuple(size * 2**20 for size in self._sizes) or (0.0,)
+
+    def bucket_bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
+        """The same for a model: of several buckets the first is small where no size was chosen."""
+        # As in torch's DDP, so that the link has work soon after the backward pass begins. A model
+        # that fits in one bucket keeps one: a second costs more than what it hides.
+        several = sum(parameter.nbytes for parameter in parameters) > DEFAULT_SIZE_MB * 2**20
+        if several and self._sizes == (DEFAULT_SIZE_MB,):
+            return (FIRST_SIZE_MB * 2**20, *self.bucket_bytes)
+        return self.bucket_bytes
 
     @property
     def _sizes(self) -> tuple[float, ...]:
