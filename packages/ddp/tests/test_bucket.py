@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from ddp.bucket import RANK_FLAGS, assign_buckets, make_bucket
 from hypothesis import given
@@ -47,3 +48,12 @@ def test_views_lie_in_the_buffer_and_do_not_overlap(model):
     expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
     assert bucket.gradients.tolist() == expected
     assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)
+
+
+def test_a_gradient_that_another_hook_took_away_is_named():
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    bucket = make_bucket([0, 1], parameters, None, None, names=["a", "b"])
+    parameters[0].grad = torch.ones(2)
+    bucket.waiting.extend([0, 1])
+    with pytest.raises(RuntimeError, match=r"gradient of 'b' was taken away before"):
+        bucket.take_waiting(0.5)

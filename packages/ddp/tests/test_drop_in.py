@@ -335,7 +335,35 @@ def evaluates_between() -> bool:
     return True
 
 
+def takes_layers_in_any_order() -> bool:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+        def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+            for place in order:
+                x = self.layers[place](x).tanh()
+            return x
+
+    both = Both(Shuffled())
+    for _ in range(6):
+        # Another order in each step, and on each rank: no bucket is completed by the gradient that
+        # completed it in the first step.
+        orders = [torch.randperm(6, generator=both.generator).tolist() for _ in range(both.world)]
+        x = both.batches(3, 5)
+        both.zero_grad()
+        both.model(x[both.rank], orders[both.rank]).square().mean().backward()
+        pairs = zip(x, orders, strict=True)
+        (sum(both.twin(*pair).square().mean() for pair in pairs) / both.world).backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
 LOOPS = [
+    "takes_layers_in_any_order",
     "never_finishes",
     "several_losses",
     "retains_the_graph",
@@ -356,6 +384,33 @@ def test_a_loop_that_knows_only_torchs_ddp_trains_like_one_process(program: str)
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
     # One synchronization a step, although a reentrant checkpoint runs a pass within the pass.
     assert run_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
+
+
+def repeats_a_checkpoint_later() -> str:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.again = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(times):
+                x = checkpoint(self.again, x, use_reentrant=True)
+            return x
+
+    model = DDP(Repeated())
+    for times in (1, 1, 1, 2):
+        try:
+            model(torch.ones(1, 5), times).sum().backward()
+        except RuntimeError as error:
+            return f"{times} times: {error}"
+    return "not refused"
+
+
+def test_a_gradient_in_parts_is_refused_in_a_later_step_too() -> None:
+    for said in run_ranks(repeats_a_checkpoint_later, 2, timeout=60):
+        assert said.startswith("2 times: Expected to mark a variable ready only once")
+        assert "static_graph=True" in said
 
 
 # ----- kinds of parameters and buffers -----

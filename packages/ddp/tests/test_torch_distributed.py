@@ -54,6 +54,7 @@ def outcomes(who, world, chosen, folder, tests=None):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
     subprocess.run([*command, str(HERE / "torch_oracle.py")], env=environment, cwd=folder)
+    assert report.exists(), f"torch's tests with {who} ended without a report"
     passed, failed = set(), {}
     for case in ElementTree.parse(report).iter("testcase"):
         said = [child for child in case if child.tag in ("failure", "error", "skipped")]

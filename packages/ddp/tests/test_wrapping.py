@@ -120,11 +120,17 @@ def fills_a_list_of_sizes() -> tuple:
     listed = DDP(model.module, bucket_cap_mb_list=[64 / MIB, 128 / MIB])
     for _ in range(2):
         listed(torch.ones(1, 4)).sum().backward()
-    return listed.bucket_bytes_cap_list, [len(b.parameters) for b in listed.meter.last.buckets]
+    assert model.bucket_bytes_cap_list == []
+    wide = DDP(nn.Sequential(*(nn.Linear(1100, 1100, bias=False) for _ in range(6))))
+    wide(torch.ones(1, 1100)).sum().backward()
+    return listed.bucket_bytes_cap_list, *(
+        [len(bucket.parameters) for bucket in one.meter.last.buckets] for one in (listed, wide)
+    )
 
 
 def test_of_a_list_of_sizes_each_bucket_takes_the_next() -> None:
-    assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2])] * 2
+    # By default the first of several takes 1 MiB at most: one matrix, as that is larger.
+    assert run_ranks(fills_a_list_of_sizes, 2) == [([64, 128], [1, 2, 2, 2], [1, 5])] * 2
 
 
 def several_forwards() -> bool:

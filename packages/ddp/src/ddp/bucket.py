@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter, ne
 from typing import Any
 
 import torch
@@ -27,6 +29,8 @@ RANK_FLAGS = 3
 
 # Called as allocate(numel, dtype=..., group=...), like collectives.shared_empty.
 Allocate = Callable[..., Tensor]
+
+_grad, _kind = attrgetter("grad"), attrgetter("shape", "layout")
 
 
 @dataclass(eq=False)
@@ -78,6 +82,10 @@ class Bucket:
         return tuple(view.shape for view in self.views)
 
     @cached_property
+    def _kinds(self) -> tuple[tuple[object, ...], ...]:
+        return tuple((shape, torch.strided) for shape in self._shapes)
+
+    @cached_property
     def _addresses(self) -> tuple[int, ...]:
         return tuple(view.data_ptr() for view in self.views)
 
@@ -94,21 +102,33 @@ class Bucket:
         slots, self.waiting = self.waiting, []
         if not slots:
             return
-        gradients = [self._gradient(slot) for slot in slots]
-        fresh = [
-            (slot, gradient)
-            for slot, gradient in zip(slots, gradients, strict=True)
-            if gradient.data_ptr() != self._addresses[slot]
-        ]
-        if fresh:
-            into = [self.views[slot] for slot, _ in fresh]
-            torch._foreach_copy_(into, [gradient for _, gradient in fresh])
-        if len(slots) == len(self.views):
-            self.gradients.mul_(share)
-        else:
-            torch._foreach_mul_([self.views[slot] for slot in slots], share)
-        for slot, _ in fresh if self.as_view else ():
-            self.give(slot)
+        # Pass by pass over all of them, each at C's speed: a loop over many small gradients would
+        # take longer than moving them.
+        pick = _all if len(slots) == len(self.views) else _only(slots)
+        parameters, views, addresses = map(pick, (self.parameters, self.views, self._addresses))
+        gradients = list(map(_grad, parameters))
+        # Within a pass of create_graph=True autograd's graph is on.
+        odd = torch.is_grad_enabled() or any(map(is_, gradients, repeat(None)))
+        if odd or tuple(map(_kind, gradients)) != pick(self._kinds):
+            gradients = [self._gradient(slot) for slot in pick(range(len(self.views)))]
+        found = tuple(map(Tensor.data_ptr, gradients))
+        if found != addresses:
+            pairs = zip(views, gradients, map(ne, found, addresses), strict=True)
+            into, fresh = zip(*((view, grad) for view, grad, moves in pairs if moves), strict=True)
+            torch._foreach_copy_(into, fresh)
+        if share != 1.0:
+            if pick is _all:
+                self.gradients.mul_(share)
+            else:
+                torch._foreach_mul_(views, share)
+        if found == addresses or not self.as_view:
+            return
+        if tuple(map(Tensor.data_ptr, pick(self._given))) != addresses:
+            for slot in slots:
+                self.give(slot)
+            return
+        for parameter, given in zip(parameters, pick(self._given), strict=True):
+            parameter.grad = given
 
     def lack(self, slot: int) -> None:
         """A parameter without a gradient counts as zero."""
@@ -159,7 +179,12 @@ class Bucket:
     def _gradient(self, slot: int) -> Tensor:
         """A parameter's gradient; TypeError or RuntimeError where it has no place here."""
         gradient = self.parameters[slot].grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {self.names[slot]!r} was taken away before it was averaged: a "
+                "hook on the parameter may use it, but not set .grad to None; do that after "
+                "backward()"
+            )
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.names[slot]!r} is {gradient.layout}; buckets hold dense "
@@ -222,6 +247,15 @@ class Bucket:
         if world not in self._expected:
             self._expected[world] = tuple(flags * world for flags in self._nothing_to_tell)
         return torch.equal(self.flags, self._expected[world][stepped])
+
+
+def _all(of: Any) -> Any:
+    return of
+
+
+def _only(slots: Sequence[int]) -> Callable[[Any], Any]:
+    # Of one place itemgetter makes no tuple.
+    return itemgetter(*slots) if len(slots) > 1 else lambda of: (of[slots[0]],)
 
 
 def assign_buckets(

@@ -55,7 +55,8 @@ class DDP(TorchMembers, nn.Module, Joinable):
     are rank 0's again. Parameters that are unfrozen, replaced or added later are averaged from the
     next forward pass on.
 
-    - `bucket_size_mb`: in 2**20 bytes; None sends each parameter by itself as it becomes ready.
+    - `bucket_size_mb`: in 2**20 bytes; None sends each parameter by itself as it becomes ready. At
+      25 the first of several takes 1 at most, so that the link has work early.
     - `group`, or torch's `process_group` or `device_mesh`: the ranks; all, if none is given.
     - `all_reduce`: called like `torch.distributed.all_reduce`, which is the default.
     - `allocate`: `allocate(numel, dtype=..., group=...)` makes the memory of each bucket.

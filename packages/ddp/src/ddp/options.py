@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "delay_all_reduce_named_params": ((None,), "every gradient is sent when it is ready"),
     "param_to_hook_all_reduce": ((None,), "every gradient is sent when it is ready"),
 }
+
+DEFAULT_SIZE_MB, FIRST_SIZE_MB = 25.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class Options:
     def bucket_bytes(self) -> tuple[float, ...]:
         """The largest bucket, or that of each; 0 for one a parameter."""
         return tuple(size * 2**20 for size in self._sizes) or (0.0,)
+
+    def bucket_bytes_of(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
+        """The same for a model: of several buckets the first is small where no size was chosen."""
+        # As in torch's DDP, so that the link has work soon after the backward pass begins. A model
+        # that fits in one bucket keeps one: a second costs more than what it hides.
+        several = sum(parameter.nbytes for parameter in parameters) > DEFAULT_SIZE_MB * 2**20
+        if several and self._sizes == (DEFAULT_SIZE_MB,):
+            return (FIRST_SIZE_MB * 2**20, *self.bucket_bytes)
+        return self.bucket_bytes
 
     @property
     def _sizes(self) -> tuple[float, ...]:

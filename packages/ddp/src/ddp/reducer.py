@@ -47,14 +47,24 @@ class Reducer:
         # What the last step brought no gradient for, here.
         self.absent: list[int] = []
         self._parts = Parts(len(layout.parameters)) if static_graph else None
+        # Small gradients that complete no bucket, if they come in the known order: while a step is
+        # open their arrival is only noted, and the next one of another kind looks at the notes.
+        self._small: frozenset[int] = frozenset()
+        self._noting = self._small
+        self._noted: list[int] = []
 
     def arrive(self, index: int, _: Tensor) -> None:
         """A parameter's gradient was accumulated: the hook on each parameter."""
+        if index in self._noting:
+            self._noted.append(index)
+            return
         if self.open or self._opens():
             if not self.steps:
                 self._arrivals.setdefault(index)
             if self._parts is None or not self._parts.more_to_come(index):
+                self._collect_noted()
                 self._collect(*self.layout.place[index])
+                self._send_complete()
                 return
         bucket, slot = self.layout.place[index]
         if slot in bucket.arrived:
@@ -72,6 +82,8 @@ class Reducer:
         self.share = mean if share is None else share
         if self._parts is not None:
             self._parts.begin()
+        else:
+            self._noting = self._small
 
     def follow_order(self) -> None:
         """After the first step, order buckets as rank 0's gradients became ready. A collective."""
@@ -80,9 +92,20 @@ class Reducer:
             others = (index for index in self.layout.order if index not in self._arrivals)
             device = self.layout.parameters[0].device
             self.layout.follow(self.exchange.agree_on([*self._arrivals, *others], device))
+            self._small = frozenset(
+                index
+                for bucket in self.layout.buckets
+                for index, size in zip(bucket.indices[:-1], bucket.bytes_of, strict=False)
+                if size <= SMALL_BYTES
+            )
+
+    def _collect_noted(self) -> None:
+        noted, self._noted = self._noted, []
+        for index in noted:
+            self._collect(*self.layout.place[index])
 
     def _collect(self, bucket: Bucket, slot: int) -> None:
-        """Take a final gradient, scaled to its share of the mean, into its bucket; send if full."""
+        """Take a final gradient, scaled to its share of the mean, into its bucket."""
         if slot in bucket.arrived:
             self.exchange.refuse_parts(bucket, slot)
         bucket.arrived.add(slot)
@@ -90,12 +113,12 @@ class Reducer:
             bucket.take(slot, self.share)
         else:
             bucket.waiting.append(slot)
-        if len(bucket.arrived) == len(bucket.indices):
-            self._send_complete()
 
     def _send_complete(self, taking_part: bool = True) -> None:
         """Start the sums in one order, the same on every rank, or they would be mixed up."""
-        for bucket in self.layout.buckets[self._sent :]:
+        buckets = self.layout.buckets
+        while self._sent < len(buckets):
+            bucket = buckets[self._sent]
             if len(bucket.arrived) < len(bucket.indices):
                 return
             bucket.take_waiting(self.share)
@@ -108,9 +131,12 @@ class Reducer:
         With `taking_part=False` this rank has no gradients and only makes the others' calls.
         """
         begin, buckets = time.perf_counter(), self.layout.buckets
+        self._noting = frozenset()
+        self._collect_noted()
         for bucket in buckets:
             if taking_part:
                 self._take_what_did_not_arrive(bucket)
+                self._send_complete()
             else:
                 # Its own last gradients stay what they are.
                 bucket.release()

@@ -185,7 +185,7 @@ class Replica:
             list(dense.values()),
             list(dense),
             self.link.group,
-            self.options.bucket_bytes,
+            self.options.bucket_bytes_of(dense.values()),
             self.options.allocate,
             self.options.gradient_as_bucket_view,
         )

@@ -93,8 +93,8 @@ class TorchMembers:
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         """The sizes of the buckets, where they differ."""
-        sizes = self._options.bucket_bytes
-        return [int(size) for size in sizes] if len(sizes) > 1 else []
+        sizes = self._options.bucket_size_mb
+        return [int(size * 2**20) for size in sizes] if isinstance(sizes, tuple) else []
 
     @property
     def device(self) -> torch.device:

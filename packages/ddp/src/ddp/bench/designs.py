@@ -19,6 +19,8 @@ from ddp.metering.meter import Meter
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
 GIVEN_SIZES_MB = (25.0, 100.0)
+# Buckets of these sizes after a first one of 1 MB, as 25 MB has one in any case.
+EARLY_SIZES_MB = (4.0, 10.0)
 
 # A model, and what takes a wrapped model through this rank's batch to the loss.
 Loss = Callable[[nn.Module], Tensor]
@@ -33,6 +35,16 @@ def transformer(device: torch.device) -> tuple[nn.Module, Loss]:
 def busy_transformer(device: torch.device) -> tuple[nn.Module, Loss]:
     """The same with ten sequences: more computation to hide communication behind."""
     return _transformer(device, sequences=10)
+
+
+def many_tensors(device: torch.device) -> tuple[nn.Module, Loss]:
+    """A small model of many tensors, 144 of 1.6 MB: what each tensor costs beside its bytes."""
+    torch.manual_seed(0)
+    layers = [
+        nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(12)
+    ]
+    x = torch.randn(2, 16, 64, device=device)
+    return nn.Sequential(*layers).to(device), lambda wrapped: wrapped(x).square().mean()
 
 
 def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Loss]:
@@ -125,6 +137,8 @@ def designs(
     }
     for size in sizes_mb:
         makers[f"{size:g} MB"] = _Sized(size)
+    for size in EARLY_SIZES_MB:
+        makers[f"early {size:g} MB"] = partial(_early, size)
     half, thin = {"gradient_dtype": torch.bfloat16}, {"compression": PowerSGD(4)}
     makers["bfloat16 10 MB"] = _Sized(10.0, "bfloat16 ", half)
     makers["PowerSGD 10 MB"] = _Sized(10.0, "PowerSGD ", thin)
@@ -200,6 +214,10 @@ def _plain(name: str, model: nn.Module, function: Callable[..., None]) -> Design
 def _ours(name: str, model: nn.Module, size_mb: float | None, **given: Any) -> Design:
     wrapped = DDP(model, size_mb, **given)
     return Design(name, wrapped, wrapped.finish_gradient_synchronization, wrapped.meter)
+
+
+def _early(size_mb: float, model: nn.Module) -> Design:
+    return _ours(f"early {size_mb:g} MB", model, None, bucket_cap_mb_list=[1.0, size_mb])
 
 
 def _torch(model: nn.Module) -> Design:

@@ -86,6 +86,10 @@ class Measured:
             for percent in (50, 10, 90):
                 key = f"ratio_to_{peer.replace(' ', '_')}_p{percent}"
                 row[key] = float(np.percentile(ratios, percent)) if ratios is not None else "-"
+        tuned = self.seconds(PEERS[-1], "cpu") if PEERS[-1] in self.names else None
+        row["cpu_ratio_to_torch_tuned"] = (
+            float(median(self.seconds(design.name, "cpu") / tuned)) if tuned is not None else "-"
+        )
         return row
 
     def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:

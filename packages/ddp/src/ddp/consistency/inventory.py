@@ -8,7 +8,9 @@ of that passes by the wrapper, so it looks: at identities and three attributes, 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,19 +51,24 @@ class Inventory:
         training loop may freeze and unfreeze them at every step at no cost.
         """
         now = self._look()
-        if now == self._seen:
+        if self._seen.is_still(now):
             return False
-        if not all(isinstance(p, nn.Parameter) for p in now[0]):
+        if not all(isinstance(p, nn.Parameter) for p in now.owned):
             return False  # torch.func.functional_call puts tensors there, for one call
         known = {id(p): p for p in chain(self.dense.values(), self.sparse.values())}
-        kinds_before = dict(zip(map(id, self._seen[0]), self._seen[2], strict=True))
-        owned = {id(p) for p in now[0]}
+        seen = self._seen
+        kinds_before = {
+            id(p): kind[1:] for p, kind in zip(seen.owned, seen.attributes, strict=True)
+        }
+        owned = {id(p) for p in now.owned}
         grown = any(
             parameter.requires_grad and name not in self._ignored and id(parameter) not in known
             for name, parameter in self._module.named_parameters()
         )
-        kinds = zip(map(id, now[0]), now[2], strict=True)
-        other_kind = any(i in known and kinds_before.get(i) != kind for i, kind in kinds)
+        other_kind = any(
+            id(p) in known and kinds_before.get(id(p)) != kind[1:]
+            for p, kind in zip(now.owned, now.attributes, strict=True)
+        )
         if grown or other_kind or not known.keys() <= owned:
             return True
         self._seen = now
@@ -79,16 +86,32 @@ class Inventory:
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
 
-    def _look(self) -> tuple[_Identities, list[bool], list[object], _Identities]:
+    def _look(self) -> _Seen:
         # Keeping the tensors keeps their ids from being given to others.
-        owned = _Identities(p for d in self._owned for p in d.values() if p is not None)
-        children = _Identities(chain.from_iterable(d.values() for d in self._children))
-        kinds: list[object] = [(p.dtype, p.device) for p in owned]
-        return owned, [p.requires_grad for p in owned], kinds, children
+        owned = [p for p in chain.from_iterable(map(dict.values, self._owned)) if p is not None]
+        children = list(chain.from_iterable(map(dict.values, self._children)))
+        return _Seen(owned, list(map(_attributes, owned)), children)
 
 
-class _Identities(list[Any]):
-    """A list that equals another where it holds the very same objects."""
+_attributes = attrgetter("requires_grad", "dtype", "device")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, list) and list(map(id, self)) == list(map(id, other))
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was there: parameters, their attributes, and the modules that hold them."""
+
+    owned: list[Any]
+    attributes: list[Any]
+    children: list[Any]
+
+    def is_still(self, now: _Seen) -> bool:
+        """Whether `now` holds the very same objects, as they were."""
+        return (
+            _same(self.owned, now.owned)
+            and self.attributes == now.attributes
+            and _same(self.children, now.children)
+        )
+
+
+def _same(these: list[Any], those: list[Any]) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))
