@@ -112,12 +112,23 @@ def test_bulk_synchronous_training_survives_a_kill():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("consistency", [Asynchronous(), StaleSynchronous(1)], ids=repr)
-def test_two_hundred_kills(consistency, seed):
-    result, killed = run_and_kill(consistency, 5, seed=100 + seed, steps=80)
-    assert killed
-    assert result.parameters["x"].unique().tolist() == [80.0]
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "policy",
+    [Asynchronous(), StaleSynchronous(1), BulkSynchronous(), LocalSteps(2, ONE)],
+    ids=["asynchronous", "stale", "bulk", "local"],
+)
+def test_two_hundred_kills(policy, seed):
+    result, killed = run_and_kill(policy, 5, seed=100 + seed, steps=80)
+    assert len(killed) == 5
+    assert result.values == [80, 80, 80]
+    x = result.parameters["x"]
+    assert (x == x[0]).all()
+    if policy.averages:  # a mean of those who took part: what each has added is in the sum
+        added = policy.steps if isinstance(policy, LocalSteps) else 1
+        assert x[0].sum() == pytest.approx(added * result.versions[0])
+    else:
+        assert x.unique().tolist() == [80.0]
 
 
 def test_an_exception_in_training_is_raised_as_it_was():
