@@ -271,6 +271,16 @@ def test_workers_join_and_leave_while_others_train(served):
     assert final(job_of(), [server.address])[0].version == 10
 
 
+def test_a_server_that_begins_at_random_goes_on_with_what_it_began_with(tmp_path):
+    def opened():  # as `serve` does it: each time the job is made anew
+        job = Job(count, nn.Linear(3, 3), ONE, Asynchronous(), workers=0)
+        server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")
+        server.close()
+        return server.core.replica.state_dict()["parameters"]
+
+    assert torch.equal(opened(), opened())
+
+
 @pytest.mark.exhaustive
 def test_serve_and_join_by_hand(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}

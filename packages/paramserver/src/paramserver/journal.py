@@ -77,23 +77,16 @@ class DiskJournal:
 
     def record(self, record: Record) -> None:
         """Write it, and return when it is written. RuntimeError if the disk is full."""
-        kind, parts = _to_bytes(record)
-        assert self._file is not None
-        size, checksum = 0, 0
-        for part in parts:
-            size += len(part)
-            checksum = zlib.crc32(part, checksum)
         try:
-            start = self._file.tell()
-            for part in (_HEAD.pack(kind, size, checksum), *parts):
-                _write_all(self._file, part)
-            if self._fsync:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(start)
-            self._file.seek(start)
-            raise RuntimeError(f"no journal can be written in {self.folder}: {error}") from error
-        self._written += size
+            self._append(record)
+        except OSError:
+            self.wait()  # a snapshot that fills the disk fails, and gives its room back
+            try:
+                self._append(record)
+            except OSError as error:
+                raise RuntimeError(
+                    f"no journal can be written in {self.folder}: {error}"
+                ) from error
 
     def is_long(self) -> bool:
         """Whether it is time for a snapshot, and the last one is done."""
@@ -122,20 +115,40 @@ class DiskJournal:
         if self._file:
             self._file.close()
 
+    def _append(self, record: Record) -> None:
+        kind, parts = _to_bytes(record)
+        assert self._file is not None
+        size, checksum = 0, 0
+        for part in parts:
+            size += len(part)
+            checksum = zlib.crc32(part, checksum)
+        start = self._file.tell()
+        try:
+            for part in (_HEAD.pack(kind, size, checksum), *parts):
+                _write_all(self._file, part)
+            if self._fsync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(start)
+            self._file.seek(start)
+            raise
+        self._written += size
+
     def _write(self, state: dict[str, Any], number: int) -> None:
-        unfinished = self._path("unfinished", number)
+        unfinished, noting = self._path("unfinished", number), None
         try:
             with unfinished.open("wb") as file:
-                torch.save(state, file)
+                noting = _Noting(file)
+                torch.save(state, noting)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(self._path("snapshot", number))
             self.error = None
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             # The journals are whole: another is tried when as much has come again.
-            self.error = error
+            self.error = (noting and noting.error) or error
             unfinished.unlink(missing_ok=True)
-            _LOG.error("no snapshot can be written in %s: %s", self.folder, error)
+            _LOG.error("no snapshot can be written in %s: %s", self.folder, self.error)
             return
         for name in ("snapshot", "journal"):
             for old in (n for n in self._numbers(name) if n < number):
@@ -152,6 +165,24 @@ class DiskJournal:
 
     def _numbers(self, name: str) -> list[int]:
         return [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{name}-*")]
+
+
+class _Noting:
+    """A file to write to that notes why it could not be: torch's writer says only where."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, part: bytes) -> int:
+        try:
+            return self._file.write(part)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def _to_bytes(record: Record) -> tuple[bytes, list[Any]]:

@@ -38,7 +38,12 @@ def open_server(
     kept = None
     if journal is not None:
         kept = DiskJournal(Path(journal) / f"server-{number}")
-        kept.load(server.core)
+        if not kept.load(server.core):
+            # What it begins with is a part of what has to be known: a job may draw it at random.
+            kept.snapshot(server.core)
+            kept.wait()
+            if kept.error:
+                raise RuntimeError(f"no journal can be kept in {kept.folder}: {kept.error}")
     return ZeroMQServer(server.core, address, keys=keys, journal=kept)
 
 
