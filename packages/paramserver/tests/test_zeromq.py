@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -195,6 +196,43 @@ def test_garbage_and_half_messages_disturb_nobody(served):
     context.term()
     slow.close()
     assert final(job_of(), [server.address])[0].version == 5
+
+
+SERVE_WITH_FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from test_zeromq import job_of, open_server
+server = open_server(job_of(), 0, "tcp://127.0.0.1:*", journal=sys.argv[1])
+server._journal._snapshot_bytes = 5000
+print(server.address, flush=True)
+server.serve()
+"""
+
+
+@pytest.mark.exhaustive
+def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
+    command = [sys.executable, "-c", SERVE_WITH_FEW_FILES, str(tmp_path)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent)
+    try:
+        address = server.stdout.readline().strip()
+        port = int(address.rsplit(":", 1)[1])
+        with ExitStack() as stack, join_servers(job_of(), 0, [address]) as worker:
+            count(worker, 3, 0.0)
+            for _ in range(120):
+                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                stranger.sendall(b"\xff")
+            assert count(worker, 50, 0.0) == 50  # no file can be opened for a snapshot
+            patient = Job(count, Vector(), ONE, Asynchronous(), workers=0, timeout=60.0)
+            with join_servers(patient, 1, [address]) as late:
+                assert count(late, 50, 0.0) == 50
+                late.leave()
+                late.finish = lambda: None
+        assert final(job_of(), [address])[0].version == 100
+        assert server.poll() is None
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
 
 
 def test_only_those_whose_keys_are_known_may_come(served):

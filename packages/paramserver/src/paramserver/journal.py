@@ -100,7 +100,12 @@ class DiskJournal:
         """Copy the whole state and begin a new journal; a thread writes the copy."""
         self.wait()
         self._number += 1
-        self._open()
+        try:
+            self._open()
+        except OSError as error:  # it goes on in the journal that it has
+            self._number, self._written = self._number - 1, 0
+            self._report(error)
+            return
         self._writer = threading.Thread(target=self._write, args=(core.snapshot(), self._number))
         self._writer.start()
 
@@ -146,18 +151,22 @@ class DiskJournal:
             self.error = None
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             # The journals are whole: another is tried when as much has come again.
-            self.error = (noting and noting.error) or error
             unfinished.unlink(missing_ok=True)
-            _LOG.error("no snapshot can be written in %s: %s", self.folder, self.error)
+            self._report((noting and noting.error) or error)
             return
         for name in ("snapshot", "journal"):
             for old in (n for n in self._numbers(name) if n < number):
                 self._path(name, old).unlink(missing_ok=True)
 
+    def _report(self, error: OSError | RuntimeError) -> None:
+        self.error = error
+        _LOG.error("no snapshot can be written in %s: %s", self.folder, error)
+
     def _open(self) -> None:
+        file = self._path("journal", self._number).open("ab", buffering=0)
         if self._file:
             self._file.close()
-        self._file = self._path("journal", self._number).open("ab", buffering=0)
+        self._file = file
         self._written = self._file.tell()
 
     def _path(self, name: str, number: int) -> Path:

@@ -31,6 +31,7 @@ from paramserver.transport.connection import SENDS, used
 
 _BEAT = 1.0  # seconds
 _SIGN_OF_LIFE = 1.0  # between two words to a worker that is kept waiting
+_GREETING = 5.0
 _RETRY = 2.5  # without a word: the request, or its answer, is lost
 
 
@@ -64,6 +65,8 @@ class ZeroMQServer:
         # A new connection with a worker's name is that worker, come back; the old one is dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
+        # Who greets more slowly only takes up a place.
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(_GREETING * 1000))
         self._socket.setsockopt(zmq.MAXMSGSIZE, core.replica.shard.buffer_bytes + 2**20)
         self._guard = _guard(self._context, self._socket, keys) if keys else None
         self._socket.bind(address)
