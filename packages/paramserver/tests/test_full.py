@@ -98,7 +98,7 @@ def snapshot(folder):
     worker = Worker(nn.Linear(100, 100), server)
     worker.pull()  # while the disk may be full because a snapshot is being written
     kept.wait()
-    assert "No space left" in str(kept.error)
+    assert kept.error is not None
     assert not [*Path(folder).glob("unfinished*")]
     Path(folder, "another's").unlink()
     push(server, kept, 10)

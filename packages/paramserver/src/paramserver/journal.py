@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -77,16 +78,14 @@ class DiskJournal:
 
     def record(self, record: Record) -> None:
         """Write it, and return when it is written. RuntimeError if the disk is full."""
-        try:
-            self._append(record)
-        except OSError:
-            self.wait()  # a snapshot that fills the disk fails, and gives its room back
+        for last in (False, True):
             try:
-                self._append(record)
+                return self._append(record)
             except OSError as error:
-                raise RuntimeError(
-                    f"no journal can be written in {self.folder}: {error}"
-                ) from error
+                if last:
+                    text = f"no journal can be written in {self.folder}: {error}"
+                    raise RuntimeError(text) from error
+                self.wait()  # a snapshot that fills the disk fails, and gives its room back
 
     def is_long(self) -> bool:
         """Whether it is time for a snapshot, and the last one is done."""
@@ -140,11 +139,10 @@ class DiskJournal:
         self._written += size
 
     def _write(self, state: dict[str, Any], number: int) -> None:
-        unfinished, noting = self._path("unfinished", number), None
+        unfinished = self._path("unfinished", number)
         try:
             with unfinished.open("wb") as file:
-                noting = _Noting(file)
-                torch.save(state, noting)
+                torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.rename(self._path("snapshot", number))
@@ -152,7 +150,7 @@ class DiskJournal:
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             # The journals are whole: another is tried when as much has come again.
             unfinished.unlink(missing_ok=True)
-            self._report((noting and noting.error) or error)
+            self._report(error)
             return
         for name in ("snapshot", "journal"):
             for old in (n for n in self._numbers(name) if n < number):
@@ -160,7 +158,8 @@ class DiskJournal:
 
     def _report(self, error: OSError | RuntimeError) -> None:
         self.error = error
-        _LOG.error("no snapshot can be written in %s: %s", self.folder, error)
+        free = shutil.disk_usage(self.folder).free  # torch's writer says where, but not why
+        _LOG.error("no snapshot can be written in %s (%d B free): %s", self.folder, free, error)
 
     def _open(self) -> None:
         file = self._path("journal", self._number).open("ab", buffering=0)
@@ -174,24 +173,6 @@ class DiskJournal:
 
     def _numbers(self, name: str) -> list[int]:
         return [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{name}-*")]
-
-
-class _Noting:
-    """A file to write to that notes why it could not be: torch's writer says only where."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, part: bytes) -> int:
-        try:
-            return self._file.write(part)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 def _to_bytes(record: Record) -> tuple[bytes, list[Any]]:

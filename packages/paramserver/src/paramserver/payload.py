@@ -1,7 +1,6 @@
 """What a worker writes into a push and makes of a pull: gradients, or the changes of local steps.
 
-Notable: what local steps have changed is taken down at once, and encoded when it is sent: with
-overlap in another thread, while the next steps are computed.
+Notable: what local steps have changed is taken down at once; with overlap a thread encodes it.
 """
 
 from __future__ import annotations

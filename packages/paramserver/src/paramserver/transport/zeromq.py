@@ -4,9 +4,8 @@ Notable:
 - one loop a server, no threads: it drives the protocol's core, which says what has to wait;
 - a socket of ZeroMQ connects again by itself, and requests are numbered: what is not answered is
   sent again, to the same server or to the one that was started in its place;
-- a frame of numbers and text, a frame of bytes that is sent from, and used, where it lies; nothing
-  is unpickled. CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback
-  may be bound;
+- a frame of numbers and text, one of bytes that are used where they lie; nothing is unpickled;
+- CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback may be bound;
 - a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
 """
 
@@ -153,10 +152,8 @@ class ZeroMQServer:
 
     def _look(self, now: float) -> None:
         told = dict(self.core.check(now))
-        progress = True
-        while progress:
-            answered = [self._attempt(worker) for worker in list(self._waiting)]
-            progress = any(answered)
+        while any(self._attempt(worker) for worker in list(self._waiting)):
+            pass  # one answer may be what another request waits for
         for worker, request in list(self._waiting.items()):
             if worker in told:
                 del self._waiting[worker]
