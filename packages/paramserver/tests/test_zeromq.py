@@ -86,7 +86,7 @@ def run_and_kill(consistency, kills, seed, steps=60, servers=2):
     try:
         result = run(
             count, Vector(), ONE, consistency, args=(steps, 0.02), workers=3, servers=servers,
-            transport="zeromq", restarts=kills + 1, timeout=30.0,
+            transport="zeromq", restarts=kills + 1, timeout=120.0,
         )  # fmt: skip
     finally:
         done.set()
