@@ -213,7 +213,9 @@ def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float,
     dist.init_process_group("gloo")
     model = decoder(size)
     if kind != "data-parallel":
-        with join(model, partial(TimedAdamW, lr=lr), POLICIES[kind], timeout=240) as worker:
+        # Half of the model on each: nobody is slower because it also serves, and waited for.
+        make, hosts = partial(TimedAdamW, lr=lr), range(WORKERS)
+        with join(model, make, POLICIES[kind], servers=hosts, timeout=240) as worker:
             return train(worker, steps)
     torch.set_num_threads(1)
     corpus, wrapped = load_corpus(), nn.parallel.DistributedDataParallel(model)

@@ -337,7 +337,11 @@ class SimulatedWorker:
             self.go_on([self.answers[s] for s in self.expected])
 
     def begin_again(self, life):
-        if life == self.life and self.state == "well":
+        if life != self.life or self.state == "dead":
+            return
+        if self.state == "hung":
+            self.world.after(1.0, self.begin_again, life)
+        else:
             self.begin()
 
 
@@ -349,9 +353,9 @@ def _receive_beat(self, number):
 SimulatedServer.receive_beat = _receive_beat
 
 
-def simulate(seed, **options):
+def simulate(seed, kind=World, **options):
     """Run a world to its end, and hold what is left against what was promised."""
-    world = World(seed, **options)
+    world = kind(seed, **options)
     world.run()
     entries = world.log()
     world.oracle.follow(entries)

@@ -161,6 +161,25 @@ def test_a_snapshot_that_cannot_be_written_leaves_the_journal_as_it_is(
     assert sorted(p.name.split("-")[0] for p in tmp_path.iterdir()) == ["journal", "snapshot"]
 
 
+def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
+    server, journal = server_with(tmp_path)
+    steps(server, 2)
+    go_on = threading.Event()
+
+    def fills_the_disk(*_):
+        go_on.wait(60)
+        disk.room = 10**9  # what it took is given back
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fills_the_disk)
+    journal.snapshot(server.core)
+    disk = journal._file = FullDisk(journal._file, 10)
+    threading.Timer(0.2, go_on.set).start()
+    steps(server, 2)
+    assert journal.error
+    assert held(server_with(tmp_path)[0]) == held(server)
+
+
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(
     tmp_path, monkeypatch, torn

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, BulkSynchronous, StaleSynchronous
-from simulated_network import simulate
+from simulated_network import World, simulate
 
 WORLDS = {
     "seed": st.integers(0, 2**32),
@@ -40,6 +40,22 @@ TWO = {
 @given(**WORLDS)
 def test_whatever_happens_every_accepted_push_is_applied_once_and_versions_are_whole(**world):
     simulate(**world)
+
+
+class Unlucky(World):
+    """Who learns that the others go on without it hangs at once, before it can begin again."""
+
+    def after(self, seconds, call, *args):
+        super().after(seconds, call, *args)
+        if getattr(call, "__name__", "") == "begin_again" and self.now < self.faults:
+            call.__self__.strike("hang")
+
+
+def test_who_hangs_between_two_lives_comes_back():
+    world = {"servers": 2, "workers": 4, "joiners": 0, "loss": 0.3, "faults": 15.0}
+    simulate(
+        10, Unlucky, consistency=Asynchronous(), steps=2, drop_after=4.0, **world
+    )  # fmt: skip
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,11 @@
 """How far apart workers may drift.
 
 Notable:
-- one number tells the three apart. A worker's clock is how many gradients it has pushed. It may
-  read the parameters while it is at most `bound` ahead of the slowest worker (Ho et al., "More
-  Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 2):
-  0 is bulk-synchronous, infinity is asynchronous, and what lies between is stale-synchronous;
-- `averages` is the other difference: the gradients of one bulk-synchronous step make one update
-  (their mean, summed in the order of the workers), so that training equals training in a single
-  process and is the same, bit for bit, in every run. Otherwise a gradient is an update by itself,
-  applied as it arrives;
+- a worker's clock is how many gradients it has pushed. It may read while it is at most `bound`
+  ahead of the slowest (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+  Parameter Server", 2013, section 2): 0 is bulk-synchronous, infinity asynchronous;
+- `averages`: the gradients of one bulk-synchronous step make one update, their mean, summed in the
+  order of the workers, so that every run is the same, bit for bit. Otherwise each is an update;
 - `LocalSteps` is bulk-synchronous too, but what is pushed is what some steps of a worker's own
   optimizer have changed: DiLoCo.
 """

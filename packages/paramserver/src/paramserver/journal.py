@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -77,23 +78,14 @@ class DiskJournal:
 
     def record(self, record: Record) -> None:
         """Write it, and return when it is written. RuntimeError if the disk is full."""
-        kind, parts = _to_bytes(record)
-        assert self._file is not None
-        size, checksum = 0, 0
-        for part in parts:
-            size += len(part)
-            checksum = zlib.crc32(part, checksum)
-        try:
-            start = self._file.tell()
-            for part in (_HEAD.pack(kind, size, checksum), *parts):
-                _write_all(self._file, part)
-            if self._fsync:
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(start)
-            self._file.seek(start)
-            raise RuntimeError(f"no journal can be written in {self.folder}: {error}") from error
-        self._written += size
+        for last in (False, True):
+            try:
+                return self._append(record)
+            except OSError as error:
+                if last:
+                    text = f"no journal can be written in {self.folder}: {error}"
+                    raise RuntimeError(text) from error
+                self.wait()  # a snapshot that fills the disk fails, and gives its room back
 
     def is_long(self) -> bool:
         """Whether it is time for a snapshot, and the last one is done."""
@@ -107,7 +99,12 @@ class DiskJournal:
         """Copy the whole state and begin a new journal; a thread writes the copy."""
         self.wait()
         self._number += 1
-        self._open()
+        try:
+            self._open()
+        except OSError as error:  # it goes on in the journal that it has
+            self._number, self._written = self._number - 1, 0
+            self._report(error)
+            return
         self._writer = threading.Thread(target=self._write, args=(core.snapshot(), self._number))
         self._writer.start()
 
@@ -122,6 +119,25 @@ class DiskJournal:
         if self._file:
             self._file.close()
 
+    def _append(self, record: Record) -> None:
+        kind, parts = _to_bytes(record)
+        assert self._file is not None
+        size, checksum = 0, 0
+        for part in parts:
+            size += len(part)
+            checksum = zlib.crc32(part, checksum)
+        start = self._file.tell()
+        try:
+            for part in (_HEAD.pack(kind, size, checksum), *parts):
+                _write_all(self._file, part)
+            if self._fsync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(start)
+            self._file.seek(start)
+            raise
+        self._written += size
+
     def _write(self, state: dict[str, Any], number: int) -> None:
         unfinished = self._path("unfinished", number)
         try:
@@ -133,18 +149,23 @@ class DiskJournal:
             self.error = None
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             # The journals are whole: another is tried when as much has come again.
-            self.error = error
             unfinished.unlink(missing_ok=True)
-            _LOG.error("no snapshot can be written in %s: %s", self.folder, error)
+            self._report(error)
             return
         for name in ("snapshot", "journal"):
             for old in (n for n in self._numbers(name) if n < number):
                 self._path(name, old).unlink(missing_ok=True)
 
+    def _report(self, error: OSError | RuntimeError) -> None:
+        self.error = error
+        free = shutil.disk_usage(self.folder).free  # torch's writer says where, but not why
+        _LOG.error("no snapshot can be written in %s (%d B free): %s", self.folder, free, error)
+
     def _open(self) -> None:
+        file = self._path("journal", self._number).open("ab", buffering=0)
         if self._file:
             self._file.close()
-        self._file = self._path("journal", self._number).open("ab", buffering=0)
+        self._file = file
         self._written = self._file.tell()
 
     def _path(self, name: str, number: int) -> Path:

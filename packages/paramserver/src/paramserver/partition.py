@@ -1,11 +1,9 @@
 """Which server holds which part of which parameter.
 
 Notable:
-- parameters are cut where equal bytes fall, in the middle of a tensor if need be, so that no server
-  holds more than its share. An optimizer whose update of an element needs that element alone (SGD,
-  Adam, ...) cannot tell; for one that looks at whole tensors (LAMB, Muon, ...) there is `whole`;
-- a shard is one flat buffer of bytes in which each piece is a view, so that a pull or a push is
-  one message whatever the number of parameters and their types.
+- parameters are cut where equal bytes fall, in the middle of a tensor if need be. An optimizer that
+  is elementwise (SGD, Adam, ...) cannot tell; for one that is not (LAMB, Muon) there is `whole`;
+- a shard is one flat buffer of bytes, in which pieces are views: a pull or push is one message.
 """
 
 from __future__ import annotations
@@ -121,8 +119,7 @@ def partition(
     """Divide `parameters` over `servers`, equal in bytes.
 
     The largest shard exceeds the mean by less than one element. `whole` keeps every parameter on
-    one server, the largest first onto the server with the least: use it for an optimizer that needs
-    whole tensors.
+    one server, the largest first onto the server with the least.
     """
     parameters = {name: part(tensor) for name, tensor in parameters.items()}
     if servers < 1:

@@ -1,12 +1,12 @@
 """What a worker writes into a push and makes of a pull: gradients, or the changes of local steps.
 
-Notable: what local steps have changed is taken down at once, and encoded when it is sent: with
-overlap in another thread, while the next steps are computed.
+Notable: what local steps have changed is taken down at once; with overlap a thread encodes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ class Gradients:
         self._parameters, self._shards, self._connections = parameters, shards, connections
         self.flat = {name: _flattened(name, p) for name, p in parameters.items()}
         if any(flat.is_cuda for flat in self.flat.values()):
-            for connection in connections:
-                _pin(connection.parameters)
-                _pin(connection.gradients)
+            pin(
+                b
+                for connection in connections
+                for b in (connection.parameters, connection.gradients)
+            )
 
     def write(self, server: int) -> int:
         """Fill the buffer that goes to a server; how many of its bytes, 0 for all."""
@@ -177,10 +179,15 @@ def _flattened(name: str, parameter: nn.Parameter) -> Tensor:
     return tensor.view(-1)
 
 
-def _pin(buffer: Tensor) -> None:
-    """Lock memory that the GPU copies from and to by itself, whoever has made it."""
-    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-    torch.cuda.check_error(int(error))
+def pin(buffers: Iterable[Tensor]) -> None:
+    """Lock memory that the GPU copies from and to by itself, whoever has made it, until it goes."""
+    runtime = torch.cuda.cudart()
+    # Both buffers of a connection may lie in one memory; no page may be locked twice.
+    for start, buffer in {b.untyped_storage().data_ptr(): b for b in buffers}.items():
+        nbytes = buffer.untyped_storage().nbytes()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
+        # What is allocated there next has to find it unlocked.
+        weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False
 
 
 def _wait(tensors: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,6 @@
 Notable:
 - the protocol is `Core`'s; here are the lock, the clock and the waiting, all of it in `ask`, which
   a transport calls from a thread per worker;
-- of several servers the first keeps the ledger for all of them; every server follows it;
 - a wait ends with an error only when one that is waited for has been silent: a slow worker that
   goes on is waited for as long as it takes.
 """

@@ -1,9 +1,7 @@
 """Computes gradients with parameters that it pulls, and pushes them.
 
 Notable:
-- with several servers, one thread each, so that their links are used at the same time;
-- with local steps and overlap, one thread more, in which a fragment travels while the next steps
-  are computed;
+- of several servers each has a thread; with overlap there is one more, in which a fragment travels;
 - a worker may be many ranks: the first one of its `site` speaks to the servers for all.
 """
 
@@ -40,19 +38,17 @@ class Worker:
     `partition(parameters, len(servers), whole=whole)`. As a context manager it finishes at the end,
     or tells the servers if the body raises.
 
-        worker = Worker(module, server, rank=0)
-        for inputs, targets in batches:
-            worker.pull()
-            loss(module(inputs), targets).backward()
-            worker.push()
-        worker.finish()
+        with Worker(module, server, rank=0) as worker:
+            for inputs, targets in batches:
+                worker.pull()
+                loss(module(inputs), targets).backward()
+                worker.push()
 
     With `LocalSteps`, `local` is that policy and `optimizer` the worker's own.
 
-    With `site`, a process group, its ranks are one worker: all make one, and call the same methods
-    at the same times, with gradients that they have averaged (by DDP, say); only the first one's
-    `servers` are used. Where the ranks of a site hold different parameters (FSDP), each is a worker
-    by itself, with those that hold the same of the other sites.
+    With `site`, a process group, its ranks are one worker: all make one and call the same methods,
+    with gradients that they have averaged; only the first one's `servers` are used. Under FSDP each
+    rank is a worker by itself, with those that hold the same parameters at other sites.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """What a push and a pull cost, over each transport and beside torch's RPC.
 
 Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
-peer. More workers, servers and sizes, the policies' time to a target and local steps on the suite's
-model are measured by tests/paramserver_study.py.
+peer. All that needs more is measured by tests/paramserver_study.py.
 """
 
 from __future__ import annotations
@@ -155,14 +154,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def table(rows: list[Row]) -> str:
     """Rows as aligned text, a block for each set of columns."""
+
+    def shown(value: float | int | str) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        cells = [columns, *(tuple(map(shown, row.values())) for row in group)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _cell(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,8 +2,7 @@
 
 Notable:
 - no lock, no thread, no socket, no clock: `now` is an argument. `Server` drives it from threads,
-  `transport.zeromq` from one loop, and a test from a simulated network and clock that delays,
-  loses, doubles and reorders what it likes;
+  `transport.zeromq` from one loop, and a test from a simulated network and clock;
 - an answer of None means: not yet. Whoever drives it asks again when something has changed, and
   calls `check` when `next_deadline` has passed;
 - with a journal, what an answer tells is written down before it is given.
@@ -163,9 +162,8 @@ class Core:
             match record:
                 case Staged(push, gradients):
                     if self.replica.wants(push):
-                        self.replica.stage(
-                            push, self.replica.unpack(push, gradients), len(gradients)
-                        )
+                        unpacked = self.replica.unpack(push, gradients)
+                        self.replica.stage(push, unpacked, len(gradients))
                 case Followed(log, own):
                     if own:
                         self.ledger.replay(log)

@@ -1,15 +1,12 @@
 """The order of all updates and reads, and who takes part: decided in one place, followed by all.
 
 Notable:
-- it is pure: no lock, no clock, no tensor. What goes in are requests, what comes out is a log; its
-  state is what the log says (`replay`), so that a log on a disk is a ledger on a disk;
-- the first server keeps the ledger. A push is staged at every server and then committed here, in
-  one message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
-- reads stand in the same log as writes (state-machine replication; Schneider, "Implementing
-  Fault-Tolerant Services Using the State Machine Approach", 1990). Servers that follow one log
-  answer a read with one version, wherever each of them has got to;
-- a worker carries the log from the ledger to the other servers, so servers need no links between
-  them: whoever reads brings it, and what nobody reads is not missed;
+- it is pure: no lock, no clock, no tensor. Its state is what its log says (`replay`);
+- the first server keeps it. A push is staged at every server and then committed here, in one
+  message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
+- reads stand in the same log as writes (state-machine replication; Schneider 1990): servers that
+  follow one log answer a read with one version, wherever each of them has got to;
+- workers carry the log to the other servers, which need no links between them;
 - a worker that joins again begins a new epoch. What an older one still sends is refused.
 """
 

@@ -2,10 +2,8 @@
 
 Notable:
 - a gradient that is not finite is refused when it is staged, before any server has applied it;
-- what a read was promised is copied only if an update comes before the reader does, and readers of
-  one version share that copy;
-- a push is known by its name (worker, epoch, clock), so that one that arrives twice, or late, or
-  from a life of the worker that is over, changes nothing.
+- what a read was promised is copied only if an update comes first; readers share that copy;
+- a push is known by its name (worker, epoch, clock): one that comes twice or late is void.
 """
 
 from __future__ import annotations

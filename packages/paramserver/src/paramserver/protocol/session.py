@@ -1,9 +1,8 @@
 """A worker's side of the protocol, as pure as the server's.
 
 Notable:
-- each method is a generator: it yields requests to some servers, which go out at the same time, and
-  is sent their answers. Who drives it (a worker, a test's simulated network) does the waiting, and
-  sends again what is not answered;
+- each method is a generator: it yields requests that go out at the same time, and is sent their
+  answers. Who drives it (a worker, a simulated network) waits, and sends again;
 - with several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
   section 5.8.3.3): all hold the gradients, then the first accepts them, in one message. So has a
   pull: the first promises a version, then all send that one. With one server, one message does.

@@ -106,10 +106,7 @@ def report(server: Server) -> ServerReport:
 
 
 def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
-    """One result from all outcomes, or the error that caused the others.
-
-    Whoever was still at it when the run failed has no say.
-    """
+    """One result from all outcomes, or the error that caused the others."""
     servers, workers = (
         [outcomes.get(f"{kind} {i}", Outcome("")) for i in range(count)]
         for kind, count in (("server", job.servers), ("worker", job.workers))

@@ -1,8 +1,6 @@
 """Start servers and workers, wait for them, and say which one failed if one does.
 
 Notable:
-- a training function gets a Worker and whatever else it was given; it returns anything that
-  pickles;
 - the cause is reported, not its echo: a process that died before the ones that noticed, an error of
   the training function before the PeerLost of the others.
 """
@@ -48,11 +46,8 @@ def run(
     others have waited for so many seconds is lost, and they go on.
 
     With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
-    calls `train` anew (`worker.pushes` says how many of its gradients were accepted), a server goes
-    on from its `journal`, a folder. What an earlier run left there is gone on from.
-
-    `progress` is called every second or so with how far the run is: `progress=print` prints a line
-    of members, version, staleness, bytes and loss (the one that workers give to `push`).
+    calls `train` anew (`worker.position` says where it is), a server goes on from its `journal`, a
+    folder, also an earlier run's. `progress` is called every second or so: `print` prints a line.
     """
     job = Job(
         train, module, optimizer, consistency, tuple(args), workers, servers, timeout,

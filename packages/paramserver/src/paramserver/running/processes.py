@@ -18,8 +18,6 @@ from paramserver.running.job import Outcome
 from paramserver.running.progress import Progress
 
 Tell = Callable[[Progress], object]
-
-
 Running = dict[str, tuple[BaseProcess, Connection]]
 """By name, a process and where its outcome will come from."""
 
@@ -57,7 +55,6 @@ def _pickled_failure(name: str, error: BaseException) -> bytes:
         message = pickle.dumps(Outcome(name, error=error))
         pickle.loads(message)
     except Exception:
-        # An exception that does not pickle travels as its text.
         text = RuntimeError(f"{name}: {type(error).__name__}: {error}")
         message = pickle.dumps(Outcome(name, error=text))
     return message

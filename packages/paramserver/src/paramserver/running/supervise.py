@@ -1,7 +1,6 @@
 """Servers and workers over ZeroMQ: served, joined, and started again when they die.
 
-Notable: nobody is told of a death. A server that is started again has its journal and its address;
-a worker that is started again joins again; the others notice a pause.
+Notable: nobody is told of a death: a new server has its journal and address, a new worker joins.
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ def open_server(
     kept = None
     if journal is not None:
         kept = DiskJournal(Path(journal) / f"server-{number}")
-        kept.load(server.core)
+        if not kept.load(server.core):
+            kept.snapshot(server.core)  # a job may draw at random what it begins with
+            kept.wait()
+            if kept.error:
+                raise RuntimeError(f"no journal can be kept in {kept.folder}: {kept.error}")
     return ZeroMQServer(server.core, address, keys=keys, journal=kept)
 
 

@@ -4,8 +4,7 @@ Notable:
 - one request at a time on a connection: a message, its data if any, an answer;
 - the two buffers of a connection are made by the transport. In one process, or in shared memory,
   they are the same bytes at both ends and nothing is sent but the message;
-- a worker that is kept waiting is told so every few seconds, so that only a server that hangs or is
-  gone is ever blamed by the worker itself.
+- a worker that is kept waiting is told so every few seconds: it blames only a server that hangs.
 """
 
 from __future__ import annotations

@@ -97,18 +97,10 @@ def join(
 ) -> Iterator[Worker]:  # fmt: skip
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
-    Every rank of `group` calls it with the same module (names and shapes) and arguments. The
-    servers begin with their own rank's parameters; the first pull brings them to all. After the
-    body, when all ranks have come to its end, every module holds the final parameters.
-
-        with join(module, partial(torch.optim.SGD, lr=0.1)) as worker:
-            for inputs, targets in my_share_of_the_batches:
-                worker.pull()
-                loss(module(inputs), targets).backward()
-                worker.push()
-
-    With BulkSynchronous, the default, this is training in a single process on the union of the
-    ranks' batches. Raises PeerLost on every rank if one fails, and names it.
+    Every rank of `group` calls it with the same module (names and shapes) and arguments, and uses
+    the worker as `Worker` says. The servers begin with their own rank's parameters. When all ranks
+    have come to the end of the body, every module holds the final ones. Raises PeerLost on every
+    rank if one fails, and names it.
 
     With `site`, a group whose ranks are one worker (see Worker), `group` is of the first ranks of
     all sites; the others call it too.

@@ -4,8 +4,8 @@ Notable:
 - one loop a server, no threads: it drives the protocol's core, which says what has to wait;
 - a socket of ZeroMQ connects again by itself, and requests are numbered: what is not answered is
   sent again, to the same server or to the one that was started in its place;
-- a frame of numbers and text, a frame of bytes; nothing is unpickled. CURVE keys (`keys`) say who
-  may come, and encrypt; without them only the loopback may be bound;
+- a frame of numbers and text, one of bytes that are used where they lie; nothing is unpickled;
+- CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback may be bound;
 - a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from paramserver.transport.connection import SENDS, used
 
 _BEAT = 1.0  # seconds
 _SIGN_OF_LIFE = 1.0  # between two words to a worker that is kept waiting
+_GREETING = 5.0
 _RETRY = 2.5  # without a word: the request, or its answer, is lost
 
 
@@ -63,12 +64,15 @@ class ZeroMQServer:
         # A new connection with a worker's name is that worker, come back; the old one is dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
+        # Who greets more slowly only takes up a place.
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(_GREETING * 1000))
         self._socket.setsockopt(zmq.MAXMSGSIZE, core.replica.shard.buffer_bytes + 2**20)
         self._guard = _guard(self._context, self._socket, keys) if keys else None
         self._socket.bind(address)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._waiting: dict[int, _Waiting] = {}
         self._out = torch.zeros(core.replica.shard.buffer_bytes, dtype=torch.uint8)
+        self._sent: Any = None  # whether what was in it has left
         self._stopped = threading.Event()
 
     def serve(self, tell: Callable[[Progress], object] | None = None) -> None:
@@ -130,6 +134,9 @@ class ZeroMQServer:
     def _attempt(self, worker: int) -> bool:
         request = self._waiting.pop(worker)
         message, data = request.message, request.data
+        if self._sent and not self._sent.done:  # the next answer cannot wait for a slow link
+            self._out = torch.empty_like(self._out)
+        self._sent = None
         expected = message.size or len(self._out)
         try:
             if data is not None and len(data) < expected:
@@ -145,10 +152,8 @@ class ZeroMQServer:
 
     def _look(self, now: float) -> None:
         told = dict(self.core.check(now))
-        progress = True
-        while progress:
-            answered = [self._attempt(worker) for worker in list(self._waiting)]
-            progress = any(answered)
+        while any(self._attempt(worker) for worker in list(self._waiting)):
+            pass  # one answer may be what another request waits for
         for worker, request in list(self._waiting.items()):
             if worker in told:
                 del self._waiting[worker]
@@ -160,11 +165,12 @@ class ZeroMQServer:
     def _send(self, request: _Waiting, reply: Message) -> None:
         zmq = _zmq()
         head = json.dumps([*request.number, *reply.fields()]).encode()
-        data = used(self._out, reply).numpy().tobytes() if reply.size else b""
-        try:
-            self._socket.send_multipart([request.name, head, data], zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError:
-            return  # it is gone; when it comes back it asks again
+        data = [used(self._out, reply).numpy().data] if reply.size else [b""]
+        with suppress(zmq.ZMQError):  # if it is gone: when it comes back it asks again
+            sent = self._socket.send_multipart(
+                [request.name, head, *data], zmq.NOBLOCK, copy=False, track=True
+            )
+            self._sent = sent if reply.size else None
 
 
 @dataclass
@@ -210,7 +216,7 @@ class ZeroMQConnection:
                         f"the server at {self._address} has said nothing for {self._patience:g} s, "
                         f"{time.monotonic() - start:.0f} s after it was asked; start it again"
                     )
-                self._send(message)
+                self._send(message, again=True)
                 continue
             head, data = self._socket.recv_multipart(copy=False)
             life, number, *fields = json.loads(head.bytes)
@@ -240,11 +246,13 @@ class ZeroMQConnection:
             self._beating.join()
             self._context.term()
 
-    def _send(self, message: Message, socket: Any = None) -> None:
+    def _send(self, message: Message, socket: Any = None, *, again: bool = False) -> None:
         head = json.dumps([self._worker, self._life, self._number, *message.fields()]).encode()
-        parts = [head]
+        parts: list[bytes | memoryview] = [head]
         if message.kind in SENDS:
-            parts.append(used(self.gradients, message).numpy().tobytes())
+            data = used(self.gradients, message).numpy().data
+            # Sent as they lie: by the answer they have left. What is sent again may leave later.
+            parts.append(data.tobytes() if again else data)
         _offer(socket or self._socket, parts)
 
     def _beat(self) -> None:
@@ -269,7 +277,7 @@ class ZeroMQConnection:
         return socket
 
 
-def _offer(socket: Any, parts: list[bytes]) -> None:
+def _offer(socket: Any, parts: Sequence[bytes | memoryview]) -> None:
     """Send, unless the server is away and messages pile up: then there will be another time."""
     zmq = _zmq()
     with suppress(zmq.Again):
@@ -277,8 +285,11 @@ def _offer(socket: Any, parts: list[bytes]) -> None:
 
 
 def _tensor(frame: Any) -> Tensor:
-    # A copy: the frame's memory is ZeroMQ's, and a gradient is summed where it lies.
-    return torch.frombuffer(bytearray(frame.buffer), dtype=torch.uint8)
+    """The bytes of a frame: its own memory if that begins where a number may, else a copy."""
+    data = (
+        torch.frombuffer(frame.buffer, dtype=torch.uint8) if len(frame) else torch.empty(0).byte()
+    )
+    return data if data.data_ptr() % 8 == 0 else data.clone()
 
 
 def _guard(context: Any, socket: Any, keys: Keys) -> Any:

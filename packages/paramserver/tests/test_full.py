@@ -1,0 +1,112 @@
+"""What is really full (a small file system that the test makes) is named, or does no harm."""
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import Asynchronous, Server, Worker, run
+from paramserver.journal import DiskJournal
+from paramserver_training import SGD, model, train
+from test_journal import held
+
+# A file system of one's own, as root or as whoever may be root in a namespace of their own.
+UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+
+
+def mount(folder, size):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
+
+
+def why_not():
+    """Why no file system can be mounted here; empty if one can."""
+    if not shutil.which("unshare"):
+        return "unshare is missing"
+    command = [*UNSHARE, "mount", "-t", "tmpfs", "-o", "size=4k", "none", "/mnt"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(bool(why_not()), reason=f"nothing can be mounted here: {why_not()}")
+@pytest.mark.parametrize("what", ["shm", "journal", "snapshot"])
+def test_what_is_full_is_named_or_does_no_harm(tmp_path, what):
+    command = [*UNSHARE, sys.executable, __file__, what, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{what} well\n"
+
+
+def shm(folder):
+    """All transports train where /dev/shm has no byte left."""
+    mount("/dev/shm", "4k")
+    Path("/dev/shm/all").write_bytes(bytes(4096))
+    for transport in ("shared_memory", "distributed", "zeromq"):
+        result = run(train, model(), SGD, args=(3,), workers=2, transport=transport)
+        assert result.versions == [3]
+
+
+def served(folder, **options):
+    torch.manual_seed(0)
+    module = nn.Linear(100, 100)
+    adam = partial(torch.optim.Adam, lr=0.1)
+    server = Server(dict(module.named_parameters()), adam, Asynchronous(), workers=1, elastic=True)
+    journal = DiskJournal(folder, **options)
+    journal.load(server.core)
+    return server, journal
+
+
+def push(server, journal, count):
+    """What a ZeroMQ server does between two rounds, and a worker in one."""
+    worker = Worker(nn.Linear(100, 100), server)
+    for step in range(count):
+        worker.pull()
+        for parameter in worker.module.parameters():
+            parameter.grad = torch.full_like(parameter, float(step))
+        worker.push()
+        if journal.is_long():
+            journal.snapshot(server.core)
+    return worker
+
+
+def journal(folder):
+    """The push that finds the disk full is refused by name; with room, all goes on."""
+    mount(folder, "300k")
+    server, kept = served(folder)
+    with pytest.raises(RuntimeError, match=rf"no journal can be written in {folder}: .*No space l"):
+        push(server, kept, 20)
+    assert 0 < server.version < 20
+    subprocess.run(["mount", "-o", "remount,size=8m", folder], check=True)
+    worker = push(server, kept, 5)
+    assert worker.pushes == server.version
+    assert held(served(folder)[0]) == held(server)
+
+
+def snapshot(folder):
+    """A snapshot for which there is no room gives back what it took; nobody notices."""
+    mount(folder, "700k")
+    server, kept = served(folder, snapshot_bytes=150_000)
+    Path(folder, "another's").write_bytes(bytes(450_000))
+    push(server, kept, 4)
+    worker = Worker(nn.Linear(100, 100), server)
+    worker.pull()  # while the disk may be full because a snapshot is being written
+    kept.wait()
+    assert kept.error is not None
+    assert not [*Path(folder).glob("unfinished*")]
+    Path(folder, "another's").unlink()
+    push(server, kept, 10)
+    kept.wait()
+    assert kept.error is None
+    assert held(served(folder)[0]) == held(server)
+
+
+if __name__ == "__main__":
+    {"shm": shm, "journal": journal, "snapshot": snapshot}[sys.argv[1]](sys.argv[2])
+    print(sys.argv[1], "well")

@@ -1,0 +1,114 @@
+"""Workers on a GPU: gradients and parameters pass through pinned memory, nothing else changes."""
+
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
+from paramserver.payload import pin
+from paramserver.transport.shared_memory import channel_pair
+from paramserver.worker import trainable
+from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+class FakeRuntime:
+    """Locks ranges as CUDA does: none twice, and none that touches another."""
+
+    def __init__(self):
+        self.locked = {}
+
+    def cudaHostRegister(self, start, nbytes, flags):
+        stop = start + nbytes
+        if any(start < end and begin < stop for begin, end in self.locked.items()):
+            return 712
+        self.locked[start] = stop
+        return 0
+
+    def cudaHostUnregister(self, start):
+        del self.locked[start]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    def check_error(code):
+        assert code == 0
+
+    fake = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    return fake
+
+
+def test_memory_is_locked_once_and_until_it_goes(runtime):
+    for _ in range(3):  # what is allocated later may lie where something was locked before
+        ours, theirs = channel_pair("worker 0", "server 0", 100)
+        pin([ours.parameters, ours.gradients])  # two halves of one memory
+        assert len(runtime.locked) == 1
+        server = Server(trainable(model()), SGD, workers=1).connect(0)
+        pin([server.parameters, server.gradients])
+        assert len(runtime.locked) == 3
+        for end in (ours, theirs):
+            end.close()
+        del ours, theirs, server
+        gc.collect()
+        assert runtime.locked == {}
+
+
+def train_there(worker, steps):
+    """`steps` steps wherever the module is."""
+    device = next(worker.module.parameters()).device
+    for step in range(steps):
+        worker.pull()
+        inputs, targets = (each.to(device) for each in batch(step, worker.rank))
+        F.mse_loss(worker.module(inputs), targets).backward()
+        worker.push()
+    return str(device)
+
+
+@no_gpu
+@pytest.mark.gpu
+def test_run_equals_one_process():
+    result = run(train_there, model().cuda(), SGD, args=(5,), workers=2, servers=2)
+    assert all(value.startswith("cuda") for value in result.values)
+    assert_equal_parameters(
+        {name: p.cpu() for name, p in result.parameters.items()}, train_alone(5, 2, SGD)
+    )
+
+
+@no_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "policy",
+    [
+        BulkSynchronous(), Asynchronous(), LocalSteps(4, SGD),
+        LocalSteps(4, SGD, Integers(8), fragments=2, overlap=1),
+    ],
+    ids=["bulk", "asynchronous", "local", "streaming"],
+)  # fmt: skip
+def test_every_policy_trains_as_on_the_cpu(policy):
+    def trained(where):
+        module = model(torch.float32).to(where)
+        server = Server(trainable(module), SGD, policy, workers=1)
+        inner = partial(torch.optim.SGD, lr=0.1)
+        with Worker(module, server, optimizer=inner) as worker:
+            for step in range(8):
+                worker.pull()
+                inputs, targets = (each.float().to(where) for each in batch(step, 0))
+                F.mse_loss(module(inputs), targets).backward()
+                worker.push()
+        return {name: p.detach().cpu() for name, p in module.named_parameters()}
+
+    found, expected = trained("cuda"), trained("cpu")
+    # Rounding to 8 bits may fall on the other side.
+    close = {"rtol": 1e-3, "atol": 3e-3} if getattr(policy, "compression", None) else {}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], **close)

@@ -1,0 +1,71 @@
+"""torchft's DiLoCo, with its lighthouse and managers, arrives where ours does."""
+
+import sys
+import threading
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import LocalSteps, run
+from paramserver_training import batch, model, train
+
+pytestmark = pytest.mark.exhaustive
+torchft = pytest.importorskip("torchft", reason="the peer torchft is not installed")
+coordination = pytest.importorskip("torchft.coordination")
+local_sgd = pytest.importorskip("torchft.local_sgd")
+
+INNER = partial(torch.optim.AdamW, lr=0.01)
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+WORKERS, STEPS, LOCAL = 2, 12, 4
+
+
+def train_with_torchft(number, lighthouse, trained):
+    wait = timedelta(seconds=60)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    module = model()
+    inner, outer = INNER(module.parameters()), OUTER(module.parameters())
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=wait), min_replica_size=WORKERS,
+        load_state_dict=module.load_state_dict, state_dict=module.state_dict,
+        use_async_quorum=False, init_sync=False, replica_id=f"site{number}", timeout=wait,
+        store_addr="localhost", store_port=store.port, rank=0, world_size=1,
+        lighthouse_addr=lighthouse, hostname="localhost",
+    )  # fmt: skip
+    try:
+        with local_sgd.DiLoCo(manager, [module], inner, outer, sync_every=LOCAL, pin_memory=False):
+            for step in range(STEPS):
+                inputs, targets = batch(step, number)
+                inner.zero_grad()
+                F.mse_loss(module(inputs), targets).backward()
+                inner.step()
+        trained[number] = {name: p.detach() for name, p in module.named_parameters()}
+    finally:
+        manager.shutdown(wait=False)
+
+
+def test_torchfts_diloco_is_ours():
+    lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=WORKERS)
+    trained = {}
+    threads = [
+        threading.Thread(target=train_with_torchft, args=(w, lighthouse.address(), trained))
+        for w in range(WORKERS)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        lighthouse.shutdown()
+    result = run(train, model(), INNER, LocalSteps(LOCAL, OUTER), args=(STEPS,), workers=WORKERS)
+    for name, tensor in result.parameters.items():
+        for theirs in trained.values():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-10, atol=1e-12)
+    assert len(trained) == WORKERS
