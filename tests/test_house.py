@@ -79,6 +79,7 @@ def test_a_folder_tells_its_story(package):
         accounting="plans, time, memory and the command line take 6,000 lines; families are tables",
         scaling="laws as data, plans, a page and sweeps of one's own are 1,000 of its 5,500 lines",
         tinyml="graphs, transformers and two ways out are half of its 6,200 lines",
+        zero="others' checkpoints and weights, in and out, and meshes are 1,300 of its 5,800 lines",
         llmsys_suite="the audit and its planted defects are 2,200 lines of its 7,700",
     ),
 )
