@@ -80,6 +80,7 @@ def test_a_folder_tells_its_story(package):
         scaling="laws as data, plans, a page and sweeps of one's own are 1,000 of its 5,350 lines",
         tinyml="graphs, transformers and two ways out are half of its 6,050 lines",
         llmsys_suite="the audit and its planted defects are 2,500 lines of its 8,300",
+        zero="others' checkpoints and weights, in and out, and meshes are 1,300 of its 5,800 lines",
     ),
 )
 def test_a_package_is_small(package):

@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks
-from zero import ShardedOptimizer
+from zero import ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer.elementwise import how_to_split
 
 ELEMENTWISE = {
@@ -367,3 +368,115 @@ def one_process_on_the_whole_batch(stage):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_it_equals_one_process_on_the_whole_batch(world, stage):
     assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))
+
+
+class Both(torch.optim.Optimizer):
+    """Whole matrices for some groups, elements for others, by a key that each group has to have."""
+
+    def __init__(self, groups):
+        for group in groups:
+            group.setdefault("lr", 0.02 if group["use_muon"] else 0.003)
+            assert set(group) == {"params", "lr", "use_muon"}
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                if group["use_muon"]:
+                    left, _, right = torch.linalg.svd(parameter.grad, full_matrices=False)
+                    parameter.add_(left @ right, alpha=-group["lr"])
+                    continue
+                state = self.state[parameter]
+                old = state.get("average", torch.zeros_like(parameter))
+                state["average"] = 0.9 * old + parameter.grad
+                parameter.add_(state["average"].sign(), alpha=-group["lr"])
+
+
+class Blocks(torch.optim.Optimizer):
+    """Scales large tensors block by block, as optimizers with eight-bit states do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                change = parameter.grad
+                if parameter.numel() >= 4096:
+                    flat = nn.functional.pad(change.reshape(-1), (0, -change.numel() % 256))
+                    blocks = flat.view(-1, 256)
+                    blocks = blocks / blocks.abs().amax(1, keepdim=True).clamp(min=1e-9)
+                    change = blocks.reshape(-1)[: parameter.numel()].view_as(parameter)
+                parameter.add_(change, alpha=-group["lr"])
+
+
+def large(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(70, 65), nn.Tanh(), nn.Linear(65, 3)).to(dtype)
+
+
+def by_key(model):
+    return [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "use_muon": True},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "use_muon": False},
+    ]
+
+
+def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
+    """Four steps, with a checkpoint after two."""
+    model, twin = large(dtype), large(dtype)
+    ours = ShardedOptimizer(groups(model), optimizer_cls, **options)
+    theirs = optimizer_cls(groups(twin), **options)
+    world = dist.get_world_size()
+    for step in range(4):
+        for rank in range(world):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            inputs = torch.randn(4, 70, generator=generator, dtype=torch.float64).to(dtype)
+            if rank == dist.get_rank():
+                model(inputs).square().mean().backward()
+            (twin(inputs).square().mean() / world).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            save_checkpoint(path, model, ours)
+            model = large(dtype)
+            ours = ShardedOptimizer(groups(model), optimizer_cls, **options)
+            load_checkpoint(path, model, ours)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    return ours.splits
+
+
+def unusual(path):
+    splits = equal_to_the_unsharded(Both, by_key, torch.float64, f"{path}/both")
+    assert splits == ["parameters", "elements"]
+    listed = equal_to_the_unsharded(
+        Blocks, lambda model: list(model.parameters()), torch.float64, f"{path}/blocks"
+    )
+    assert listed == ["parameters"]
+    return True
+
+
+def test_optimizers_with_keys_of_their_own_and_of_large_tensors_are_split_as_they_need(tmp_path):
+    assert all(run_ranks(unusual, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def eight_bit(path):
+    # Compiling takes minutes, and changes nothing but the time.
+    torch._dynamo.config.disable = True
+    from torchao.optim import AdamW8bit
+
+    return equal_to_the_unsharded(
+        AdamW8bit, lambda model: list(model.parameters()), torch.float32, path, lr=0.01
+    )
+
+
+@pytest.mark.exhaustive
+def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
+    pytest.importorskip("torchao", reason="torchao's optimizers")
+    splits = run_ranks(eight_bit, 2, str(tmp_path / "last"), timeout=DEADLINE)
+    assert splits == [["parameters"]] * 2

@@ -2,12 +2,19 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from emulated_hosts import emulated_hosts, run_everywhere, why_not
+from torch import nn
+from worker_pool import run_ranks
+from zero import FSDP, load_checkpoint, save_checkpoint, save_safetensors
 
 pytestmark = pytest.mark.timing
 REASON = why_not()
@@ -30,9 +37,9 @@ def on_the_loopback(tmp_path_factory):
     return steps(path)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_no_stage_is_slower_than_torchs_own_on_the_loopback(on_the_loopback, stage):
-    assert on_the_loopback[f"stage{stage}"]["ratio_p50"] <= 1.0
+@pytest.mark.parametrize(("stage", "most"), [(1, 1.0), (2, 1.0), (3, 0.7)])
+def test_no_stage_is_slower_than_torchs_own_on_the_loopback(on_the_loopback, stage, most):
+    assert on_the_loopback[f"stage{stage}"]["ratio_p50"] <= most
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -46,3 +53,49 @@ def test_a_throttled_link_is_used_better_than_by_torchs_own(tmp_path):
     assert rows["stage2"]["ratio_p50"] <= 0.75
     for name, most in (("stage1", 1.01), ("stage2", 1.01), ("stage3", 1.51)):
         assert rows[name]["sent_over_parameters"] <= most
+
+
+def evicted(path):
+    """Every file of a folder, out of the page cache."""
+    files = [file for file in Path(path).iterdir() if file.is_file()]
+    for file in files:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return files
+
+
+def reading_and_loading(path, write):
+    """Seconds that the disk takes for the bytes, and that a load takes, in turns."""
+    model = FSDP(nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(4)]))
+    write(path, model)
+    ratios = []
+    for _ in range(5):
+        dist.barrier()
+        files = evicted(path)
+        dist.barrier()
+        start = time.perf_counter()
+        # Each rank its half, as a load does.
+        for file in files:
+            half = file.stat().st_size // dist.get_world_size()
+            buffer = bytearray(min(half, 1 << 24))
+            with file.open("rb", buffering=0) as handle:
+                handle.seek(half * dist.get_rank())
+                for _ in range(half // max(1, len(buffer))):
+                    handle.readinto(buffer)
+        dist.barrier()
+        read = time.perf_counter() - start
+        evicted(path)
+        dist.barrier()
+        start = time.perf_counter()
+        load_checkpoint(path, model)
+        dist.barrier()
+        ratios.append(read / (time.perf_counter() - start))
+    return statistics.median(ratios)
+
+
+@pytest.mark.parametrize("write", [save_checkpoint, save_safetensors])
+def test_loading_takes_little_longer_than_the_disk(tmp_path, write):
+    torch.manual_seed(0)
+    share = run_ranks(reading_and_loading, 2, str(tmp_path / "last"), write, timeout=400)[0]
+    assert share >= 0.9

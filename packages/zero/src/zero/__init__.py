@@ -1,6 +1,7 @@
 """Shard what data parallelism replicates: optimizer state, gradients, parameters."""
 
 from zero.checkpoint.checkpoint import Saving, load_checkpoint, save_checkpoint
+from zero.checkpoint.weights import save_safetensors
 from zero.direct import direct_all_gather, direct_reduce_scatter
 from zero.fsdp.fsdp import FSDP
 from zero.memory import MemoryReport, Moment, memory_report, zero_stage_bytes
@@ -20,6 +21,7 @@ __all__ = [
     "load_checkpoint",
     "memory_report",
     "save_checkpoint",
+    "save_safetensors",
     "wire_bytes",
     "zero_stage_bytes",
 ]

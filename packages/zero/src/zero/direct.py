@@ -32,12 +32,13 @@ def direct_reduce_scatter(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
+    tag: int = TAG,
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor` by n-1 sends of one block each: (n-1)/n of S.
 
     Rank r sends block j of `input` straight to rank j and sums the blocks that reach it in rank
     order, so the result does not depend on timing. Half precision is summed in float32 and rounded
-    once. Only SUM; the sum happens in `wait()`.
+    once. Only SUM; the sum happens in `wait()`. Calls meet those of other ranks with their `tag`.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"direct_reduce_scatter sums; got {op}: scale the result instead")
@@ -47,7 +48,7 @@ def direct_reduce_scatter(
             f"output of {output.numel()} {output.dtype} does not fit input of {input.numel()} "
             f"{input.dtype} on {world} ranks: the input is world size blocks of the output's size"
         )
-    work = _DirectReduceScatter(output, input, group)
+    work = _DirectReduceScatter(output, input, group, tag)
     if async_op:
         return work
     work.wait()
@@ -59,6 +60,7 @@ def direct_all_gather(
     input: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
+    tag: int = TAG,
 ) -> Work | None:
     """`torch.distributed.all_gather_into_tensor` by n-1 sends of `input`, received in their places.
 
@@ -71,7 +73,7 @@ def direct_all_gather(
             f"{output.dtype} on {world} ranks: the output is world size blocks of the input's size"
         )
     blocks = output.view(world, -1)
-    work = _AllOf(_exchange([input.view(-1)] * world, list(blocks), group))
+    work = _AllOf(_exchange([input.view(-1)] * world, list(blocks), group, tag))
     if blocks[rank].data_ptr() != input.data_ptr():
         blocks[rank].copy_(input.view(-1))
     if async_op:
@@ -81,14 +83,17 @@ def direct_all_gather(
 
 
 def _exchange(
-    outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup | None
+    outgoing: Sequence[Tensor],
+    incoming: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    tag: int,
 ) -> list[Work]:
     """Start to send and receive one block for each other rank."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     # Start with the next rank, so that not all send to rank 0 at once.
     peers = [(rank + step) % world for step in range(1, world)]
-    receives = [dist.irecv(incoming[p], group=group, group_src=p, tag=TAG) for p in peers]
-    sends = [dist.isend(outgoing[p], group=group, group_dst=p, tag=TAG) for p in peers]
+    receives = [dist.irecv(incoming[p], group=group, group_src=p, tag=tag) for p in peers]
+    sends = [dist.isend(outgoing[p], group=group, group_dst=p, tag=tag) for p in peers]
     return [work for work in (*receives, *sends) if work is not None]
 
 
@@ -102,14 +107,16 @@ class _AllOf:
 
 
 class _DirectReduceScatter:
-    def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, output: Tensor, input: Tensor, group: dist.ProcessGroup | None, tag: int
+    ) -> None:
         self.output = output
         self.rank, world = dist.get_rank(group), dist.get_world_size(group)
         blocks = input.contiguous().view(world, -1)
         self.arrived = [
             blocks[r] if r == self.rank else torch.empty_like(blocks[r]) for r in range(world)
         ]
-        self.work = _exchange(list(blocks), self.arrived, group)
+        self.work = _exchange(list(blocks), self.arrived, group, tag)
 
     def wait(self) -> None:
         if not self.arrived:

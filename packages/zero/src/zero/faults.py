@@ -25,29 +25,37 @@ def difference(everyone: Sequence[Sequence[Any]]) -> str:
     return ""
 
 
-def absent_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """After a failed collective: the global ranks that do not answer a roll call in the store.
+def roll_call(group: dist.ProcessGroup | None, what: str) -> tuple[list[int], dict[int, str]]:
+    """After a failed collective: the global ranks that do not answer, and what the others did.
 
     Every surviving rank of the group calls it, because every one sees the failure.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     store = dist.distributed_c10d._get_default_store()
-    keys = {rank: f"zero/alive/{rank}" for rank in ranks}
+    absent = {rank: f"zero/alive/{rank}" for rank in ranks}
+    answers: dict[int, str] = {}
     deadline = time.monotonic() + GRACE_SECONDS
     try:
-        store.set(keys[dist.get_rank()], "yes")
-        while keys and time.monotonic() < deadline:
-            keys = {rank: key for rank, key in keys.items() if not store.check([key])}
+        store.set(absent[dist.get_rank()], what)
+        while absent and time.monotonic() < deadline:
+            for rank in [rank for rank, key in absent.items() if store.check([key])]:
+                answers[rank] = store.get(absent.pop(rank)).decode()
             time.sleep(0.02)
     except RuntimeError:
         # Rank 0 hosts the store, and took it along.
-        return [0]
-    return sorted(keys)
+        return [0], {}
+    return sorted(absent), answers
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, what: str) -> RuntimeError:
     """The error to raise for a collective that failed, with the ranks to blame."""
-    absent = absent_ranks(group)
+    absent, answers = roll_call(group, what)
+    if not absent and len(set(answers.values())) > 1:
+        calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
+        return RuntimeError(
+            f"ranks wait for different collectives ({calls}): run the same layers in the same "
+            f"order on every rank ({error})"
+        )
     if not absent:
         return RuntimeError(f"{what} failed although every rank is alive: {error}")
     who = "rank" if len(absent) == 1 else "ranks"

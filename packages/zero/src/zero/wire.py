@@ -9,14 +9,17 @@ Notable:
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.direct import Work, direct_all_gather, direct_reduce_scatter
 from zero.faults import explain
@@ -35,8 +38,13 @@ class DryRun:
     rank: int = 0
 
 
+Group = dist.ProcessGroup | DryRun | DeviceMesh | None
+
+
 class Wire:
     """The collectives of one group, and the payload handed to each since the last `take()`.
+
+    Of a mesh (replicate, shard) it is the second group; gradients' sums go on over the first.
 
     `bytes[name]` counts the whole array S of each call, as nccl-tests does: the input of a
     reduce-scatter, the output of an all-gather, the tensor of an all-reduce, broadcast or reduce.
@@ -44,12 +52,23 @@ class Wire:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | DryRun | None = None,
+        group: Group = None,
         *,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
     ) -> None:
+        # Where each shard is held by several ranks (a mesh of two dimensions): the others of ours.
+        self.replicas: Wire | None = None
+        if isinstance(group, DeviceMesh):
+            if group.ndim not in (1, 2):
+                raise ValueError(
+                    f"a mesh of {group.ndim} dimensions: pass one of one (shard) or of two "
+                    "(replicate, shard), such as mesh['dp_replicate', 'dp_shard']"
+                )
+            if group.ndim == 2:
+                self.replicas = Wire(group.get_group(0), all_reduce=all_reduce)
+            group = group.get_group(group.ndim - 1)
         self.group = group
         self.bytes: Counter[str] = Counter()
         self.device = torch.device("cpu")
@@ -82,28 +101,52 @@ class Wire:
         memo[id(self)] = same
         return same
 
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
-        """Start `output = sum over ranks of input[rank's block]`."""
+    def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
+        """Start `output = sum over ranks of input[rank's block]`.
+
+        `label` says of what: on gloo, calls of different labels never meet.
+        """
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
             return _DryReduceScatter(input, self.world)
-        return self._start("reduce_scatter", input, self._reduce_scatter, output, input)
+        call = self._labeled(self._reduce_scatter, label)
+        work = self._start("reduce_scatter", input, call, output, input, label=label)
+        return _Then(work, self.replicas, output) if self.replicas else work
 
-    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+    def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = every rank's input, in rank order`."""
-        return self._start("all_gather", output, self._all_gather, output, input)
+        call = self._labeled(self._all_gather, label)
+        return self._start("all_gather", output, call, output, input, label=label)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks' gradients are summed: all that hold a shard or a copy of one."""
+        return self.world * (self.replicas.world if self.replicas else 1)
+
+    def all_reduce_gradient(self, tensor: Tensor) -> Work:
+        """Start the sum of `tensor` over `copies` ranks, in place."""
+        work = self.all_reduce(tensor)
+        return _Then(work, self.replicas, tensor) if self.replicas else work
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """Start the sum of `tensor` over ranks, in place."""
+        """Start the sum of `tensor` over the ranks that hold shards, in place."""
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over ranks, in place on group rank `owner`."""
-        return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
+        work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
+        mine = self.replicas if owner == self.rank else None
+        return _Then(work, mine, tensor) if mine else work
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
-        """Start the copy of group rank `owner`'s `tensor` to every rank."""
+        """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
         return self._start("broadcast", tensor, dist.broadcast, tensor, group_src=owner)
+
+    def broadcast_first(self, tensor: Tensor) -> None:
+        """Copy the first rank's `tensor` to all others, copies too."""
+        self.broadcast(tensor, 0).wait()
+        if self.replicas:
+            self.replicas.broadcast(tensor, 0).wait()
 
     def any(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         """Start to find out which flags are set on any rank; call the result to have them."""
@@ -115,16 +158,19 @@ class Wire:
 
         def wait() -> list[bool]:
             work.wait()
-            return [count > 0 for count in counts.tolist()]
+            found = [count > 0 for count in counts.tolist()]
+            return self.replicas.any(found)() if self.replicas else found
 
         return wait
 
     def objects(self, mine: Any) -> list[Any]:
-        """Every rank's `mine`."""
+        """Every rank's `mine`; of a mesh, the first row of shards first."""
         if isinstance(self.group, DryRun):
             return [mine] * self.world
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, mine, group=self.group)
+        if self.replicas:
+            everyone = [entry for row in self.replicas.objects(everyone) for entry in row]
         return everyone
 
     def take(self) -> dict[str, int]:
@@ -132,11 +178,28 @@ class Wire:
         counted, self.bytes = dict(self.bytes), Counter()
         return counted
 
-    def _start(self, name: str, payload: Tensor, call: Collective, *args: Any, **more: Any) -> Work:
+    def _labeled(self, call: Collective, label: str) -> Collective:
+        """Let a rank that runs another layer wait in vain, and so be named, not receive this one's.
+
+        gloo takes a shorter message for the one it waits for, and ends the process at a longer.
+        """
+        if not label or call not in (direct_all_gather, direct_reduce_scatter):
+            return call
+        return partial(call, tag=zlib.crc32(f"{call.__name__} {label}".encode()) >> 1)
+
+    def _start(
+        self,
+        name: str,
+        payload: Tensor,
+        call: Collective,
+        *args: Any,
+        label: str = "",
+        **more: Any,
+    ) -> Work:
         self.bytes[name] += payload.nbytes
         if isinstance(self.group, DryRun):
             return _DONE
-        what = f"{name} of {payload.nbytes} bytes"
+        what = f"{name} of {payload.nbytes} bytes" + (f" of {label}" if label else "")
         try:
             work = call(*args, group=self.group, async_op=True, **more)
         except RuntimeError as error:
@@ -166,6 +229,17 @@ class _Explained:
             self.work.wait()
         except RuntimeError as error:
             raise explain(error, self.group, self.what) from error
+
+
+class _Then:
+    """A sum over shards, and when that is there, over their copies."""
+
+    def __init__(self, work: Work, replicas: Wire, tensor: Tensor) -> None:
+        self.work, self.replicas, self.tensor = work, replicas, tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.replicas.all_reduce(self.tensor).wait()
 
 
 class _DryReduceScatter:

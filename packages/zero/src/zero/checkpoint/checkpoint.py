@@ -5,14 +5,19 @@ Notable:
   names, written by each rank in boxes that cover its run of elements;
 - it is written beside its final name and renamed when every rank is done, so that whatever happens
   while saving, the last good one stays;
-- a load checks everything before it changes anything.
+- a load checks everything before it changes anything;
+- weights of others are read as well, each rank its own elements only.
 """
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
-import zlib
+import re
+import shutil
+import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,8 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from zero.checkpoint.contents import HEADER, VERSION, read_contents
 from zero.checkpoint.holding import (
     Part,
     Slot,
@@ -31,26 +36,32 @@ from zero.checkpoint.holding import (
     model_parts,
     second_names,
     slots,
-    unwrapped,
 )
-from zero.checkpoint.storage import Folder, Writer, find, together
+from zero.checkpoint.loading import Loading
+from zero.checkpoint.storage import Writer, find, together
+from zero.checkpoint.weights import find_weights
 from zero.optimizer.optimizer import ShardedOptimizer, options_of
-
-# 2: checksums, and second names of tied tensors.
-VERSION = 2
-HEADER = "zero"
 
 
 class Saving:
-    """A save under way: `wait()`, called by every rank, publishes it."""
+    """A save under way: `wait()`, called by every rank, publishes it.
 
-    def __init__(self, publish: Callable[[], None]) -> None:
+    Saves that were begun before it are finished first, in their order, whoever is waited for. What
+    nobody waits for is published when the program ends, if all ranks have written by then.
+    """
+
+    def __init__(self, path: str, publish: Callable[[], None], alone: Callable[[], bool]) -> None:
+        self.path = path
         self._publish: Callable[[], None] | None = publish
+        self._alone = alone
         self._error: Exception | None = None
 
     def wait(self) -> None:
         """Block until the checkpoint is on disk under its name; raise what went wrong."""
-        self._settle()
+        if self in _under_way:
+            _settle(_under_way.index(self))
+            _under_way.remove(self)
+            self._settle()
         if self._error is not None:
             raise self._error
 
@@ -63,8 +74,35 @@ class Saving:
                 self._error = error
 
 
-# The latest asynchronous save to each path: a later one to the same path comes after it.
-_under_way: dict[str, Saving] = {}
+# Asynchronous saves that were not published yet, in the order in which all ranks began them.
+_under_way: list[Saving] = []
+
+
+def _settle(count: int) -> None:
+    """Publish the first of the saves under way."""
+    for _ in range(count):
+        saving = _under_way.pop(0)
+        saving._settle()
+        if saving._error is not None:
+            warnings.warn(f"{saving._error}", RuntimeWarning, stacklevel=3)
+
+
+def _settle_until(path: str) -> None:
+    """Publish what was begun for `path`, and all before it."""
+    places = [i for i, saving in enumerate(_under_way) if saving.path == path]
+    _settle(places[-1] + 1 if places else 0)
+
+
+@atexit.register
+def _publish_the_rest() -> None:
+    """At the end ranks may be in different places, so nothing is communicated."""
+    for saving in _under_way:
+        try:
+            good = saving._alone()
+        except Exception:
+            good = False
+        if not good:
+            print(f"{saving.path} was not saved: nobody waited for it", file=sys.stderr)
 
 
 def save_checkpoint(
@@ -74,19 +112,24 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
     async_op: bool = False,
+    keep: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
     """Write model, optimizer and `extra` (plain values and tensors) to the folder `path`.
 
     Every rank calls it. `async_op=True` copies the state, writes in a thread and returns a Saving,
-    whose `wait()` publishes the checkpoint; a later save to the same path finishes it first. Raises
-    RuntimeError on every rank, naming those that failed; what was at `path` before is then
-    untouched.
+    whose `wait()` publishes the checkpoint; a later save to the same path finishes it first.
+    `keep`: of checkpoints whose names differ from this one's in their last number only, such as
+    `step-100`, the newest so many stay. Raises RuntimeError on every rank, naming those that
+    failed; what was at `path` before is then untouched.
     """
     place = os.path.abspath(path)
-    earlier = _under_way.pop(place, None)
-    if earlier is not None:
-        earlier._settle()
+    if keep is not None and (keep < 1 or not re.search(r"\d", Path(place).name)):
+        raise ValueError(
+            f"keep={keep} with the path {path}: keep at least 1, of names with a number, such as "
+            "run/step-100"
+        )
+    _settle_until(place)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts, objects = _state(model, optimizer, rank)
     if rank == 0:
@@ -96,31 +139,63 @@ def save_checkpoint(
             "modules": model_parts(model)[1],
             "extra": extra or {},
         }
-    mine = [
-        part
-        for part in parts
-        if not part.replicated or zlib.crc32(part.name.encode()) % world == rank
-    ]
+    mine = [part for part in parts if part.written_by(rank, world)]
     if async_op:
-        mine = [replace(part, values=part.values.detach().cpu().clone()) for part in mine]
+        mine = [replace(p, values=_copied(p.values), holder=None) for p in mine]
         objects = copy.deepcopy(objects)
     second = {f"model.{second}": f"model.{first}" for second, first in second_names(model).items()}
     writer = Writer(Path(path), mine, objects, group, second)
     writer.plan()
-    if not async_op:
-        writer.write()
-        writer.publish()
-        return None
-    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    written = pool.submit(writer.write)
-    pool.shutdown(wait=False)
 
     def publish() -> None:
-        written.result()
         writer.publish()
+        if rank == 0 and keep is not None:
+            _remove_older(Path(place), keep)
 
-    saving = _under_way[place] = Saving(publish)
+    if not async_op:
+        writer.write()
+        publish()
+        return None
+    pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def write() -> None:
+        writer.write()
+        writer.leave_note()
+
+    written = pool.submit(write)
+    pool.shutdown(wait=False)
+
+    def publish_when_written() -> None:
+        written.result()
+        publish()
+
+    saving = Saving(place, publish_when_written, lambda: rank > 0 or writer.publish_by_notes(world))
+    _under_way.append(saving)
     return saving
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """On the CPU, in memory of its own."""
+    values = values.detach()
+    return values.clone() if values.device.type == "cpu" else values.cpu()
+
+
+def _remove_older(path: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints of a series; `path` is the newest."""
+    before, after = re.split(r"\d+(?!.*\d)", path.name)
+    series = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
+    others = [
+        (other / ".metadata", other)
+        for other in path.parent.iterdir()
+        if series.fullmatch(other.name) and other != path and (other / ".metadata").exists()
+    ]
+    others.sort(key=lambda pair: pair[0].stat().st_mtime_ns, reverse=True)
+    for _, other in others[keep - 1 :]:
+        # Renamed first: a half removed checkpoint must not be found under its name.
+        removed = other.with_name(f".{other.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        other.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 @torch.no_grad()
@@ -129,41 +204,41 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    strict: bool = True,
+    prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from the folder `path`; return what was saved as `extra`.
+    """Fill model and optimizer from `path`; return what was saved as `extra`.
 
-    Every rank calls it, at any number of ranks and any stage. Raises RuntimeError on every rank
-    before anything is changed if the checkpoint is damaged, newer, or of another model.
+    `path` is what `save_checkpoint` wrote, at any number of ranks and any stage; another folder of
+    torch.distributed.checkpoint; or Hugging Face's safetensors or torch's files of weights, in a
+    folder or alone. Of others' weights each rank reads its own elements, in the model's dtype.
+
+    Every rank calls it. Raises RuntimeError on every rank before anything is changed if the
+    checkpoint is damaged, newer, or of another model. `strict=False` warns of tensors that only one
+    of model and checkpoint has, and leaves them. `prefix`: what stands before the model's names in
+    others' checkpoints; found by itself where only one fits.
     """
-
-    earlier = _under_way.pop(os.path.abspath(path), None)
-    if earlier is not None:
-        earlier._settle()
+    _settle_until(os.path.abspath(path))
     failure = f"checkpoint {path} was not loaded"
-    opened: list[tuple[Folder, dict[str, Any]]] = []
+    opened: list[Loading] = []
 
     def check() -> None:
-        folder = find(Path(path))
-        header = _read_header(folder)
-        _check_model(model_parts(model)[0], second_names(model), folder.metadata)
-        if optimizer is not None:
-            _check_groups(header["groups"], _groups(model, optimizer))
-        opened.append((folder, header))
+        place = Path(path)
+        weights = None if (place / ".metadata").exists() else find_weights(place)
+        parts = model_parts(model)[0]
+        names = [*(part.name for part in parts), *second_names(model)]
+        contents = read_contents(weights or find(place), names, prefix)
+        loading = Loading(contents, model, optimizer, strict)
+        loading.verify()
+        opened.append(loading)
 
     together(check, group, failure)
-    folder, header = opened[0]
-
-    def fill() -> None:
-        parts = model_parts(model)[0]
-        folder.read([replace(p, name=f"model.{p.name}") for p in parts])
-        if optimizer is not None:
-            _load_optimizer(folder, header["groups"], model, optimizer)
-
-    together(fill, group, failure)
-    if header["modules"]:
-        unwrapped(model).load_state_dict(header["modules"], strict=False)
-    return dict(header["extra"])
+    loading = opened[0]
+    together(loading.fill, group, failure)
+    for problem in loading.left_out:
+        warnings.warn(problem, stacklevel=2)
+    return loading.contents.extra
 
 
 def _state(
@@ -179,8 +254,9 @@ def _state(
             if isinstance(value, torch.Tensor) and value.shape == slot.local.shape:
                 name = f"optimizer.state.{slot.name}.{key}"
                 flat = value.detach().reshape(-1)
-                parts.append(Part(name, slot.shape, slot.start, slot.stop, flat, slot.replicated))
-            elif slot.start or (not slot.stop and not _writes_empty(slot, rank)):
+                run = slot.shape, slot.start, slot.stop
+                parts.append(Part(name, *run, flat, slot.replicated, slot.copy))
+            elif slot.copy or slot.start or (not slot.stop and not _writes_empty(slot, rank)):
                 # The holder of the first element writes what all holders have alike.
                 continue
             elif isinstance(value, torch.Tensor):
@@ -202,129 +278,3 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str
         {"names": group, "options": options_of(options)}
         for group, options in zip(names, optimizer.param_groups, strict=True)
     ]
-
-
-def _read_header(folder: Folder) -> dict[str, Any]:
-    path = folder.path
-    if HEADER not in folder.metadata.state_dict_metadata:
-        raise ValueError(f"{path} was not written by zero.save_checkpoint")
-    header: dict[str, Any] = folder.read([], [HEADER])[HEADER]
-    if header["version"] > VERSION:
-        raise ValueError(
-            f"{path} has format {header['version']}, newer than {VERSION}, the newest that this "
-            "version of zero reads: upgrade it"
-        )
-    if header["version"] >= 2 and not folder.verifier.present:
-        raise ValueError(f"{path} has lost its checksums: use an older checkpoint")
-    return header
-
-
-def _check_model(parts: list[Part], tied: dict[str, str], metadata: Metadata) -> None:
-    saved = {
-        name.removeprefix("model."): about
-        for name, about in metadata.state_dict_metadata.items()
-        if name.startswith("model.")
-    }
-    for second, first in tied.items():
-        if {first, second} <= saved.keys() and _stored(first, metadata) != _stored(
-            second, metadata
-        ):
-            raise ValueError(
-                f"{second} and {first} are one tensor in the model and two in the checkpoint: load "
-                "into the model that was saved"
-            )
-        saved.pop(second, None)
-    wanted = {part.name: part for part in parts}
-    for name in [*wanted.keys() - saved.keys(), *saved.keys() - wanted.keys()]:
-        where = "the model, not in the checkpoint" if name in wanted else "the checkpoint only"
-        raise ValueError(f"{name} is in {where}: load into the model that was saved")
-    for name, part in wanted.items():
-        about = saved[name]
-        assert isinstance(about, TensorStorageMetadata)
-        theirs = tuple(about.size), about.properties.dtype
-        ours = tuple(part.shape), part.values.dtype
-        if ours != theirs:
-            raise ValueError(
-                f"{name} is {theirs} in the checkpoint, {ours} in the model: load into the model "
-                "that was saved"
-            )
-
-
-def _stored(name: str, metadata: Metadata) -> list[Any]:
-    """Where the bytes of a tensor are."""
-    found = (metadata.storage_data or {}).items()
-    return [(index.offset, info) for index, info in found if index.fqn == f"model.{name}"]
-
-
-def _check_groups(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None:
-    if len(saved) != len(ours):
-        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, not {len(ours)}")
-    for index, (a, b) in enumerate(zip(saved, ours, strict=True)):
-        different = set(a["names"]) ^ set(b["names"])
-        if different:
-            raise ValueError(
-                f"{min(different)} is in parameter group {index} of only one of checkpoint and "
-                "optimizer: make the same groups as when saving"
-            )
-
-
-def _load_optimizer(
-    folder: Folder,
-    groups: list[dict[str, Any]],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    saved: dict[str, list[tuple[str, str]]] = {}
-    for name in folder.metadata.state_dict_metadata:
-        if name.startswith("optimizer."):
-            kind, _, rest = name.removeprefix("optimizer.").partition(".")
-            parameter, _, key = rest.rpartition(".")
-            saved.setdefault(parameter, []).append((kind, key))
-    state: dict[int, dict[str, Any]] = {}
-    parts: list[Part] = []
-    objects: dict[str, list[tuple[int, str]]] = {}
-    held = slots(model, optimizer)
-    for index, slot in enumerate(slot for group in held for slot in group):
-        state[index] = {}
-        for kind, key in saved.get(slot.name, []):
-            name = f"optimizer.{kind}.{slot.name}.{key}"
-            if kind == "object":
-                objects.setdefault(name, []).append((index, key))
-            else:
-                part = _room(name, kind, slot, folder.metadata)
-                state[index][key] = part.values.view(
-                    slot.local.shape if kind == "state" else part.shape
-                )
-                parts.append(part)
-    loaded = folder.read(parts, list(objects))
-    for name, wanted in objects.items():
-        for index, key in wanted:
-            state[index][key] = loaded[name]
-    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-    numbers = iter(range(len(state)))
-    inner.load_state_dict(
-        {
-            # No entry for what was never stepped: an optimizer takes an empty one for a broken one.
-            "state": {index: values for index, values in state.items() if values},
-            "param_groups": [
-                {**group["options"], "params": [next(numbers) for _ in members]}
-                for group, members in zip(groups, held, strict=True)
-            ],
-        }
-    )
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.state = inner.state
-    for group, ours in zip(groups, optimizer.param_groups, strict=True):
-        ours.update(group["options"])
-
-
-def _room(name: str, kind: str, slot: Slot, metadata: Metadata) -> Part:
-    about = metadata.state_dict_metadata[name]
-    assert isinstance(about, TensorStorageMetadata)
-    dtype, device = about.properties.dtype, slot.local.device
-    if kind == "state":
-        values = torch.empty(slot.stop - slot.start, dtype=dtype, device=device)
-        return Part(name, slot.shape, slot.start, slot.stop, values)
-    size = about.size
-    values = torch.empty(size.numel(), dtype=dtype)
-    return Part(name, size, 0, size.numel(), values)

@@ -16,6 +16,8 @@ from typing import Any
 NAME = "checksums.json"
 CHUNK = 1 << 22
 
+crc32 = zlib.crc32
+
 Ranges = dict[str, list[tuple[int, int, int]]]
 
 
@@ -28,7 +30,7 @@ def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
             chunk = file.read(min(left, CHUNK))
             if not chunk:
                 raise ValueError(f"{path} ends before byte {offset + (length or 0)}")
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
             left -= len(chunk)
     return crc
 
@@ -42,14 +44,29 @@ def of_ranges(folder: Path, infos: Iterable[Any]) -> Ranges:
     return sums
 
 
-def write(folder: Path, everyones: Iterable[Ranges]) -> None:
-    """Write the sums of all ranks, and that of the table of contents."""
-    files = {name: ranges for sums in everyones for name, ranges in sums.items()}
-    text = json.dumps({"metadata": checksum(folder / ".metadata"), "files": files})
+def write(folder: Path, everyones: Iterable[Ranges], token: str = "") -> None:
+    """Write the sums of all ranks, that of the table of contents, and which save it was."""
+    files: Ranges = {}
+    for sums in everyones:
+        for name, ranges in sums.items():
+            files.setdefault(name, []).extend(ranges)
+    contents: dict[str, Any] = {"files": files, "save": token}
+    if (folder / ".metadata").exists():
+        contents["metadata"] = checksum(folder / ".metadata")
+    text = json.dumps(contents)
     with (folder / NAME).open("w") as file:
         file.write(f"{zlib.crc32(text.encode())}\n{text}\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def token_of(folder: Path) -> str | None:
+    """Which save the folder is of, if it can be read."""
+    try:
+        token: str = json.loads((folder / NAME).read_text().splitlines()[1])["save"]
+    except (OSError, ValueError, LookupError):
+        return None
+    return token
 
 
 class Verifier:
@@ -57,7 +74,8 @@ class Verifier:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.known: dict[tuple[str, int, int], int] = {}
+        # Of each file, the ranges that were not compared yet: (offset, length) -> checksum.
+        self.known: dict[str, dict[tuple[int, int], int]] = {}
         self.present = (folder / NAME).exists()
         if not self.present:
             return
@@ -69,19 +87,27 @@ class Verifier:
             intact, found = False, {}
         if not intact:
             raise ValueError(f"{folder / NAME} is damaged: use an older checkpoint")
-        if checksum(folder / ".metadata") != found["metadata"]:
+        expected = found.get("metadata")
+        if expected is not None and checksum(folder / ".metadata") != expected:
             raise ValueError(f"{folder}/.metadata is damaged: use an older checkpoint")
         for name, ranges in found["files"].items():
-            for offset, length, crc in ranges:
-                self.known[name, offset, length] = crc
+            self.known[name] = {(offset, length): crc for offset, length, crc in ranges}
 
     def check(self, name: str, info: Any) -> None:
         """Raise ValueError if the bytes of the tensor or object `name` are not those written."""
-        place = info.relative_path, info.offset, info.length
+        self._compare(name, info.relative_path, (info.offset, info.length))
+
+    def check_range(self, name: str, file: str, offset: int, length: int) -> None:
+        """Raise ValueError if a range that was written and holds some of these bytes is damaged."""
+        for start, size in list(self.known.get(file, {})):
+            if start < offset + length and offset < start + size:
+                self._compare(name, file, (start, size))
+
+    def _compare(self, name: str, file: str, place: tuple[int, int]) -> None:
         # A range is compared once.
-        crc = self.known.pop(place, None)
-        if crc is not None and checksum(self.folder / place[0], *place[1:]) != crc:
+        crc = self.known.get(file, {}).pop(place, None)
+        if crc is not None and checksum(self.folder / file, *place) != crc:
             raise ValueError(
-                f"{name} in {self.folder / place[0]} is damaged (its checksum differs): use an "
-                "older checkpoint"
+                f"{name} in {self.folder / file} is damaged (its checksum differs): use an older "
+                "checkpoint"
             )

@@ -5,7 +5,9 @@ Every stage is described the same way, so a checkpoint written by one is read by
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +17,15 @@ from torch import Tensor, nn
 from zero.fsdp.fsdp import FSDP
 from zero.fsdp.wrap import clean
 from zero.optimizer.optimizer import ShardedOptimizer
+from zero.wire import Wire
 
 
 @dataclass(frozen=True)
 class Part:
     """Flat elements `start` to `stop` of the tensor called `name`, whose whole shape is `shape`.
 
-    `replicated` parts are on every rank.
+    `replicated` parts are on every rank; a `copy` is a shard that a rank of another row of a mesh
+    writes.
     """
 
     name: str
@@ -30,6 +34,13 @@ class Part:
     stop: int
     values: Tensor
     replicated: bool = False
+    copy: bool = False
+    # What `values` are elements of; where it is not contiguous they are copies.
+    holder: Tensor | None = None
+
+    def written_by(self, rank: int, world: int) -> bool:
+        """Whether this rank writes it: of what all have, every rank some."""
+        return zlib.crc32(self.name.encode()) % world == rank if self.replicated else not self.copy
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class Slot:
     stop: int
     local: nn.Parameter
     replicated: bool
+    copy: bool = False
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -81,15 +93,21 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     parts, sharded = [], _sharded_names(model)
     for slot in _parameter_slots(model):
         values = slot.local.detach().reshape(-1)
-        parts.append(Part(slot.name, slot.shape, slot.start, slot.stop, values, slot.replicated))
+        run = slot.shape, slot.start, slot.stop
+        parts.append(Part(slot.name, *run, values, slot.replicated, slot.copy, slot.local.detach()))
     parameters = sharded | {name for name, _ in _named_parameters(model, tied=True)}
     others = {}
-    for compiled_name, value in inner.state_dict().items():
+    wrapper = _compiled_from(model)
+    raw = wrapper.state_dictionaries.as_they_are() if isinstance(wrapper, FSDP) else nullcontext()
+    with raw:
+        state = inner.state_dict()
+    for compiled_name, value in state.items():
         name = clean(compiled_name)
         if name in parameters:
             continue
         if isinstance(value, Tensor):
-            parts.append(Part(name, value.shape, 0, value.numel(), value.view(-1), True))
+            flat = value.detach().reshape(-1)
+            parts.append(Part(name, value.shape, 0, value.numel(), flat, True, holder=value))
         else:
             others[name] = value
     return parts, others
@@ -103,7 +121,8 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
         split: dict[nn.Parameter, Slot] = {}
         for parameter, piece, shard, _ in optimizer.shards():
             name = _name_of(parameter, names)
-            split[shard] = Slot(name, parameter.shape, piece.start, piece.stop, shard, False)
+            run = parameter.shape, piece.start, piece.stop
+            split[shard] = Slot(name, *run, shard, False, is_copy(optimizer.wire))
         return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
     return [
         [_name_of(parameter, by_local) for parameter in group["params"]]
@@ -124,10 +143,15 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
         for unit in model.units:
             for p in unit.parameters:
                 seen.add(p.local)
-                yield Slot(p.name, p.shape, p.start, p.stop, p.local, False)
+                yield Slot(p.name, p.shape, p.start, p.stop, p.local, False, is_copy(model.wire))
     for name, parameter in _named_parameters(model):
         if parameter not in seen:
             yield Slot(name, parameter.shape, 0, parameter.numel(), parameter, True)
+
+
+def is_copy(wire: Wire) -> bool:
+    """Whether another row of the mesh holds the same shards, and comes first."""
+    return wire.replicas is not None and wire.replicas.rank > 0
 
 
 def _sharded_names(model: nn.Module) -> set[str]:

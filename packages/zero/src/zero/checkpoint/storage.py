@@ -6,9 +6,13 @@ happens while saving, the last good one stays.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import pickle
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
@@ -26,6 +30,8 @@ from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.faults import explain
 
 T = TypeVar("T")
+# How long rank 0 waits at its end for what other ranks still write.
+PATIENCE_SECONDS = 60.0
 
 
 class Writer:
@@ -42,32 +48,37 @@ class Writer:
         self.path = path
         self.second_names = second_names
         self.group = group
+        self.rank = dist.get_rank(group)
         self.draft = path.with_name(f".{path.name}.saving")
         self.planner = SavePlanner(parts, objects)
         self.storage = FileSystemWriter(self.draft)
         self.error: Exception | None = None
         self.results: list[Any] = []
         self.sums: checksums.Ranges = {}
+        # Names this save, so that those who survive rank 0 can tell whether it was published.
+        self.token = ""
         self.metadata: Metadata | None = None
         self.local_plan = SavePlan([])
 
     def plan(self) -> None:
         """Agree on who writes what, in a fresh folder."""
-        first = dist.get_rank(self.group) == 0
+        first = self.rank == 0
 
-        def prepare() -> SavePlan:
+        def prepare() -> tuple[SavePlan, str]:
             if first and self.draft.exists():
                 shutil.rmtree(self.draft)
             if first:
                 self.draft.mkdir(parents=True)
+                self.token = secrets.token_hex(8)
             _check_loadable(self.planner.objects)
             self.storage.set_up_storage_writer(first)
-            return self.planner.create_local_plan()
+            return self.planner.create_local_plan(), self.token
 
-        plans = self._together(prepare)
+        everyones = self._together(prepare)
+        plans, self.token = [plan for plan, _ in everyones], everyones[0][1]
         plans, self.metadata = self.planner.create_global_plan(plans)
         plans = self.storage.prepare_global_plan(plans)
-        self.local_plan = plans[dist.get_rank(self.group)]
+        self.local_plan = plans[self.rank]
 
     def write(self) -> None:
         """Write this rank's file; what goes wrong is told by `publish`."""
@@ -80,7 +91,7 @@ class Writer:
 
     def publish(self) -> None:
         """Put the finished folder in its place, or raise on every rank."""
-        first = dist.get_rank(self.group) == 0
+        first = self.rank == 0
 
         def written() -> tuple[list[Any], checksums.Ranges]:
             if self.error is not None:
@@ -88,16 +99,43 @@ class Writer:
             return self.results, self.sums
 
         everyones = self._together(written)
+        try:
+            self._together(lambda: self._swap(everyones) if first else None)
+        except RuntimeError as error:
+            if checksums.token_of(self.path) != self.token:
+                raise
+            raise RuntimeError(
+                f"{self.path} was saved, but then: {error.__cause__ or error}"
+            ) from None
 
-        def swap() -> None:
-            if first:
-                assert self.metadata is not None
-                results = [self._name_twice(results) for results, _ in everyones]
-                self.storage.finish(self.metadata, results)
-                checksums.write(self.draft, (ranges for _, ranges in everyones))
-                _put_in_place(self.draft, self.path)
+    def leave_note(self) -> None:
+        """Tell rank 0 in a file what was written, for a save that nobody waits for."""
+        note = self.draft / f".written-{self.rank}"
+        with contextlib.suppress(OSError):
+            draft = note.with_suffix(".draft")
+            draft.write_bytes(pickle.dumps((self.results, self.sums, self.error is None)))
+            draft.rename(note)
 
-        self._together(swap)
+    def publish_by_notes(self, world: int) -> bool:
+        """Publish without communication, on rank 0; whether all ranks had written."""
+        notes = [self.draft / f".written-{rank}" for rank in range(world)]
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not all(note.exists() for note in notes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not all(note.exists() for note in notes):
+            return False
+        everyones = [pickle.loads(note.read_bytes()) for note in notes]
+        if all(good for _, _, good in everyones):
+            self._swap([(results, sums) for results, sums, _ in everyones])
+        return all(good for _, _, good in everyones)
+
+    def _swap(self, everyones: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
+        assert self.metadata is not None
+        for note in self.draft.glob(".written-*"):
+            note.unlink()
+        self.storage.finish(self.metadata, [self._name_twice(results) for results, _ in everyones])
+        checksums.write(self.draft, (ranges for _, ranges in everyones), self.token)
+        put_in_place(self.draft, self.path)
 
     def _name_twice(self, results: list[Any]) -> list[Any]:
         """List tied tensors under their second names too, in the same bytes."""
@@ -116,7 +154,7 @@ class Writer:
         try:
             return together(act, self.group, f"checkpoint {self.path} was not saved")
         except RuntimeError:
-            if dist.get_rank(self.group) == 0:
+            if self.rank == 0:
                 shutil.rmtree(self.draft, ignore_errors=True)
             raise
 
@@ -147,15 +185,33 @@ class Folder:
     metadata: Metadata
     verifier: checksums.Verifier
 
+    @property
+    def tensors(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Every tensor's whole shape and dtype."""
+        return {
+            name: (about.size, about.properties.dtype)
+            for name, about in self.metadata.state_dict_metadata.items()
+            if isinstance(about, TensorStorageMetadata)
+        }
+
+    @property
+    def objects(self) -> list[str]:
+        """The names of all else."""
+        return [n for n in self.metadata.state_dict_metadata if n not in self.tensors]
+
+    def verify(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> None:
+        """Raise ValueError if stored bytes that these are made of are damaged."""
+        for item in LoadPlanner(parts, objects).plan_for(self.metadata).items:
+            info = self.metadata.storage_data[item.storage_index]
+            self.verifier.check(item.storage_index.fqn, info)
+
     def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
         """Fill the values of `parts`; return the named objects."""
+        self.verify([], objects)
         planner = LoadPlanner(parts, objects)
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
-        for item in plan.items:
-            info = self.metadata.storage_data[item.storage_index]
-            self.verifier.check(item.storage_index.fqn, info)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
         return planner.loaded
 
@@ -203,7 +259,8 @@ def _previous(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def _put_in_place(draft: Path, path: Path) -> None:
+def put_in_place(draft: Path, path: Path) -> None:
+    """Give a finished folder its name; what had that name is found until then."""
     previous = _previous(path)
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)

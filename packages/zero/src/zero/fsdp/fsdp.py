@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero.faults import difference
+from zero.fsdp.guard import install
 from zero.fsdp.marks import after_gradient, before_gradient, cast
 from zero.fsdp.replicated import Replicated
 from zero.fsdp.unit import ShardedParameter, Unit
+from zero.fsdp.whole import StateDictionaries, summoned
 from zero.fsdp.wrap import Materialize, clean, make_units, watch
 from zero.gradients import plain
 from zero.norm import scale_to, square_sum
-from zero.wire import Collective, DryRun, Wire
+from zero.wire import Collective, DryRun, Group, Wire
 
 
 class FSDP(nn.Module):
@@ -42,6 +45,11 @@ class FSDP(nn.Module):
     device, initialize: where modules on the meta device get their memory, one sharded module at a
         time, and what then fills a module's own tensors; by default its `reset_parameters()`.
     in_flight: how many reduce-scatters may be under way.
+    group: a process group, or a DeviceMesh: of one dimension to shard over, or of two, to replicate
+        over the first and shard over the second (hybrid sharding).
+    reshard_after_forward: False keeps layers whole until their backward, and gathers each once.
+    prefetch: how many layers are gathered ahead of the one that runs.
+    ignored_params: left to the caller, not sharded, averaged or made equal on all ranks.
     """
 
     def __init__(
@@ -49,12 +57,15 @@ class FSDP(nn.Module):
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
         *,
-        group: dist.ProcessGroup | DryRun | None = None,
+        group: Group = None,
         shard: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
         in_flight: int = 2,
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+        ignored_params: Iterable[nn.Parameter] = (),
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
@@ -69,28 +80,41 @@ class FSDP(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         self.in_flight = in_flight
+        self.reshard_after_forward = reshard_after_forward
+        self.prefetch = prefetch
         self._sync = True
+        ignored = set(ignored_params)
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [clean(name) for name, _ in named]
-        mine = [(clean(n), tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in named]
+        mine = [
+            (clean(n), tuple(p.shape), str(p.dtype), p.requires_grad)
+            for n, p in named
+            if p not in ignored
+        ]
         problem = difference(self.wire.objects(mine))
         if problem:
             raise ValueError(problem)
         place = torch.device(device) if device else self.wire.device
         materialize = None if isinstance(group, DryRun) else Materialize(place, initialize)
         self.units, self._units_of = make_units(
-            module, shard, materialize, partial(Unit, self.wire, compute_dtype, gradient_dtype)
+            module,
+            shard,
+            materialize,
+            partial(Unit, self.wire, compute_dtype, gradient_dtype),
+            ignored,
         )
         sharded = {p.local for unit in self.units for p in unit.parameters}
-        rest = [p for p in module.parameters() if p not in sharded]
+        rest = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = Replicated(self.wire, rest)
         for tensor in [*rest, *module.buffers()]:
-            self.wire.broadcast(tensor.detach(), 0).wait()
+            self.wire.broadcast_first(tensor.detach())
         self._order: list[Unit] = []
         self._position: dict[nn.Module, int] = {}
         self._last_order: list[Unit] = []
         self._hooked: set[nn.Parameter] = set()
         self._in_backward = False
+        # Whether what runs is a backward(), and not torch.autograd.grad().
+        self._accumulates = False
         self._reducing: deque[Unit] = deque()
         self._ready: dict[Unit, int] = {}
         # Each shard's unit; the units that were read without a call of their module in the latest
@@ -99,34 +123,70 @@ class FSDP(nn.Module):
         self._read_outside: list[Unit] = []
         self._lifted: dict[nn.Module, set[Unit]] = {}
         self._path_of: dict[Unit, str] = {}
-        self._running = False
+        # How many sharded modules, and the whole, are in their forward, one within the other.
+        self._running = 0
+        self._summoned = False
+        mesh = group if isinstance(group, DeviceMesh) else None
+        self.state_dictionaries = StateDictionaries(self.wire, mesh)
         self._hook_ids: dict[nn.Module, set[int]] = {}
         self._hook_modules()
         if compute_dtype is not None:
             self._replicated.keep_dtype(module)
+        install()
         self.wire.take()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch."""
+        return self.module(*args, **kwargs)
+
+    def _begin_forward(self) -> None:
+        """Before the outermost module that runs: `fsdp.module(x)` is `fsdp(x)`."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._forget_backward()
+        self._running += 1
+        if self._summoned:
+            raise RuntimeError("leave summon_full_params before the next forward")
+        if self._running > 1 or self._in_backward:
+            return
         self._last_order, self._order = self._order, []
         for unit in self.units:
             unit.expire()
         self._follow()
         self._read_outside.clear()
-        self._running = True
-        try:
-            output = self.module(*args, **kwargs)
-        finally:
-            self._running = False
-            self._lift()
-        kept = self._order[-1:] if torch.is_grad_enabled() else []
+        self.state_dictionaries.forget()
+
+    def _end_forward(self, output: Any) -> Any:
+        self._running = max(0, self._running - 1)
+        if self._running or self._in_backward:
+            return output
+        self._lift()
+        if torch.is_grad_enabled():
+            kept = self._order[-1:] if self.reshard_after_forward else self._order
+        else:
+            kept = []
         for unit in self.units:
             unit.pinned = False
             if unit not in kept:
                 unit.free()
         return before_gradient(output, self._begin_backward)
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Let modules hold whole parameters for a while, all of them; every rank calls it.
+
+        `writeback`: afterwards each rank takes its own elements of what they are then, so all ranks
+        make the same changes.
+        """
+        if self._running or self._in_backward or self._summoned:
+            raise RuntimeError("summon_full_params works between steps, once at a time")
+        for unit in self.units:
+            unit.expire()
+        self._summoned = True
+        try:
+            with summoned(self.units, writeback=writeback):
+                yield
+        finally:
+            self._summoned = False
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every `.grad` is the average over ranks.
@@ -158,10 +218,7 @@ class FSDP(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradient to 2-norm `max_norm` at the most; return its norm before.
-
-        `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
-        """
+        """`torch.nn.utils.clip_grad_norm_` of everything but ignored parameters."""
         replicated = [p.grad for p in self._replicated.parameters if p.grad is not None]
         locals_ = [p.local.grad for unit in self.units for p in unit.parameters]
         shards = [plain(gradient) for gradient in locals_ if gradient is not None]
@@ -179,13 +236,20 @@ class FSDP(nn.Module):
         return parameter.detach().clone()
 
     def _hook_modules(self) -> None:
+        # The whole module begins and ends a forward, if it has no parameters of its own either.
+        self._units_of.setdefault(self.module, [])
         for module in self._units_of:
             self._hook_module(module)
+        owners: dict[nn.Module, dict[str, tuple[Unit, ShardedParameter]]] = {}
         for unit in self.units:
             for sharded in unit.parameters:
                 self._sharded[sharded.local] = unit, sharded
-                for module, _ in sharded.places:
+                for module, attribute in sharded.places:
                     watch(module, self._read)
+                    owners.setdefault(module, {})[attribute] = unit, sharded
+        for module, own in owners.items():
+            ids = self.state_dictionaries.attach(module, own)
+            self._hook_ids.setdefault(module, set()).update(ids)
         self._follow()
 
     def _hook_module(self, module: nn.Module) -> None:
@@ -194,7 +258,7 @@ class FSDP(nn.Module):
         after: Any = torch.compiler.disable(self._after_forward)
         first = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         then = module.register_forward_hook(after, always_call=True)
-        self._hook_ids[module] = {first.id, then.id}
+        self._hook_ids.setdefault(module, set()).update((first.id, then.id))
 
     def _read(self, parameter: nn.Parameter) -> nn.Parameter:
         """What a module sees that reads another's sharded parameter without calling it."""
@@ -239,6 +303,10 @@ class FSDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(call)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if module is self.module and not self._in_backward:
+            # An interrupt may have left an earlier forward without its end.
+            self._running = 0
+        self._begin_forward()
         units = self._units_of[module]
         self._position[module] = len(self._order)
         for unit in units:
@@ -246,25 +314,31 @@ class FSDP(nn.Module):
             unit.swap_in_whole()
             if not self._in_backward:
                 self._order.append(unit)
-        if not self._in_backward and len(self._order) < len(self._last_order):
-            self._last_order[len(self._order)].start_gather()
-        if self.compute_dtype is not None:
+        if not self._in_backward:
+            for unit in self._last_order[len(self._order) :][: self.prefetch]:
+                unit.start_gather()
+        if units and self.compute_dtype is not None:
             args, kwargs = cast(self.compute_dtype, (args, kwargs))
-        if torch.is_grad_enabled():
-            args, kwargs = after_gradient((args, kwargs), partial(self._after_backward, module))
+        if units and torch.is_grad_enabled():
+            done = partial(self._after_backward, module)
+            again = partial(self._before_backward_again, module)
+            args, kwargs = after_gradient((args, kwargs), done, again)
         return args, kwargs
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         # The last layer of forward is the first of backward.
-        last = torch.is_grad_enabled() and self._order == self._last_order
-        for unit in self._units_of[module]:
+        keep = torch.is_grad_enabled() and (
+            self._order == self._last_order or not self.reshard_after_forward
+        )
+        units = self._units_of[module]
+        for unit in units:
             unit.swap_in_local()
-            if not last and not self._in_backward:
+            if not keep and not self._in_backward:
                 unit.free()
-        if isinstance(module, nn.Embedding) or self._in_backward:
-            return output
-        before = partial(self._before_backward, module, self._position[module])
-        return before_gradient(output, before)
+        if units and not isinstance(module, nn.Embedding) and not self._in_backward:
+            before = partial(self._before_backward, module, self._position[module])
+            output = before_gradient(output, before)
+        return self._end_forward(output)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
         self._begin_backward()
@@ -272,8 +346,16 @@ class FSDP(nn.Module):
             unit.gather()
         for unit in self._lifted.get(module, ()):
             unit.pinned = True
-        if position and self._order[position - 1].read_in_backward:
-            self._order[position - 1].start_gather()
+        for unit in self._order[max(0, position - self.prefetch) : position][::-1]:
+            if unit.read_in_backward:
+                unit.start_gather()
+
+    def _before_backward_again(self, module: nn.Module) -> None:
+        """Gather for a backward of a backward (create_graph=True), which reads the weights too."""
+        self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.gather()
+            unit.pinned = True
 
     def _after_backward(self, module: nn.Module) -> None:
         for unit in self._lifted.get(module, set()).difference(self._read_outside):
@@ -281,6 +363,7 @@ class FSDP(nn.Module):
         for unit in self._units_of[module]:
             unit.free()
 
+    @torch.no_grad()
     def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
         self._ready[unit] = self._ready.get(unit, 0) + 1
@@ -296,11 +379,26 @@ class FSDP(nn.Module):
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._accumulates = self._gradients_are_accumulated()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
             for unit in self._read_outside:
                 unit.gather()
                 unit.pinned = True
+
+    def _gradients_are_accumulated(self) -> bool:
+        """Whether this is a backward(), not a torch.autograd.grad() of something else."""
+        wholes = [p.whole for unit in self.units for p in unit.parameters]
+        trained = (p for p in [*wholes, *self._replicated.parameters] if p.requires_grad)
+        try:
+            # In a plain backward() this is so of each.
+            return any(
+                torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+                for parameter in trained
+            )
+        except RuntimeError:
+            # What torch says of a parameter that is an input of torch.autograd.grad.
+            return False
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -308,7 +406,7 @@ class FSDP(nn.Module):
             return
         self._in_backward = False
         self._ready.clear()
-        if self._sync:
+        if self._sync and self._accumulates:
             for unit in self.units:
                 if unit.has_gradient():
                     self._reduce(unit)
@@ -342,11 +440,12 @@ class FSDP(nn.Module):
         memo[id(self)] = copied
         for unit in [copy.deepcopy(unit, memo) for unit in self.units]:
             unit.find_places(memo)
-        own = ("_hooked", "_hook_ids", "_sharded")
+        own = ("_hooked", "_hook_ids", "_sharded", "state_dictionaries")
         copied.__dict__.update(
             copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
         )
         copied._hooked, copied._hook_ids, copied._sharded = set(), {}, {}
+        copied.state_dictionaries = StateDictionaries(copied.wire, self.state_dictionaries.mesh)
         for module, ids in self._hook_ids.items():
             twin = memo[id(module)]
             for hooks in vars(twin).values():

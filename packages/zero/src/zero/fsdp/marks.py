@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def after_gradient(values: Any, call: Callable[[], None]) -> Any:
+def after_gradient(values: Any, call: Callable[[], None], again: Callable[[], None]) -> Any:
     """Return `values`; `call()` once backward has the gradients of all their tensors.
+
+    `again()` before a backward of that backward goes through one of these gradients.
 
     One node of the graph for all of them, so that it runs when the last is done; and a tensor that
     is given twice stays the same object, which attention asks for.
@@ -22,7 +24,7 @@ def after_gradient(values: Any, call: Callable[[], None]) -> Any:
             given[id(leaf)] = leaf
     if not given:
         return values
-    marked = dict(zip(given, _Mark.apply(call, *given.values()), strict=True))
+    marked = dict(zip(given, _Mark.apply(call, again, *given.values()), strict=True))
     return tree_map_only(Tensor, lambda tensor: marked.get(id(tensor), tensor), values)
 
 
@@ -48,12 +50,15 @@ def cast(dtype: torch.dtype, values: Any) -> Any:
 
 class _Mark(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, call: Any, again: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.again = call, again
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.call()
-        return None, *gradients
+        if torch.is_grad_enabled():
+            # create_graph=True
+            gradients = before_gradient(gradients, ctx.again)
+        return None, None, *gradients

@@ -35,7 +35,7 @@ class Replicated:
                 ]
             )
             anywhere = self.wire.any([p.grad is not None for p in parameters])
-            work = self.wire.all_reduce(flat)
+            work = self.wire.all_reduce_gradient(flat)
             waits.append(partial(self._finish, parameters, flat, work, anywhere))
         return waits
 
@@ -47,7 +47,7 @@ class Replicated:
         anywhere: Callable[[], list[bool]],
     ) -> None:
         work.wait()
-        flat /= self.wire.world
+        flat /= self.wire.copies
         start = 0
         for parameter, some in zip(parameters, anywhere(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)

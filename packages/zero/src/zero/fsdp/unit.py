@@ -25,7 +25,7 @@ from zero.wire import Wire
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """One parameter: `local` is this rank's elements `start` to `stop` of it, flattened."""
+    """One parameter: `local` is this rank's elements `start` to `stop` of it, in a column."""
 
     name: str
     shape: torch.Size
@@ -49,7 +49,8 @@ class Unit:
     ) -> None:
         self.wire = wire
         first = named[0][1]
-        self.name = named[0][0].rpartition(".")[0]
+        # The same on every rank, and another than any other unit's.
+        self.label = f"{named[0][0]} and {len(named) - 1} more" if named[1:] else named[0][0]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
         # Whether autograd reads the parameters again: not for an embedding.
         self.read_in_backward = True
@@ -58,7 +59,7 @@ class Unit:
         flat = first.new_zeros(partition.numel)
         for (_, parameter, _), offset in zip(named, partition.offsets, strict=True):
             flat[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
-        wire.broadcast(flat, 0).wait()
+        wire.broadcast_first(flat)
         low, high = partition.spans[0].shard(wire.rank, wire.world) if partition.spans else (0, 0)
         self.shard = flat[low:high].clone()
         self.full = torch.empty_like(flat, dtype=dtype)
@@ -71,7 +72,8 @@ class Unit:
             piece = mine.get(index)
             start, stop = (piece.start, piece.stop) if piece else (0, 0)
             at = piece.offset - low if piece else 0
-            local = nn.Parameter(self.shard[at : at + stop - start], parameter.requires_grad)
+            values = in_column(self.shard[at : at + stop - start], parameter.dim())
+            local = nn.Parameter(values, parameter.requires_grad)
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
@@ -107,7 +109,7 @@ class Unit:
         for old, offset in zip(self.parameters, self._offsets, strict=True):
             values = copied.shard[at : at + old.stop - old.start]
             at += values.numel()
-            local = nn.Parameter(values, old.local.requires_grad)
+            local = nn.Parameter(in_column(values, len(old.shape)), old.local.requires_grad)
             whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
             memo[id(old.local)], memo[id(old.whole)] = local, whole
             copied.parameters.append(replace(old, local=local, whole=whole))
@@ -127,7 +129,7 @@ class Unit:
             if local.requires_grad != whole.requires_grad:
                 whole.requires_grad_(local.requires_grad)
                 whole.grad = None
-            place = self.shard[at : at + parameter.stop - parameter.start]
+            place = self.shard[at : at + parameter.stop - parameter.start].view_as(local)
             at += place.numel()
             now = local.data
             if now.data_ptr() == place.data_ptr() or not place.numel():
@@ -159,7 +161,7 @@ class Unit:
         self._version = self.shard._version
         self.full.untyped_storage().resize_(self._nbytes)
         self._source = self.shard.to(self.full.dtype)
-        self._gathering = self.wire.all_gather(self.full, self._source)
+        self._gathering = self.wire.all_gather(self.full, self._source, self.label)
 
     def gather(self) -> None:
         """Have the whole parameters."""
@@ -220,7 +222,7 @@ class Unit:
         self.used = [a or b for a, b in zip(self.used, here, strict=True)]
         buffer = self._gradient_buffer()
         output = buffer.new_empty(self.shard.numel())
-        self._reducing = self.wire.reduce_scatter(output, buffer), output, buffer
+        self._reducing = self.wire.reduce_scatter(output, buffer, self.label), output, buffer
 
     def _gradient_buffer(self) -> Tensor:
         """The gradients end to end; a lone one as it is."""
@@ -251,7 +253,7 @@ class Unit:
         self._reducing = None
         work.wait()
         average = output.to(self.shard.dtype)
-        average /= self.wire.world
+        average /= self.wire.copies
         at = 0
         for index, parameter in enumerate(self.parameters):
             part = average[at : at + parameter.stop - parameter.start]
@@ -271,6 +273,7 @@ class Unit:
 
     def _give(self, parameter: ShardedParameter, part: Tensor) -> None:
         if parameter.local.requires_grad:
+            part = part.view_as(parameter.local)
             if parameter.local.grad is None:
                 parameter.local.grad = shard_gradient(part, self.wire)
             else:
@@ -289,3 +292,8 @@ class Unit:
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
             for parameter, offset in zip(self.parameters, self._offsets, strict=True)
         }
+
+
+def in_column(values: Tensor, dim: int) -> Tensor:
+    """Give a run of elements as many dimensions as the whole has: `p.dim() >= 2` finds matrices."""
+    return values.view(values.numel(), *[1] * (dim - 1)) if dim > 1 else values

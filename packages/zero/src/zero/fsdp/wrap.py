@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import nan
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def make_units(
     classes: tuple[type[nn.Module], ...],
     materialize: Materialize | None,
     make: Callable[[list[Any]], Unit],
+    ignored: set[nn.Parameter],
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
     """Shard what lies under modules of `classes`, each parameter in the innermost such module.
 
@@ -42,7 +44,7 @@ def make_units(
             if parameter is None:
                 continue
             places.setdefault(parameter, []).append((owner, attribute))
-            if enclosing is not None and parameter not in names:
+            if enclosing is not None and parameter not in names and parameter not in ignored:
                 names[parameter] = clean(f"{prefix}.{attribute}" if prefix else attribute)
                 groups.setdefault(enclosing, []).append(parameter)
     units: list[Unit] = []
@@ -92,6 +94,9 @@ class Materialize:
                 old = own[name]
                 assert old is not None
                 new = torch.empty_like(old, device=self.device)
+                if new.is_floating_point():
+                    # What neither `initialize` nor a checkpoint fills must not pass for a value.
+                    new.fill_(nan)
                 if isinstance(old, nn.Parameter):
                     parameter = nn.Parameter(new, old.requires_grad)
                     for module, attribute in places[old]:

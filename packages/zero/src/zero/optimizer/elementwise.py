@@ -11,28 +11,44 @@ from torch import Tensor, nn
 
 Split = Literal["elements", "parameters"]
 STEPS = 3
+# Elements of the larger tensors that an optimizer is tried on, where it will see such.
+LARGE = (4096, 65536)
 
 
 def how_to_split(
     optimizer_cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     device: torch.device | None = None,
+    *,
+    group: Mapping[str, Any] | None = None,
+    largest: int = 0,
 ) -> Split:
     """Say how `optimizer_cls(params, **options)` may be sharded, after three small steps of it.
 
     "elements" if cutting its tensors anywhere leaves its steps as they are (SGD, Adam, ...);
     "parameters" if it must see whole tensors but treats each by itself (Adafactor, Muon).
-    Raises ValueError with the reason if it can be neither (LBFGS, SparseAdam).
+    `group`: what a parameter group has beside its parameters. `largest`: the most elements that one
+    has; some optimizers treat those above a few thousand differently. Raises ValueError with the
+    reason if it can be neither (LBFGS, SparseAdam).
     """
     # A caller may have set another default device, such as meta.
     with torch.device(device or "cpu"):
-        return _try(optimizer_cls, options)
+        split = _try(optimizer_cls, options, group or {}, [(6, 4), (4, 5)])
+        # Eight-bit states, for one, are kept in blocks of tensors that are large enough.
+        for many in LARGE:
+            if split == "elements" and largest >= many:
+                split = _try(optimizer_cls, options, group or {}, [(many // 64, 64), (6, 4)])
+        return split
 
 
-def _try(optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Split:
+def _try(
+    optimizer_cls: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    shapes: Sequence[tuple[int, int]],
+) -> Split:
     name = optimizer_cls.__name__
     random = np.random.default_rng(0)
-    shapes = [(6, 4), (4, 5)]
 
     def draw() -> list[Tensor]:
         return [torch.tensor(random.standard_normal(shape)) for shape in shapes]
@@ -40,9 +56,10 @@ def _try(optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any])
     values, gradients = draw(), [draw() for _ in range(STEPS)]
     steps = [[g[i] for g in gradients] for i in range(len(shapes))]
     try:
-        whole = _run(optimizer_cls, options, values, steps)
+        whole = _run(optimizer_cls, options, group, values, steps)
         apart = [
-            _run(optimizer_cls, options, [v], [g])[0] for v, g in zip(values, steps, strict=True)
+            _run(optimizer_cls, options, group, [v], [g])[0]
+            for v, g in zip(values, steps, strict=True)
         ]
     except Exception as error:
         raise ValueError(
@@ -59,6 +76,7 @@ def _try(optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any])
         parts = _run(
             optimizer_cls,
             options,
+            group,
             [piece for v in values for piece in _cut(v, cut)],
             [[_cut(g, cut)[i] for g in steps_of] for steps_of in steps for i in range(2)],
         )
@@ -77,11 +95,12 @@ def _cut(tensor: Tensor, at: int) -> tuple[Tensor, Tensor]:
 def _run(
     optimizer_cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
+    group: Mapping[str, Any],
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     parameters = [nn.Parameter(value.clone()) for value in values]
-    optimizer = optimizer_cls(parameters, **options)
+    optimizer = optimizer_cls([{**group, "params": parameters}], **options)
     for step in range(STEPS):
         for parameter, steps in zip(parameters, gradients, strict=True):
             parameter.grad = steps[step].clone()
@@ -91,5 +110,6 @@ def _run(
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(
-        torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(some, others, strict=True)
+        torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)
+        for a, b in zip(some, others, strict=True)
     )

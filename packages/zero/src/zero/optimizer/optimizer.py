@@ -14,16 +14,15 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.faults import difference
 from zero.norm import scale_to, square_sum
-from zero.optimizer.elementwise import Split, how_to_split
+from zero.optimizer.elementwise import LARGE, Split, how_to_split
 from zero.optimizer.reducer import Bucket, Reducer, make_buckets
 from zero.optimizer.state import full_state, load_state, local_state
 from zero.partition import Piece, by_element, by_parameter
-from zero.wire import Collective, DryRun, Wire
+from zero.wire import Collective, Group, Wire
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -48,7 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Any,
         optimizer_cls: type[torch.optim.Optimizer],
         *,
-        group: dist.ProcessGroup | DryRun | None = None,
+        group: Group = None,
         shard_gradients: bool = False,
         split: Split | Literal["auto"] = "auto",
         bucket_size_mb: float | None = None,
@@ -66,7 +65,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all_gather_into_tensor=all_gather_into_tensor,
             all_reduce=all_reduce,
         )
-        self.split = how_to_split(optimizer_cls, kwargs) if split == "auto" else split
+        self._cls, self._options, self._split = optimizer_cls, kwargs, split
+        # How each group is split.
+        self.splits: list[Split] = []
+        self._tried: dict[str, Split] = {}
         if bucket_size_mb is None:
             bucket_size_mb = 8.0 if shard_gradients else 25.0
         self.bucket_bytes = int(bucket_size_mb * 2**20)
@@ -76,12 +78,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Each parameter's place in a flat tensor.
         self._places: dict[nn.Parameter, Tensor] = {}
         self.inner: torch.optim.Optimizer
-        sample = optimizer_cls([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **kwargs)
+        # Some need keys of their own in each group.
+        first = options_of(given[0]) if isinstance(given[0], dict) else {}
+        one = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        sample = optimizer_cls([{**first, "params": [one]}], **kwargs)
         super().__init__(given, sample.defaults)
         # Made with all groups at once, for optimizers that set up their state when they are made.
         groups = zip(self.param_groups, self._mine, strict=True)
         self.inner = optimizer_cls([{**options_of(g), "params": p} for g, p in groups], **kwargs)
         self.state = self.inner.state
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            outer.update(options_of(inner))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard one more group of parameters; every rank adds the same group."""
@@ -92,12 +99,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
+        split = self._how_to_split(group) if self._split == "auto" else self._split
+        self.splits.append(split)
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         mine = []
         for parameters in kinds.values():
-            mine += self._shard(parameters)
+            mine += self._shard(parameters, split)
         self._mine.append(mine)
         if hasattr(self, "inner"):
             self.inner.add_param_group({**options_of(group), "params": mine})
@@ -165,9 +174,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scale_to(max_norm, norm, gradients)
         return norm.float()
 
-    def _shard(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    @property
+    def split(self) -> Split:
+        """How the first group is split."""
+        return self.splits[0]
+
+    def _how_to_split(self, group: dict[str, Any]) -> Split:
+        device = next((p.device for p in group["params"] if not p.is_meta), None)
+        largest = max((p.numel() for p in group["params"]), default=0)
+        options = options_of(group)
+        key = f"{options} {device} {[largest >= many for many in LARGE]}"
+        if key not in self._tried:
+            self._tried[key] = how_to_split(
+                self._cls, self._options, device, group=options, largest=largest
+            )
+        return self._tried[key]
+
+    def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
         numels = [parameter.numel() for parameter in parameters]
-        cut = by_element if self.split == "elements" else by_parameter
+        cut = by_element if split == "elements" else by_parameter
         partition = cut(numels, self.wire.world, self.bucket_bytes // parameters[0].element_size())
         flat = parameters[0].new_zeros(partition.numel)
         for parameter, offset in zip(parameters, partition.offsets, strict=True):
@@ -175,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             place.copy_(parameter.detach())
             parameter.data = place
             self._places[parameter] = place
-        self.wire.broadcast(flat, 0).wait()
+        self.wire.broadcast_first(flat)
         self.wire.take()
         buckets = make_buckets(partition, flat, parameters, self.wire.rank)
         self.reducer.add(buckets, partition)
@@ -183,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in buckets:
             for parameter, piece in bucket.own:
                 values = flat[piece.offset : piece.offset + piece.numel]
-                whole = self.split == "parameters"
+                whole = split == "parameters"
                 shard = nn.Parameter(values.view(parameter.shape) if whole else values)
                 self._pieces.append((parameter, piece, shard, bucket))
                 mine.append(shard)

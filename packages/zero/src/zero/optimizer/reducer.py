@@ -340,7 +340,7 @@ class Reducer:
     def _retire(self) -> None:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
-        output /= self.wire.world
+        output /= self.wire.copies
         if bucket.gradient is not None:
             bucket.gradient += output
         elif self.release:

@@ -20,7 +20,7 @@ class Sharded(Protocol):
 
     inner: torch.optim.Optimizer
     param_groups: list[dict[str, Any]]
-    split: Split
+    splits: list[Split]
     state: Any
     wire: Wire
 
@@ -47,12 +47,17 @@ def full_state(optimizer: Sharded) -> dict[str, Any]:
         if shard in optimizer.inner.state
     ]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    splits = [
+        split
+        for split, group in zip(optimizer.splits, optimizer.param_groups, strict=True)
+        for _ in group["params"]
+    ]
     state: dict[int, dict[str, Any]] = {}
     for number, piece, values in (entry for rank in optimizer.wire.objects(mine) for entry in rank):
         whole = state.setdefault(number, {})
         shape = parameters[number].shape
         for key, value in values.items():
-            if isinstance(value, Tensor) and optimizer.split == "elements" and value.dim():
+            if isinstance(value, Tensor) and splits[number] == "elements" and value.dim():
                 if key not in whole:
                     whole[key] = value.new_empty(shape)
                 whole[key].view(-1)[piece.start : piece.stop] = value

@@ -1,0 +1,240 @@
+"""Fills a model and an optimizer from what a checkpoint holds, after checking all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.checkpoint.contents import Contents
+from zero.checkpoint.holding import (
+    Part,
+    Slot,
+    group_names,
+    model_parts,
+    second_names,
+    slots,
+    unwrapped,
+)
+from zero.checkpoint.storage import Folder
+from zero.optimizer.optimizer import ShardedOptimizer
+
+
+class Loading:
+    """One load: what goes where is found out, and checked, when it is made; `fill()` does it."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        strict: bool,
+    ) -> None:
+        self.contents, self.model, self.optimizer = contents, model, optimizer
+        self.strict = strict
+        # What strict=False passes over, in words.
+        self.left_out: list[str] = []
+        self.parts = self._match(model_parts(model)[0], second_names(model))
+        self.groups: list[dict[str, Any]] = []
+        # For each parameter of the optimizer: (kind, key, name in the checkpoint).
+        self.states: list[list[tuple[str, str, str]]] = []
+        self.slots: list[list[Slot]] = []
+        if optimizer is not None:
+            self._match_optimizer(model, optimizer)
+
+    def verify(self) -> None:
+        """Raise ValueError if anything that `fill` would read is damaged."""
+        source = self.contents.source
+        # Nothing is read yet, so no memory is needed.
+        flat = [
+            replace(p, name=self.contents.model[p.name], values=_nowhere(p)) for p in self.parts
+        ]
+        if not isinstance(source, Folder):
+            return source.verify(flat)
+        tensors, objects = self._state_parts("meta")
+        source.verify([*flat, *(part for _, _, part in tensors)], [name for _, _, name in objects])
+
+    def fill(self) -> None:
+        """Read it all."""
+        alike, source = [], self.contents.source
+        for part in self.parts:
+            stored = replace(part, name=self.contents.model[part.name])
+            _, dtype = self.contents.about(part.name)
+            holder = part.holder
+            assert holder is not None
+            if dtype == holder.dtype and holder.is_contiguous():
+                alike.append(stored)
+                continue
+            # One at a time, in the dtype that it has there.
+            values = torch.empty(part.stop - part.start, dtype=dtype)
+            source.read([replace(stored, values=values)])
+            holder.copy_(values.view(holder.shape))
+        source.read(alike)
+        if self.optimizer is not None:
+            self._fill_optimizer(self.optimizer)
+        if self.contents.modules:
+            unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
+
+    def _match(self, parts: list[Part], tied: dict[str, str]) -> list[Part]:
+        """The model's parts that the checkpoint has; raise if it is of another model."""
+        saved = self.contents.model
+        source = self.contents.source
+        for second, first in tied.items():
+            if second in saved and first not in saved:
+                # Others keep a tied tensor under one of its names.
+                saved[first] = saved[second]
+            elif second in saved and isinstance(source, Folder) and not _same(first, second, self):
+                raise ValueError(
+                    f"{second} and {first} are one tensor in the model and two in the checkpoint: "
+                    "load into the model that was saved"
+                )
+        wanted = {part.name: part for part in parts}
+        only_model = sorted(wanted.keys() - saved.keys())
+        only_saved = sorted(saved.keys() - wanted.keys() - tied.keys())
+        for names, where in (
+            (only_model, "the model, not in the checkpoint"),
+            (only_saved, "the checkpoint only"),
+        ):
+            if not names:
+                continue
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            if self.strict:
+                raise ValueError(
+                    f"{names[0]}{more} is in {where}: load into the model that was saved, or pass "
+                    "strict=False"
+                )
+            self.left_out.append(f"{', '.join(names)}: in {where}")
+        found = [part for part in parts if part.name in saved]
+        for part in found:
+            shape, dtype = self.contents.about(part.name)
+            ours, theirs = (tuple(part.shape), part.values.dtype), (tuple(shape), dtype)
+            # Others' weights are often in half precision, and are taken in the model's dtype.
+            if ours[0] != theirs[0] or (self.contents.own and ours != theirs):
+                raise ValueError(
+                    f"{part.name} is {theirs} in the checkpoint, {ours} in the model: load into "
+                    "the model that was saved"
+                )
+            if part.values.is_meta:
+                raise ValueError(
+                    f"{part.name} is on the meta device: give it memory first, by "
+                    "model.to_empty(device=...) or FSDP(model, device=...)"
+                )
+        return found
+
+    def _match_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        ours = group_names(model, optimizer)
+        saved = self.contents.groups
+        if saved is None and self.strict:
+            raise ValueError("the checkpoint holds no optimizer: load the model alone")
+        flat = [name for group in ours for name in group]
+        states = {
+            flat[int(name)] if name.isdigit() and int(name) < len(flat) else name: entries
+            for name, entries in self.contents.states.items()
+        }
+        if saved is not None:
+            numbers = iter(flat)
+            if not self.contents.own:
+                saved = _by_our_groups(saved, ours)
+            named = [
+                [n if isinstance(n, str) else next(numbers, "") for n in group["names"]]
+                for group in saved
+            ]
+            _check_groups(named, ours)
+            self.groups = saved
+        self.slots = slots(model, optimizer)
+        self.states = [states.get(slot.name, []) for group in self.slots for slot in group]
+
+    def _state_parts(
+        self, device: str | None = None
+    ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
+        """The optimizer's tensors to read: (parameter's number, key, part); and the objects."""
+        tensors, objects = [], []
+        held = [slot for group in self.slots for slot in group]
+        for index, (slot, entries) in enumerate(zip(held, self.states, strict=True)):
+            for kind, key, name in entries:
+                if kind == "object":
+                    objects.append((index, key, name))
+                else:
+                    tensors.append((index, key, self._room(name, kind, slot, device)))
+        return tensors, objects
+
+    def _room(self, name: str, kind: str, slot: Slot, device: str | None) -> Part:
+        found: Any = self.contents.source.tensors[name]
+        size, dtype = found
+        if kind == "state" or (kind == "any" and size == slot.shape and size):
+            place = device or slot.local.device
+            values = torch.empty(slot.stop - slot.start, dtype=dtype, device=place)
+            return Part(name, slot.shape, slot.start, slot.stop, values.view(-1), holder=slot.local)
+        values = torch.empty(size.numel(), dtype=dtype, device=device)
+        return Part(name, size, 0, size.numel(), values)
+
+    def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        source = self.contents.source
+        assert isinstance(source, Folder)
+        tensors, objects = self._state_parts()
+        loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
+        state: dict[int, dict[str, Any]] = {}
+        for index, key, part in tensors:
+            shape = part.shape if part.holder is None else part.holder.shape
+            state.setdefault(index, {})[key] = part.values.view(shape)
+        for index, key, name in objects:
+            state.setdefault(index, {})[key] = loaded[name]
+        inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        options = [group["options"] for group in self.groups] or [{}] * len(self.slots)
+        numbers = iter(range(len(self.states)))
+        inner.load_state_dict(
+            {
+                # No entry for what was never stepped: an empty one is taken for a broken one.
+                "state": dict(sorted(state.items())),
+                "param_groups": [
+                    {**_own_options(group), **chosen, "params": [next(numbers) for _ in members]}
+                    for group, chosen, members in zip(
+                        inner.param_groups, options, self.slots, strict=True
+                    )
+                ],
+            }
+        )
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.state = inner.state
+        for chosen, group in zip(options, optimizer.param_groups, strict=True):
+            group.update(chosen)
+
+
+def _by_our_groups(saved: list[dict[str, Any]], ours: list[list[str]]) -> list[dict[str, Any]]:
+    """Options that stand by each parameter, as groups."""
+    alone = {group["names"][0]: group["options"] for group in saved if len(group["names"]) == 1}
+    if len(saved) == len(ours) or not all(name in alone for names in ours for name in names):
+        return saved
+    return [{"names": names, "options": alone[names[0]]} for names in ours]
+
+
+def _own_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _nowhere(part: Part) -> Tensor:
+    return torch.empty(part.stop - part.start, dtype=part.values.dtype, device="meta")
+
+
+def _same(first: str, second: str, loading: Loading) -> bool:
+    """Whether two names are of the same stored bytes."""
+    source = loading.contents.source
+    assert isinstance(source, Folder)
+    names = [loading.contents.model[name] for name in (first, second)]
+    found = (source.metadata.storage_data or {}).items()
+    a, b = ([(i.offset, info) for i, info in found if i.fqn == name] for name in names)
+    return a == b
+
+
+def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:
+    if len(saved) != len(ours):
+        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, not {len(ours)}")
+    for index, (a, b) in enumerate(zip(saved, ours, strict=True)):
+        different = set(a) ^ set(b)
+        if different:
+            raise ValueError(
+                f"{min(different)} is in parameter group {index} of only one of checkpoint and "
+                "optimizer: make the same groups as when saving"
+            )

@@ -1,0 +1,398 @@
+"""Weights and checkpoints that others wrote are read, and others read ours."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from worker_pool import run_ranks, try_ranks
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
+
+DEADLINE = 300.0
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def wrap(model, stage, **options):
+    if stage == 3:
+        model = FSDP(model)
+        return model, torch.optim.AdamW(model.parameters(), **options)
+    if stage == 0:
+        return model, torch.optim.AdamW(model.parameters(), **options)
+    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+
+
+def whole(model):
+    if isinstance(model, FSDP):
+        return model.gather_full_params() | dict(model.module.named_buffers())
+    return model.state_dict()
+
+
+def step(model, optimizer):
+    model(torch.ones(4, 5) + torch.arange(4)[:, None]).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(ours, theirs):
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+FORMS = {
+    "nested": lambda m, o, s: {"app": {"model": m, "optim": o}, "step": 5},
+    "flat": lambda m, o, s: {"model": m, "optim": o, "step": 5},
+    "numbers": lambda m, o, s: {"model": s[0], "optimizer": s[1], "step": 5},
+}
+
+
+def read_torchs_own(folder):
+    """Each form in which torch's users save, into each stage; training goes on as theirs."""
+    for form, put in FORMS.items():
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        step(model, optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        states = get_state_dict(model, optimizer, options=options)
+        plain = model.state_dict(), optimizer.state_dict()
+        dcp.save(put(*states, plain), checkpoint_id=f"{folder}/{form}")
+        step(model, optimizer)
+        for stage in (0, 1, 3):
+            ours, resumed = wrap(make(1), stage, lr=0.1)
+            assert load_checkpoint(f"{folder}/{form}", ours, resumed) == {"step": 5}
+            assert resumed.param_groups[0]["lr"] == 0.05
+            step(ours, resumed)
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(whole(ours)[name], value)
+    return True
+
+
+def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage(tmp_path):
+    assert all(run_ranks(read_torchs_own, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def two_models(folder):
+    """What is under two prefixes alike is asked for; the usual one is taken."""
+    state = make().state_dict()
+    dcp.save({"ema": state, "live": make(1).state_dict()}, checkpoint_id=f"{folder}/two")
+    dcp.save({"ema": state, "model": make(1).state_dict()}, checkpoint_id=f"{folder}/usual")
+    model = make(2)
+    with pytest.raises(RuntimeError, match=r"under 'ema\.', 'live\.': pass prefix="):
+        load_checkpoint(f"{folder}/two", model)
+    load_checkpoint(f"{folder}/two", model, prefix="ema.")
+    assert same(model.state_dict(), state)
+    load_checkpoint(f"{folder}/usual", model)
+    assert same(model.state_dict(), make(1).state_dict())
+    longer = nn.Sequential(*make(2), nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match=r"3\.bias and 1 more is in the model, not in the che"):
+        load_checkpoint(f"{folder}/usual", longer)
+    shorter = make(2)[:2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_checkpoint(f"{folder}/usual", longer, strict=False)
+        load_checkpoint(f"{folder}/usual", shorter, strict=False)
+    assert [str(w.message) for w in caught if "in the" in str(w.message)] == [
+        "3.bias, 3.weight: in the model, not in the checkpoint",
+        "2.bias, 2.weight: in the checkpoint only",
+    ]
+    assert same(longer.state_dict(), make(1).state_dict())
+    with pytest.raises(RuntimeError, match="holds no optimizer"):
+        load_checkpoint(f"{folder}/usual", *wrap(make(), 1, lr=0.1))
+    return True
+
+
+def test_prefixes_are_found_or_asked_for_and_what_does_not_fit_is_said(tmp_path):
+    assert all(run_ranks(two_models, 1, str(tmp_path), timeout=DEADLINE))
+
+
+def torch_files(folder):
+    if dist.get_rank() == 0:
+        torch.save({"model": make().state_dict(), "epoch": 3}, f"{folder}/new.pt")
+        torch.save(make().state_dict(), f"{folder}/old.bin", _use_new_zipfile_serialization=False)
+        torch.save({"model": os.getcwd}, f"{folder}/evil.pth")
+    dist.barrier()
+    for name in ("new.pt", "old.bin"):
+        model = FSDP(make(1))
+        load_checkpoint(f"{folder}/{name}", model)
+        assert same(whole(model), make().state_dict())
+    with pytest.raises(RuntimeError, match=r"evil\.pth is damaged, or holds more than tensors"):
+        load_checkpoint(f"{folder}/evil.pth", make(1))
+    return True
+
+
+def test_torchs_files_of_weights_are_read(tmp_path):
+    assert all(run_ranks(torch_files, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def round_trip(path, stage, **options):
+    """Written at some stage: one file, or several with an index."""
+    model, _ = wrap(make(), stage)
+    save_safetensors(path, model, **options)
+    return whole(model)
+
+
+def read_back(path, stage):
+    """From the meta device, if sharded."""
+    if stage == 3:
+        with torch.device("meta"):
+            model = make()
+        model = FSDP(model, device="cpu")
+    else:
+        model = make(1)
+    load_checkpoint(path, model)
+    return whole(model)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 3), (0, 1)), ((0, 2), (3, 3)), ((1, 2), (3, 2))]
+)
+def test_safetensors_are_written_and_read_at_any_stage_and_world(tmp_path, before, after):
+    path = tmp_path / "weights"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    size = 1e-7 if before[0] else 5.0
+    written = run_ranks(round_trip_with, before[1], str(path), before[0], size, timeout=DEADLINE)[0]
+    assert (path / "config.json").exists()
+    assert (path / "model.safetensors.index.json").exists() == bool(before[0])
+    for read in run_ranks(read_back, after[1], str(path), after[0], timeout=DEADLINE):
+        assert same(read, written)
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors' own reader")
+    theirs = {}
+    for file in path.glob("*.safetensors"):
+        theirs |= safetensors.load_file(file)
+    assert theirs.keys() == written.keys()
+    assert same(theirs, written)
+    assert not list(tmp_path.glob(".*"))
+
+
+def round_trip_with(path, stage, size):
+    return round_trip(path, stage, file_gb=size)
+
+
+def write_some(path):
+    save_safetensors(path, make(), file_gb=1e-7)
+
+
+def flips(path, every):
+    """How many flipped bits of every file load without an error."""
+    passed = tried = 0
+    for file in sorted(Path(path).iterdir()):
+        good = file.read_bytes()
+        for at in range(0, len(good), every):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            file.write_bytes(bad)
+            tried += 1
+            try:
+                load_checkpoint(path, make(1))
+                passed += 1
+            except RuntimeError as error:
+                passed += "damaged" not in str(error)
+        file.write_bytes(good)
+    load_checkpoint(path, make(1))
+    return tried, passed
+
+
+@pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_flipped_bit_in_our_safetensors_is_refused(tmp_path, every):
+    path = str(tmp_path / "weights")
+    run_ranks(write_some, 2, path, timeout=DEADLINE)
+    tried, passed = run_ranks(flips, 1, path, every, timeout=1500)[0]
+    assert tried > 2000 // every
+    assert passed == 0
+
+
+def damage(path):
+    """Cut, swapped and missing files of others, whose checksums nobody knows."""
+    file = Path(path) / "model.safetensors"
+    (Path(path) / "checksums.json").unlink()
+    messages = []
+    header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    header = file.read_bytes()[8:header_bytes].replace(b'"checksums":"checksums.json"', b'"a":"b"')
+    good = len(header).to_bytes(8, "little") + header + file.read_bytes()[header_bytes:]
+    for bad in (file.read_bytes(), good[:-1], good[:20], b"", b"\xff" * 64):
+        file.write_bytes(bad)
+        with pytest.raises(RuntimeError) as error:
+            load_checkpoint(path, make(1))
+        messages.append(str(error.value))
+    file.write_bytes(good)
+    load_checkpoint(path, make(1))
+    index = {"weight_map": {"0.weight": "other.safetensors"}}
+    (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RuntimeError, match=r"other\.safetensors is missing"):
+        load_checkpoint(path, make(1))
+    return messages
+
+
+def test_damaged_safetensors_are_named(tmp_path):
+    path = str(tmp_path / "weights")
+    run_ranks(round_trip_with, 1, path, 0, 5.0, timeout=DEADLINE)
+    lost, cut, header, empty, noise = run_ranks(damage, 1, path, timeout=DEADLINE)[0]
+    assert "has lost its checksums" in lost
+    assert "is cut short: use another copy" in cut
+    for message in (header, empty, noise):
+        assert "model.safetensors is damaged" in message
+
+
+def half(path):
+    model = FSDP(make())
+    save_safetensors(path, model, dtype=torch.bfloat16)
+    other = FSDP(make(1))
+    load_checkpoint(path, other)
+    return all(
+        torch.equal(value, make().state_dict()[name].bfloat16().float())
+        for name, value in other.gather_full_params().items()
+    )
+
+
+def test_half_precision_is_written_and_taken_in_the_models_dtype(tmp_path):
+    assert all(run_ranks(half, 2, str(tmp_path / "half"), timeout=DEADLINE))
+
+
+def peak_of_loading(path, features):
+    """The most memory in use while weights are read, beyond what was there."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(features, features, bias=False) for _ in range(8)])
+    model = FSDP(model, device="cpu", initialize=lambda module: None)
+    Path("/proc/self/clear_refs").write_text("5")
+    load_checkpoint(path, model)
+    fields = dict(
+        line.split(":")
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":" in line
+    )
+    return (int(fields["VmHWM"].split()[0]) - int(fields["VmRSS"].split()[0])) * 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks of this process")
+def test_loading_needs_no_more_than_a_shard_and_a_tensor(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors' own writer")
+    features = 1024
+    tensors = {f"{i}.weight": torch.randn(features, features).half() for i in range(8)}
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    for more in run_ranks(peak_of_loading, 2, str(tmp_path), features, timeout=DEADLINE):
+        assert more <= features**2 * 4 + (1 << 24)
+
+
+def hugging_face(path):
+    transformers = pytest.importorskip("transformers", reason="transformers' own checkpoints")
+    config = transformers.LlamaConfig(
+        hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=51, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    if dist.get_rank() == 0:
+        model.save_pretrained(f"{path}/theirs", max_shard_size="10KB")
+    dist.barrier()
+    ours = FSDP(transformers.LlamaForCausalLM(config))
+    load_checkpoint(f"{path}/theirs", ours)
+    save_safetensors(f"{path}/ours", ours, file_gb=2e-5)
+    if dist.get_rank() == 0:
+        config.save_pretrained(f"{path}/ours")
+        again = transformers.LlamaForCausalLM.from_pretrained(f"{path}/ours")
+        assert same(again.state_dict(), model.state_dict())
+    return True
+
+
+@pytest.mark.exhaustive
+def test_transformers_checkpoints_go_in_and_out(tmp_path):
+    assert all(run_ranks(hugging_face, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def series(folder):
+    """Saves of one series wait for each other, whoever is waited for; the newest stay."""
+    model, optimizer = wrap(make(), 1, lr=0.1)
+    with pytest.raises(ValueError, match=r"of names with a number, such as run/step-100"):
+        save_checkpoint(f"{folder}/last", model, keep=2)
+    saves = []
+    for number in range(4):
+        with torch.no_grad():
+            model[0].weight.fill_(number)
+        path = f"{folder}/step-{number}"
+        saves.append(save_checkpoint(path, model, optimizer, async_op=True, keep=2))
+    for saving in saves if dist.get_rank() else saves[::-1]:
+        saving.wait()
+    for number in (2, 3):
+        load_checkpoint(f"{folder}/step-{number}", model, optimizer)
+        assert bool((model[0].weight == number).all())
+    return sorted(os.listdir(folder))
+
+
+def test_saves_queue_and_the_last_few_are_kept(tmp_path):
+    for left in run_ranks(series, 2, str(tmp_path), timeout=DEADLINE):
+        assert left == ["step-2", "step-3"]
+
+
+UNWAITED = """
+import sys, torch, torch.distributed as dist
+from zero import save_checkpoint
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+save_checkpoint(f"{folder}/last", torch.nn.Linear(3, 2), async_op=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_save_that_nobody_waits_for_is_published_at_the_end(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", UNWAITED, str(r), str(tmp_path)], env=environment)
+        for r in range(2)
+    ]
+    assert [rank.wait(timeout=DEADLINE) for rank in ranks] == [0, 0]
+    assert (tmp_path / "last" / ".metadata").exists()
+    assert not (tmp_path / ".last.saving").exists()
+    assert run_ranks(load_last, 1, str(tmp_path / "last"), timeout=DEADLINE) == [{}]
+
+
+def load_last(path):
+    return load_checkpoint(path, nn.Linear(3, 2))
+
+
+def die_after_the_rename(path):
+    import zero.checkpoint.storage as storage
+
+    model = make()
+    if dist.get_rank() == 0:
+        rename = storage.put_in_place
+        storage.put_in_place = lambda *where: (rename(*where), os._exit(3))
+    save_checkpoint(path, model)
+
+
+def test_survivors_of_a_death_after_the_rename_say_that_it_was_saved(tmp_path):
+    outcomes = try_ranks(die_after_the_rename, 2, str(tmp_path / "last"), timeout=DEADLINE)
+    assert "last was saved, but then:" in str(outcomes[1].error)
+    assert run_ranks(load_it, 1, str(tmp_path / "last"), timeout=DEADLINE) == [True]
+
+
+def load_it(path):
+    model = make(1)
+    load_checkpoint(path, model)
+    return True
+
+
+def strided(path):
+    """Parameters and buffers whose memory is not in order."""
+    models = []
+    for seed in range(2):
+        model = make(seed)
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+        model.register_buffer("table", torch.full((4, 3), float(seed)).t())
+        models.append(model)
+    save_checkpoint(path, models[0])
+    load_checkpoint(path, models[1])
+    return same(models[1].state_dict(), models[0].state_dict())
+
+
+def test_tensors_whose_memory_is_not_in_order_are_saved_and_loaded(tmp_path):
+    assert all(run_ranks(strided, 1, str(tmp_path / "last"), timeout=DEADLINE))

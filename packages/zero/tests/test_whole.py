@@ -1,0 +1,316 @@
+"""FSDP as torch's own tools see it, FSDP2's options, and uses of it beside forward and backward."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from worker_pool import run_ranks, try_ranks
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+
+DEADLINE = 300.0
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+def same(ours, theirs):
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+def pair(stage=3, **options):
+    """Ours, and one process."""
+    model, twin = make(), make()
+    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    if stage == 3:
+        model = FSDP(model, **options)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1), twin, theirs
+    ours = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=0.1, shard_gradients=stage == 2, **options
+    )
+    return model, ours, twin, theirs
+
+
+def train(model, ours, twin, theirs, loss, steps=3, clip=None):
+    world = dist.get_world_size()
+    for number in range(steps):
+        loss(model, batch(number, dist.get_rank())).backward()
+        for rank in range(world):
+            (loss(twin, batch(number, rank)) / world).backward()
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            if clip:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return assert_alike(model, twin)
+
+
+def assert_alike(model, twin):
+    whole = (
+        model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
+    )
+    for name, value in twin.named_parameters():
+        torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-12)
+    return True
+
+
+def mean_square(model, inputs):
+    return model(inputs).square().mean()
+
+
+def torchs_state_dicts(folder):
+    expected = make().state_dict()
+    full = StateDictOptions(full_state_dict=True)
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for wrapped, prefix in ((True, "module."), (False, "")):
+
+        def part(model, wrapped=wrapped):
+            return model if wrapped else model.module
+
+        def check(model):
+            assert same(model.gather_full_params(), expected)
+
+        model = FSDP(make())
+        sharded = get_model_state_dict(part(model))
+        assert isinstance(sharded[f"{prefix}0.weight"], DTensor)
+        whole = get_model_state_dict(part(model), options=full)
+        assert {k.removeprefix(prefix) for k in whole} == expected.keys()
+        assert same({k.removeprefix(prefix): v for k, v in whole.items()}, expected)
+        dcp.save({"model": sharded}, checkpoint_id=f"{folder}/{wrapped}")
+        other = FSDP(make(1))
+        state = get_model_state_dict(part(other))
+        dcp.load({"model": state}, checkpoint_id=f"{folder}/{wrapped}")
+        set_model_state_dict(part(other), state)
+        check(other)
+        other = FSDP(make(2))
+        set_model_state_dict(part(other), whole, options=full)
+        check(other)
+        other = FSDP(make(3))
+        given = whole if dist.get_rank() == 0 else {}
+        set_model_state_dict(part(other), given, options=everywhere)
+        check(other)
+    plain = make(4)
+    load_checkpoint(f"{folder}/False", plain)
+    assert same(plain.state_dict(), expected)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight: \(3, 3\) in the state"):
+        other.module.load_state_dict({**expected, "0.weight": torch.zeros(3, 3)})
+    copied = copy.deepcopy(other)
+    copied.module.load_state_dict(make(5).state_dict())
+    assert same(copied.gather_full_params(), make(5).state_dict())
+    check(other)
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
+    assert all(run_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
+
+
+def rules_and_whole_parameters():
+    model = FSDP(make())
+    assert [p.dim() for p in model.parameters()] == [p.dim() for p in make().parameters()]
+    with model.summon_full_params():
+        assert model.module[3].weight.shape == (3, 7)
+        model.module[0].weight.data.mul_(2)
+        with pytest.raises(RuntimeError, match="leave summon_full_params before the next"):
+            model(batch(0, 0))
+    with model.summon_full_params(writeback=False):
+        model.module[0].weight.data.zero_()
+    assert torch.equal(model.gather_full_params()["0.weight"], 2 * make()[0].weight)
+    torch.testing.assert_close(model(batch(0, 0)).shape, (4, 3))
+    return True
+
+
+def test_rules_see_dimensions_and_whole_parameters_may_be_summoned():
+    assert all(run_ranks(rules_and_whole_parameters, 2, timeout=DEADLINE))
+
+
+def hybrid(stage, path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, ours, twin, theirs = pair(stage, group=mesh)
+    train(model, ours, twin, theirs, mean_square, clip=0.05)
+    save_checkpoint(path, model, ours)
+    resumed, optimizer, _, _ = pair(stage, group=mesh)
+    load_checkpoint(path, resumed, optimizer)
+    train(resumed, optimizer, twin, theirs, mean_square, clip=0.05)
+    if stage == 3:
+        state = get_model_state_dict(resumed.module, options=StateDictOptions(full_state_dict=True))
+        for name, value in twin.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+        with pytest.raises(ValueError, match="a mesh of 3 dimensions: pass one of one"):
+            FSDP(make(), group=init_device_mesh("cpu", (2, 2, 1)))
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_may_be_replicated_over_a_mesh(stage, tmp_path):
+    assert all(run_ranks(hybrid, 4, stage, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def options():
+    gathered = {}
+    for name, chosen in {
+        "usual": {},
+        "kept": {"reshard_after_forward": False},
+        "far": {"prefetch": 3},
+        "none": {"prefetch": 0},
+    }.items():
+        model, ours, twin, theirs = pair(**chosen)
+        train(model, ours, twin, theirs, mean_square)
+        model.wire.take()
+        mean_square(model, batch(0, 0)).backward()
+        gathered[name] = model.wire.take()["all_gather"]
+        assert all(unit.unsharded_bytes == 0 for unit in model.units)
+    return gathered
+
+
+def test_layers_may_be_kept_and_gathered_further_ahead():
+    for gathered in run_ranks(options, 2, timeout=DEADLINE):
+        assert gathered["far"] == gathered["none"] == gathered["usual"]
+        assert gathered["kept"] < gathered["usual"]
+
+
+def ignored():
+    model = make()
+    model[0].weight.data.add_(dist.get_rank())
+    apart = model[0].weight
+    model = FSDP(model, ignored_params={apart})
+    mean_square(model, batch(0, dist.get_rank())).backward()
+    # Its own on each rank, neither made equal nor averaged, and clipped with the others.
+    before = apart.grad.clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert torch.allclose(apart.grad, before * 1e-3 / norm.item(), rtol=1e-4)
+    return apart.data.sum().item(), before.sum().item()
+
+
+def test_ignored_parameters_are_left_alone_and_clipped_together():
+    (a, b), (c, d) = run_ranks(ignored, 2, timeout=DEADLINE)
+    assert c - a == pytest.approx(35)
+    assert b != d
+
+
+def penalty(model, inputs):
+    """A gradient penalty: a backward through a backward."""
+    inputs = inputs.clone().requires_grad_()
+    outputs = model(inputs)
+    (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return slope.square().sum() + outputs.square().mean()
+
+
+def beside_backward():
+    assert train(*pair(), penalty)
+    # torch.autograd.grad between two backwards of a step sends no gradient and ends no step.
+    model, ours, twin, theirs = pair()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number in range(2):
+        with model.no_sync():
+            mean_square(model, batch(number, rank)).backward()
+        inputs = batch(5, rank).requires_grad_()
+        loss = mean_square(model, inputs)
+        model.wire.take()
+        (slope,) = torch.autograd.grad(loss, inputs)
+        assert model.wire.take().keys() <= {"all_gather"}
+        again = inputs.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(mean_square(twin, again), again)
+        torch.testing.assert_close(slope, expected)
+        mean_square(model, batch(number + 7, rank)).backward()
+        for other in range(world):
+            for part in (number, number + 7):
+                (mean_square(twin, batch(part, other)) / world).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return assert_alike(model, twin)
+
+
+def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
+    assert all(run_ranks(beside_backward, 2, timeout=DEADLINE))
+
+
+def called_inside():
+    """The module within, and its children one by one: nothing grows, nothing is stale."""
+    for call in (
+        lambda model, x: getattr(model, "module", model)(x).square().mean(),
+        lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
+    ):
+        model, ours, twin, theirs = pair()
+        train(model, ours, twin, theirs, call, steps=4)
+        assert len(model._order) <= 2
+    return True
+
+
+def by_hand(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def test_the_module_within_may_be_called_and_its_children():
+    assert all(run_ranks(called_inside, 2, timeout=DEADLINE))
+
+
+def different_layers():
+    group = dist.new_group(timeout=timedelta(seconds=6))
+    model = FSDP(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 9)]), group=group)
+    model.module[2 * dist.get_rank()](torch.ones(1, 5))
+
+
+def test_ranks_that_run_different_layers_are_told_which():
+    for outcome in try_ranks(different_layers, 2, timeout=DEADLINE):
+        message = str(outcome.error)
+        assert "rank 0: all_gather of 120 bytes of 0.weight and 1 more" in message
+        assert "rank 1: all_gather of 216 bytes of 2.weight and 1 more" in message
+        assert "run the same layers in the same order on every rank" in message
+
+
+def whole_tensor_optimizers():
+    for optimizer_cls in (torch.optim.Adafactor, torch.optim.Muon):
+        model = FSDP(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)))
+        optimizer = optimizer_cls(model.parameters(), lr=0.1)
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"looks at whole tensors, .* use Sharded"):
+            optimizer.step()
+    return True
+
+
+def test_optimizers_of_whole_tensors_are_refused_on_shards():
+    assert all(run_ranks(whole_tensor_optimizers, 2, timeout=DEADLINE))
+
+
+def memory_over(steps, stage):
+    """The resident bytes after a tenth of the steps, and after all of them."""
+    model, ours, _, _ = pair(stage)
+    seen = []
+    for number in range(steps):
+        mean_square(model, batch(0, 0)).backward()
+        ours.step()
+        ours.zero_grad()
+        if number + 1 in (steps // 10, steps):
+            with open("/proc/self/statm") as file:
+                seen.append(int(file.read().split()[1]) * 4096)
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_host_memory_is_flat(steps, stage):
+    # A list that grew by one object a step would hold 64 bytes times the steps at the least.
+    for before, after in run_ranks(memory_over, 2, steps, stage, timeout=1500):
+        assert after - before < 1 << 20
