@@ -91,10 +91,13 @@ def _moments(
         last = whole.gathered(blocks=2, head=True, grown=grown)
         yield moment(f"in the last block's {part}", whole.cast(), last, before(model.layers - 1),
                      alive, gradients=always)  # fmt: skip
-        if plan.zero == 3 and model.layers > 2:
-            middle = whole.gathered(blocks=2, done=1, head=True, grown=grown, reduced=True)
-            yield moment(f"in the last block but one's {part}", middle, before(model.layers - 2),
-                         alive, gradients=always or whole.block)  # fmt: skip
+        # Of the blocks between, the last has most activations and the first most gradients.
+        for place, done in (("last block but one", 1), ("second block", model.layers - 2)):
+            if plan.zero < 3 or model.layers < 3:
+                break
+            middle = whole.gathered(blocks=2, done=done, head=True, grown=grown, reduced=True)
+            yield moment(f"in the {place}'s {part}", middle, before(model.layers - 1 - done),
+                         alive, gradients=always or done * whole.block)  # fmt: skip
         done, reduced = model.layers - 1, model.layers > 1
         first = whole.gathered(blocks=1, done=done, head=True, grown=grown, reduced=reduced)
         yield moment(f"in the first block's {part}", whole.cast(), first, alive, gradients=later)
