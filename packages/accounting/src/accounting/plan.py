@@ -201,7 +201,7 @@ class Plan:
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
 
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("gpipe", "1f1b", "interleaved"),
     "recompute": ("none", "selective", "full"),
@@ -211,15 +211,7 @@ _CHOICES = {
 
 def check_fields(given: Mapping[str, object]) -> None:
     """Each field by itself: whole numbers, switches and names."""
-    for name, value in given.items():
-        if name in ("sequence_parallel", "reshard_after_forward"):
-            checks.flag(name, value)
-        elif name in _CHOICES:
-            if name == "zero":
-                checks.whole(name, value, least=0)
-            checks.choice(name, value, _CHOICES[name])
-        else:
-            checks.whole(name, value, least=0 if name in ("devices", "data") else 1)
+    checks.fields(Plan, given, **_CHOICES)
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:

@@ -29,10 +29,7 @@ class Workload:
     """A kernel makes the gated product in one go, and keeps gate and up alone."""
 
     def __post_init__(self) -> None:
-        checks.whole("batch", self.batch, least=0)
-        checks.whole("seq", self.seq)
-        for name in ("flash", "dropout", "fused_norm", "fused_projections", "fused_gate"):
-            checks.flag(name, getattr(self, name))
+        checks.fields(Workload, vars(self), batch=0)
         recipe(self.precision)
 
     @property

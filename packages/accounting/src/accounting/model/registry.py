@@ -12,7 +12,7 @@ from typing import Any
 from accounting import checks
 from accounting.formulas import FUNCTIONS, Table, tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-from accounting.model.shape import MOST_LAYERS, Shape
+from accounting.model.shape import Shape
 
 # What stands in a table beside the fields of a Transformer.
 _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
@@ -152,7 +152,7 @@ class Config:
 
     def arguments(self, table: Table) -> Table:
         """The sizes that a table of formulas gives."""
-        self.layers = checks.whole("layers", self.value(table["layers"]), most=MOST_LAYERS)
+        self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         found: Table = {}
         for key, entry in table.items():
             if key in _ABOUT:

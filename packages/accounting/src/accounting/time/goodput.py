@@ -32,11 +32,8 @@ class Run:
     usd_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.whole("devices", self.devices)
-        for name in ("work_hours", "checkpoint_hours"):
-            checks.number(name, getattr(self, name))
-        for name in ("failures_per_device_hour", "restart_hours", "usd_per_device_hour"):
-            checks.number(name, getattr(self, name), open=False)
+        free = ("failures_per_device_hour", "restart_hours", "usd_per_device_hour")
+        checks.fields(Run, vars(self), **dict.fromkeys(free, 0))
 
     @property
     def hours_between_failures(self) -> float:

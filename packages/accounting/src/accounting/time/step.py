@@ -10,9 +10,9 @@ iteration's arithmetic.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
@@ -208,58 +208,6 @@ def fastest(collective: Collective, link: Link) -> float:
         )
         for algorithm in ("ring", "tree")
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingPoint:
-    """One point of a scaling curve."""
-
-    devices: int
-    batch: int
-    step_seconds: float
-    tokens_per_second: float
-    efficiency: float
-    """Tokens a second and device, against the first point."""
-
-
-def scaling_curve(
-    model: Shape,
-    *,
-    batch: int,
-    devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
-    mode: Literal["strong", "weak"] = "weak",
-    plan: Plan | None = None,
-    **question: Any,
-) -> list[ScalingPoint]:
-    """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
-
-    `strong` splits one `batch` over all replicas; `weak` gives each replica that many sequences.
-    `question` are the other arguments of `step_time`. Raises `ValueError` where the replicas do not
-    divide the devices, or the batch does not split.
-    """
-    checks.choice("mode", mode, ("strong", "weak"))
-    checks.whole("batch", batch)
-    unit = plan or Plan()
-    size = unit.tensor * unit.pipeline * unit.context
-    points: list[ScalingPoint] = []
-    for count in devices:
-        if checks.whole("devices", count) % size:
-            raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
-        here = replace(unit, data=count // size, devices=count)
-        whole = batch if mode == "strong" else batch * here.data
-        seconds = float(step_time(model, here, batch=whole, **question).total)
-        rate = whole * question["seq"] / seconds
-        first = points[0] if points else None
-        base = first.tokens_per_second / first.devices if first else rate / count
-        point = ScalingPoint(
-            devices=count,
-            batch=whole,
-            step_seconds=seconds,
-            tokens_per_second=rate,
-            efficiency=rate / count / base,
-        )
-        points.append(point)
-    return points
 
 
 def bucket_overhead_seconds(
