@@ -13,7 +13,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> int:
+def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
     """A whole number from `least` to `most`; those of numpy and torch are taken, booleans not."""
     try:
         if isinstance(value, bool):

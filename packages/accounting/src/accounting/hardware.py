@@ -60,6 +60,8 @@ class Hardware:
     """To the devices of the same node (or along one axis of a torus)."""
     network: Link
     """From one device to other nodes."""
+    host_link: Link
+    """To the memory of its host."""
     devices_per_node: int
     power_watts: float
     usd_per_hour: float | None
@@ -116,15 +118,16 @@ def _peaks(name: str) -> dict[str, Peak]:
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
-    about = ("cores", "published", "sparse", "peaks_of", "node_link", "network")
+    about = ("cores", "published", "sparse", "peaks_of", *_LINKS)
     links: dict[str, Any] = {
         field: Link(name=label, bandwidth=bandwidth, latency=latency)
-        for field in ("node_link", "network")
+        for field in _LINKS
         for label, bandwidth, latency in [entry[field]]
     }
     rest = {field: value for field, value in entry.items() if field not in about}
     return Hardware(name=name, peaks=_peaks(name), **links, **rest)
 
 
+_LINKS = ("node_link", "network", "host_link")
 _ENTRIES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
 HARDWARE: dict[str, Hardware] = {name: _hardware(name, entry) for name, entry in _ENTRIES.items()}

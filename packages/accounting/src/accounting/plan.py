@@ -1,6 +1,7 @@
 """How a model is laid over devices: the degrees of each parallelism, and which layers a stage
 holds."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -132,7 +133,7 @@ class Plan:
 
     def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
         """The layers that a stage holds: as even as can be, the first stages one more."""
-        if not 0 <= stage < self.pipeline:
+        if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
         chunks = self.pipeline * self.virtual_stages
         each, more = divmod(model.layers, chunks)

@@ -131,7 +131,7 @@ def _diff(words: Sequence[str]) -> int:
     """Two models, side by side."""
     options = _parser("diff", _diff.__doc__, "seq json").parse_args(words)
     first, second = (read_model(text) for text in options.model)
-    rows = differences(first, second, seq=options.seq)
+    rows = [*differences(first, second, seq=options.seq)]
     if options.json:
         found = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
         print(json.dumps(found, indent=1))

@@ -17,6 +17,7 @@ import torch
 from torch import OutOfMemoryError, Tensor, nn, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
+from accounting import checks
 from accounting.breakdown import Breakdown, binary_size, product, total
 from accounting.hardware import Hardware, find
 from accounting.memory.live import Allocation, LiveMemory, plain_tensors
@@ -111,10 +112,16 @@ def fits(
     `rounding` is the allocator's: 512 bytes on CUDA. Raises `ValueError` where a step depends on
     the values of tensors, which fake ones do not have.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch._subclasses import fake_tensor
 
     hardware = find(device)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    checks.instance("module", module, nn.Module, "an nn.Module")
+    checks.whole("rounding", rounding)
+    if autocast is not None:
+        checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
+    if any(map(nn.parameter.is_lazy, module.parameters())):
+        raise ValueError("module has lazy parameters; call it once, so that they have their shapes")
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -144,7 +151,10 @@ def fits(
                     made.zero_grad()
                 else:
                     shadow.zero_grad()
-    except DataDependentOutputException as error:
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
         raise ValueError(
             f"{type(module).__name__} looks at the values of tensors ({error}), which fake ones do "
             "not have; use Ledger around a real step"

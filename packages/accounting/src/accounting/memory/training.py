@@ -215,6 +215,8 @@ def _states(
 
 
 def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
+    if isinstance(targets, str):
+        raise TypeError(f"lora_targets is {targets!r}; it must list names, such as ({targets!r},)")
     found = {m.name: m for m in matrices(model) if m.kind == "matrix" and m.layers}
     for target in targets:
         if target not in found:

@@ -103,6 +103,19 @@ def plans_that_fit(
         found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
         if len(found) >= max(2 * most, 40):
             break
+    if not found and "offload" not in given:
+        # What has no room may have it where the host keeps a part.
+        question: dict[str, Any] = {"hardware": device, "devices": devices, "batch": batch}
+        options: dict[str, Any] = {
+            "seq": seq,
+            "precision": kind,
+            "share_of_memory": share_of_memory,
+            "most": most,
+        }
+        options |= {"memory_bytes": memory_bytes, "efficiency": efficiency} | given
+        for offload in ("optimizer", "activations"):
+            if offload == "optimizer" or given.get("recompute", "full") == "full":
+                found = found or plans_that_fit(model, **question, **options, offload=offload)
     return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
 
@@ -112,6 +125,8 @@ def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> l
     `question` are the other arguments of `plans_that_fit`.
     """
     checks.whole("most", most)
+    # What a host keeps is for those who have no more devices.
+    question = {"offload": "none"} | question
     devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
         found = plans_that_fit(model, devices=devices, **question)
@@ -186,6 +201,8 @@ def _estimates(
     again = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
     weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
     state = float(kind.bytes_per_parameter) - weight - gradient
+    offload = given.get("offload", "none")
+    state *= offload != "optimizer"
     token = replace(work, batch=1, seq=1, fused_gate=False)
     for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
         if "tensor" not in given and (model.heads % tensor or model.d_ff % tensor):
@@ -194,6 +211,9 @@ def _estimates(
         sequence = given.get("sequence_parallel", tensor > 1)
         kept = {}
         for how in tried("recompute", again):
+            if offload == "activations":
+                kept["full"] = 0.0
+                continue
             plan = Plan(tensor=tensor, sequence_parallel=sequence, recompute=how)
             kept[how] = float(activations(layer, plan, token).total)
         inside = device.devices_per_node // tensor
@@ -243,7 +263,7 @@ def _estimates(
                     **{"schedule": schedule, "virtual_stages": virtual},
                     "sequence_parallel": sequence,
                     "reshard_after_forward": given.get("reshard_after_forward", True),
-                    "offload": given.get("offload", "none"),
+                    "offload": offload,
                 }
                 for how, one in kept.items():
                     if need + one * tokens * model.layers / pipeline * flight <= 1.1 * room:

@@ -15,16 +15,16 @@ from dataclasses import replace
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, Sizes, product, total
+from accounting.breakdown import Breakdown, product, total
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
-from accounting.memory.training import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan, fitted, split
+from accounting.plan import Plan, fitted
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
 from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
+from accounting.time.offload import held_parameters, offload_seconds
 from accounting.workload import Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -65,8 +65,12 @@ def step_time(
         key=lambda parts: sum(float(part.total) for part in parts),
     )
     compute = float(parts[0].total)
+    for axis, share in overlap.items():
+        checks.choice("an axis of overlap", axis, OVERLAP)
+        checks.number(f"overlap of {axis}", share, most=1, open=False)
     # Sharded weights are gathered ahead of the forward as well.
-    can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
+    overlap = {**OVERLAP, **overlap}
+    can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free, waits = compute, 0.0
     shown = []
     for collective, link in collectives_on(model, plan, work, hardware=device):
@@ -87,6 +91,7 @@ def step_time(
         bubble,
         total("exposed communication", "s", *shown),
         _optimizer(model, plan, work.kind, device) if efficiency is None else None,
+        offload_seconds(model, plan, work, device, free=free),
     )
 
 
@@ -135,14 +140,13 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
     return (found.total - attention) / share, attention / share
 
 
-def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
     """The update reads and writes all that is kept for a parameter, once."""
-    dense, routed = device_parameters(model, plan)
-    if plan.zero:
-        dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+    if plan.offload == "optimizer":
+        return None
     each = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
-    moved: Sizes = {"parameters": dense + routed, "bytes": 2 * kind.bytes_per_parameter}
-    return product("optimizer", "s", **moved, seconds_per_byte=each)
+    count, moved = held_parameters(model, plan), 2 * kind.bytes_per_parameter
+    return product("optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=each)
 
 
 def collectives_on(
