@@ -51,6 +51,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "efficiency": {"type": float, "help": "one share of the peak for all arithmetic"},
     "search": {"action": "store_true", "help": "choose what is not given; the fewest GPUs"},
     "explain": {"action": "store_true", "help": "print every derivation"},
+    "compiled": {"action": "store_true", "help": "by torch.compile"},
+    "loss-chunks": {"type": int, "default": 1, "help": "pieces of head and cross-entropy"},
     "html": {"type": Path, "help": "write one page with pictures"},
     "weights": {"default": "bf16", "help": "dtype of the weights"},
     "cache": {"default": "bf16", "help": "dtype of the cache"},
@@ -144,8 +146,10 @@ def _diff(words: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str]) -> int:
-    names = "gpus batch seq precision hardware efficiency search explain json html"
-    options = _parser("", __doc__, names, axes=True).parse_args(words)
+    names = (
+        "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
+    )
+    options = _parser("", __doc__, f"{names} html", axes=True).parse_args(words)
     model, device, given = read_model(options.model), find(options.hardware), _given(options)
     precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
     if options.batch is not None:
@@ -161,7 +165,7 @@ def _report(words: Sequence[str]) -> int:
         else:
             found = plans_that_fit(model, devices=options.gpus, **question)
         if not found:
-            raise ValueError(no_room(device, options.gpus, batch, options.seq, given))
+            raise ValueError(no_room(model, device, options.gpus, batch, options.seq, given))
         plan = found[0].plan
     else:
         if given.get("schedule") == "interleaved":
@@ -172,7 +176,8 @@ def _report(words: Sequence[str]) -> int:
         split = given.get("tensor", 1) > 1
         plan = Plan(devices=options.gpus or 0, sequence_parallel=split, **given)
         batch = options.batch or plan.data * plan.microbatches
-    work = Workload(batch=batch, seq=options.seq, precision=precision)
+    fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
+    work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)
     if options.html:
         # Written beside and renamed, so that no half page is left behind.

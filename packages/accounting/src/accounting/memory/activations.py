@@ -70,19 +70,24 @@ def head_activations(
     precision: str | Precision,
     tensor: int = 1,
     fused_norm: bool = True,
+    compiled: bool = False,
+    loss_chunks: int = 1,
 ) -> Breakdown:
     """The end of the model: final norm, logits, and the loss with its gradient.
 
     The cross-entropy keeps the log-softmax in fp32; at the start of the backward its gradient and
-    that of the logits are there as well, which is where many training steps peak.
+    that of the logits are there as well, which is where many training steps peak. In `loss_chunks`
+    this holds of one chunk at a time.
     """
     checks.whole("tokens", tokens)
+    checks.whole("loss_chunks", loss_chunks)
     checks.whole("tensor", tensor)
     kind = recipe(precision)
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     names = _sizes(model, kind, fused_norm) | {"t": tokens, "logit": bytes_of(kind.logits)}
     names["final"] = model.final_norm and model.norm != "none"
+    names |= {"compiled": compiled, "c": -(-tokens // loss_chunks)}
     names["V"] = Fraction(model.vocab_size, tensor)
     return total("head and loss", "B", *_rows("head and loss", names))
 

@@ -61,7 +61,7 @@ def _moments(
     states = model_states(everything, data=plan.data, zero=plan.zero, precision=kind)
     whole, tokens = _Whole(model, plan, kind), work.tokens(plan)
     kept = activations(model, plan, work)
-    head = head_activations(model, tokens=tokens, precision=kind, fused_norm=work.fused_norm)
+    head = head_activations(model, tokens=tokens, **work.head)
 
     def moment(when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         held = split(gradients, plan.data if plan.zero >= 2 else 1)
@@ -80,8 +80,14 @@ def _moments(
     without = replace(head, parts=head.parts[:-1])
     end = whole.gathered(blocks=0, buffer=True)
     yield moment("at the end of the forward", whole.cast(), end, forward, without, gradients=always)
-    start = whole.gathered(blocks=0)
-    yield moment("at the start of the backward", whole.cast(), start, forward, head,
+    # A loss in chunks has the gradient of the head from the chunks before, and then adds its own.
+    chunked = work.loss_chunks > 1
+    start = whole.gathered(blocks=0, head=chunked)
+    own = whole.of_head(chunked and not start, 1)
+    yield moment("at the start of the backward", whole.cast(), start, own, forward, head,
+                 gradients=always)  # fmt: skip
+    both = whole.of_head(chunked, 1 if start else 2)
+    yield moment("at the head's gradients", whole.cast(), start, both, forward, without,
                  gradients=always)  # fmt: skip
     later = everything if gradients_kept else everything - _first_block_and_table(model)
     block = activations(one_layer(model), replace(plan, recompute="none"), work)
@@ -123,6 +129,12 @@ class _Whole:
             return None
         count = _matrix_parameters(self.model)
         return product("cast weights", "B", parameters=count, bytes=self.size)
+
+    def of_head(self, there: bool, copies: int) -> Breakdown:
+        """Gradients of the head's matrix."""
+        count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
+        size = bytes_of(self.kind.gradients)
+        return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
 
     def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
         """The ends, and of the blocks those at work, gathered ahead, and reduced.

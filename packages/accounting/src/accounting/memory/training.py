@@ -132,7 +132,7 @@ def _stage_memory(
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
     if plan.offload == "activations":
         held = Fraction(0)
-    head: dict[str, Any] = {"tokens": work.tokens(plan), "precision": kind, "tensor": plan.tensor}
+    head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
     return total(
         name,
         "B",

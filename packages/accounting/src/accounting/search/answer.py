@@ -140,7 +140,7 @@ def plan_for(
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
     found = plans_that_fit(model, **question, precision=kind, memory_bytes=memory_bytes, **given)
     if not found:
-        raise ValueError(no_room(device, gpus, batch, seq, given))
+        raise ValueError(no_room(model, device, gpus, batch, seq, given))
     best, *others = found
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     seconds = predicted(best.step_seconds)
@@ -172,8 +172,19 @@ def plan_for(
     )
 
 
-def no_room(device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]) -> str:
-    """What to say where no plan fits."""
+def no_room(
+    model: Shape, device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]
+) -> str:
+    """What to say where no plan fits: what is given may contradict itself, or the model."""
+    chunks = given.get("virtual_stages", 1) > 1
+    usual: dict[str, Any] = {"schedule": "interleaved" if chunks else "1f1b"}
+    usual["microbatches"] = given.get("pipeline", 1)
+    if given.get("offload") == "activations":
+        usual["recompute"] = "full"
+    try:
+        Plan(**usual | given).check(model, seq=seq)
+    except ValueError as error:
+        return str(error)
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
     return (
         f"no plan over {gpus} {device.name} with {kept} divides batch={batch} and has room for it "

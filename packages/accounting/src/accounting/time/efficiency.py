@@ -46,8 +46,11 @@ def stage_seconds(
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not head:
             continue
-        # Forward, and twice that backward; full recomputation runs the blocks once more.
-        passes = 4.0 if plan.recompute == "full" and matrix.layers is not None else 3.0
+        # Forward, and twice that backward; full recomputation runs the blocks once more, a loss in
+        # chunks the head.
+        again = plan.recompute == "full" and matrix.layers is not None
+        again |= work.loss_chunks > 1 and (head or matrix.meets == "last")
+        passes = 4.0 if again else 3.0
         often = passes * matrix.times
         split = 1 if matrix.split == "none" else plan.tensor
         met = matrix.chosen if matrix.routed else 1
