@@ -149,7 +149,7 @@ def _report(words: Sequence[str]) -> int:
     names = (
         "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
     )
-    options = _parser("", __doc__, f"{names} html", axes=True).parse_args(words)
+    options = _parser("", __doc__, names, axes=True).parse_args(words)
     model, device, given = read_model(options.model), find(options.hardware), _given(options)
     precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
     if options.batch is not None:

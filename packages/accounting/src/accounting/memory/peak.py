@@ -89,6 +89,14 @@ def _moments(
     both = whole.of_head(chunked, 1 if start else 2)
     yield moment("at the head's gradients", whole.cast(), start, both, forward, without,
                  gradients=always)  # fmt: skip
+    normed = replace(head, parts=tuple(part for part in head if "norm" in part.name))
+    if "normalized" in normed:
+        # Of several operators: gradients of its result, of both factors, and of their squares.
+        size = normed["normalized"].factors[-1][1]
+        flying = product("gradients in flight", "B", tokens=tokens, tensors=4,
+                         d_model=model.d_model, bytes=size)  # fmt: skip
+        yield moment("in the final norm", whole.cast(), start, forward, normed, flying,
+                     gradients=always)  # fmt: skip
     later = everything if gradients_kept else everything - _first_block_and_table(model)
     block = activations(one_layer(model), replace(plan, recompute="none"), work)
     for part, alive in _inside(model, block, tokens, kind, None if work.flash else work.seq):

@@ -182,7 +182,7 @@ def no_room(
     if given.get("offload") == "activations":
         usual["recompute"] = "full"
     try:
-        Plan(**usual | given).check(model, seq=seq)
+        Plan(**usual | dict(given)).check(model, seq=seq)
     except ValueError as error:
         return str(error)
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
