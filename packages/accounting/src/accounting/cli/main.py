@@ -4,6 +4,7 @@
     python -m accounting MODEL --gpus 64 --tp 8                      what one plan costs
     python -m accounting serve MODEL --hardware H100 --seq 8192      what a device can serve
     python -m accounting diff MODEL MODEL                            two models, side by side
+    python -m accounting measure this.toml                           a --hardware of this machine
 
 MODEL is a config.json, the folder it is in, or sizes such as
 `layers=32,d_model=4096,heads=32,vocab_size=32000`.
@@ -63,7 +64,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print an answer; 1 if the model does not fit, 2 if the question makes no sense."""
     words = list(sys.argv[1:] if argv is None else argv)
-    questions = {"plan": _plan, "serve": _serve, "diff": _diff}
+    questions = {"plan": _plan, "serve": _serve, "diff": _diff, "measure": _measure}
     verb = words.pop(0) if words and words[0] in questions else ""
     try:
         return questions[verb](words) if verb else _report(words)
@@ -145,6 +146,30 @@ def _diff(words: Sequence[str]) -> int:
     return 0
 
 
+def _measure(words: Sequence[str]) -> int:
+    """What this machine's products and memory reach, into a file that --hardware takes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accounting measure", description=_measure.__doc__
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args(words)
+    if options.file.suffix != ".toml":
+        raise ValueError(f"file is {options.file}; its name must end in .toml")
+    from accounting.time.measure import measured
+
+    _write(options.file, measured(device=options.device))
+    print(find(str(options.file)))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Written beside and renamed, so that no half file is left behind."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
 def _report(words: Sequence[str]) -> int:
     names = (
         "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
@@ -180,10 +205,7 @@ def _report(words: Sequence[str]) -> int:
     work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)
     if options.html:
-        # Written beside and renamed, so that no half page is left behind.
-        beside = options.html.with_name(options.html.name + ".part")
-        beside.write_text(as_html(result), encoding="utf-8")
-        beside.replace(options.html)
+        _write(options.html, as_html(result))
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
         print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))

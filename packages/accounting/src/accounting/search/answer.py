@@ -162,9 +162,7 @@ def plan_for(
         memory=training_memory(model, best.plan, work),
         step=step_time(model, best.plan, work, hardware=device),
         seconds=seconds,
-        mfu=Interval(
-            low=useful / seconds.high, middle=useful / seconds.middle, high=useful / seconds.low
-        ),
+        mfu=seconds.rate(useful),
         days=wall.scaled(1 / 24),
         usd=wall.scaled(gpus * price),
         megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
