@@ -12,7 +12,7 @@ from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import recipe
-from accounting.search.launch import megatron, torchtitan
+from accounting.search.launch import command_lines
 from accounting.search.plans import Candidate, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
@@ -54,10 +54,7 @@ class Answer:
 
     def commands(self) -> dict[str, str]:
         """The command lines that run it."""
-        return {
-            "torchtitan": torchtitan(self.plan, batch=self.batch, seq=self.seq),
-            "megatron": megatron(self.model, self.plan, batch=self.batch, seq=self.seq),
-        }
+        return command_lines(self.model, self.plan, batch=self.batch, seq=self.seq)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers, ready for `json.dumps`."""
