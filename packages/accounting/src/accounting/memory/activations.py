@@ -13,7 +13,7 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
-from accounting.formulas import Table, tables, value
+from accounting.model.formulas import Table, tables, value
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.precision import Precision, bytes_of, recipe

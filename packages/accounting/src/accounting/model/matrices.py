@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from accounting.formulas import tables, value
+from accounting.model.formulas import tables, value
 from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from accounting import checks
-from accounting.formulas import FUNCTIONS, Table, tables, value
+from accounting.model.formulas import FUNCTIONS, Table, tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.shape import Shape
 

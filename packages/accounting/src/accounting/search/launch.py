@@ -2,7 +2,7 @@
 
 import re
 
-from accounting.formulas import Table, tables, value
+from accounting.model.formulas import Table, tables, value
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 

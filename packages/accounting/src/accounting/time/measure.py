@@ -6,10 +6,8 @@ it. A product of a shape in between takes the rate of the nearest one that was m
 
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from statistics import median
 
 from accounting import checks
 
@@ -26,6 +24,9 @@ def measured(
     """The entry of this machine: the median of products of (m, k) by (k, n) over all `widths`
     (64 to 1,024 on a CPU, 256 to 8,192 on a GPU), each for about that many `seconds`, and of a copy
     through memory. Its peaks are the best of them."""
+    import platform
+    from statistics import median
+
     import torch
 
     checks.choice("device", device.split(":")[0], WIDTHS)

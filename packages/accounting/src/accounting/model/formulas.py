@@ -17,7 +17,7 @@ FUNCTIONS: Table = {
 
 def tables(name: str) -> Table:
     """The content of a file of this package."""
-    return tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
 
 
 def value(entry: Any, names: Mapping[str, Any]) -> Any:
