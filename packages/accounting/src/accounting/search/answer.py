@@ -135,7 +135,12 @@ def plan_for(
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
-    found = plans_that_fit(model, **question, precision=kind, memory_bytes=memory_bytes, **given)
+    question |= {"precision": kind, "memory_bytes": memory_bytes}
+    found = plans_that_fit(model, **question, **given)
+    # What has no room may have it where the host keeps a part.
+    for offload in ("optimizer", "activations"):
+        if not found and "offload" not in given:
+            found = plans_that_fit(model, **question, **given, offload=offload)
     if not found:
         raise ValueError(no_room(model, device, gpus, batch, seq, given))
     best, *others = found

@@ -56,9 +56,9 @@ def plans_that_fit(
 ) -> list[Candidate]:
     """Plans over all `devices` whose fullest device has room, the fastest first, at most `most`.
 
-    Fields of `Plan` that are `given` are kept; all others are tried. Tensor parallelism stays
-    inside a node. `share_of_memory` leaves the rest to buffers and fragmentation; `memory_bytes`
-    replaces what the device has.
+    Fields of `Plan` that are `given` are kept; all others but `offload` are tried. Tensor
+    parallelism stays inside a node. `share_of_memory` leaves the rest to buffers and fragmentation;
+    `memory_bytes` replaces what the device has.
     """
     device, kind = find(hardware), recipe(precision)
     checks.whole("devices", devices)
@@ -103,19 +103,6 @@ def plans_that_fit(
         found.append(Candidate(plan=plan, memory_bytes=need, step_seconds=float(seconds.total)))
         if len(found) >= max(2 * most, 40):
             break
-    if not found and "offload" not in given:
-        # What has no room may have it where the host keeps a part.
-        question: dict[str, Any] = {"hardware": device, "devices": devices, "batch": batch}
-        options: dict[str, Any] = {
-            "seq": seq,
-            "precision": kind,
-            "share_of_memory": share_of_memory,
-            "most": most,
-        }
-        options |= {"memory_bytes": memory_bytes, "efficiency": efficiency} | given
-        for offload in ("optimizer", "activations"):
-            if offload == "optimizer" or given.get("recompute", "full") == "full":
-                found = found or plans_that_fit(model, **question, **options, offload=offload)
     return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
 
@@ -125,8 +112,6 @@ def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> l
     `question` are the other arguments of `plans_that_fit`.
     """
     checks.whole("most", most)
-    # What a host keeps is for those who have no more devices.
-    question = {"offload": "none"} | question
     devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
         found = plans_that_fit(model, devices=devices, **question)
