@@ -30,7 +30,7 @@ from accounting.parameters import lora_parameters, soft_prompt_parameters
 from accounting.search.plans import fewest_devices, smallest_machine
 from accounting.time.goodput import Run, young_daly_hours
 from accounting.time.mesh import best_mesh, compute_bound_batch
-from accounting.time.step import bucket_overhead_seconds, group_link, scaling_curve, step_time
+from accounting.time.step import bucket_overhead_seconds, group_link, step_time
 from reference import Model
 
 SIZES = {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100}
@@ -401,10 +401,6 @@ ENTRIES: dict[str, tuple[Callable[..., object], dict[str, object]]] = {
     "plans_that_fit": (
         plans_that_fit,
         {"model": MODEL, "hardware": "H100", "devices": 2, "batch": 2, "seq": 8},
-    ),
-    "scaling_curve": (
-        scaling_curve,
-        {"model": MODEL, "hardware": "H100", "batch": 2, "seq": 8, "efficiency": 0.5},
     ),
     "smallest_machine": (
         smallest_machine,

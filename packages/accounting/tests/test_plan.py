@@ -8,7 +8,7 @@ import pytest
 from accounting import Transformer, kv_cache, plan_for, training_memory
 from accounting.cli.main import main
 from accounting.cli.questions import amount, serving
-from accounting.search.launch import megatron, torchtitan
+from accounting.search.launch import command_lines
 from accounting.search.plans import plans_that_fit
 from accounting.time.step import step_time
 from published_models import PUBLISHED
@@ -80,14 +80,14 @@ def test_any_number_of_devices_has_a_plan(gpus: int) -> None:
 
 def test_command_lines_multiply_to_the_devices() -> None:
     answer = plan_for(SMALL, gpus=16, tokens=1e9, batch=64, tensor=2, pipeline=2, zero=1)
-    line = torchtitan(answer.plan, batch=64, seq=4096)
+    line = command_lines(SMALL, answer.plan, batch=64, seq=4096)["torchtitan"]
     degrees = [int(word.split("=")[1]) for word in line.split() if "_degree=" in word]
     product = 1
     for degree in degrees:
         product *= degree
     assert product == 16
     assert "--training.global_batch_size=64" in line
-    line = megatron(SMALL, answer.plan, batch=64, seq=4096)
+    line = command_lines(SMALL, answer.plan, batch=64, seq=4096)["megatron"]
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" in line
     assert "--use-distributed-optimizer" in line
     assert line.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")

@@ -134,12 +134,12 @@ def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
             block.heads, block.kv_heads = block.heads // ranks, block.kv_heads // ranks
         tokens = torch.zeros(batch, seq, dtype=torch.long)
         ledger = Ledger()
-        ledger.add("weights", *model.parameters())
-        ledger.add("inputs", tokens)
-        held = ledger.now
+        ledger.hold("weights", *model.parameters())
+        ledger.hold("inputs", tokens)
+        held = ledger.live_bytes
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-            kept = ledger.now - held - loss.nbytes
+            kept = ledger.live_bytes - held - loss.nbytes
     predicted = activations(shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False)
     head = head_activations(shape, tokens=batch * seq, precision="fp32", fused_norm=False)
     # Of the head only what a forward leaves: the gradients come with the backward.
@@ -225,9 +225,9 @@ def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
     with world_of(2) as mesh:
         ledger = Ledger()
         whole = DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)])
-        ledger.add("weights", whole)
+        ledger.hold("weights", whole)
         assert whole.numel() == 8 * 4
-        assert ledger.now == 4 * 4 * 4
+        assert ledger.live_bytes == 4 * 4 * 4
 
 
 def test_what_depends_on_values_is_refused() -> None:
@@ -246,7 +246,7 @@ def test_what_depends_on_values_is_refused() -> None:
 def test_out_of_memory_says_what_held_it() -> None:
     model = convolutional()
     ledger = Ledger()
-    ledger.add("weights", *model.parameters())
+    ledger.hold("weights", *model.parameters())
 
     def step() -> None:
         kept = model(torch.zeros(4, 3, 32, 32))

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from accounting import HARDWARE, Plan, Transformer, flops
@@ -9,7 +10,6 @@ from accounting.time.step import (
     fastest,
     group_link,
     optimal_bucket_bytes,
-    scaling_curve,
     step_time,
 )
 from hypothesis import given
@@ -67,35 +67,30 @@ def test_groups_take_the_link_they_span() -> None:
     assert group_link(H100, stride=1, ranks=64).bandwidth == 8 * H100.network.bandwidth
 
 
-def test_curves_run_from_one_device_to_a_hundred_thousand() -> None:
-    weak = scaling_curve(MODEL, hardware="H100", batch=1, seq=512, efficiency=0.5)
-    assert [point.devices for point in weak] == [1, 10, 100, 1_000, 10_000, 100_000]
-    strong = scaling_curve(
-        MODEL, hardware="H100", batch=100_000, seq=512, mode="strong", efficiency=0.5
-    )
-    assert [p.batch for p in weak] == [p.devices for p in weak]
-    for curve in (weak, strong):
-        shares = [round(point.efficiency, 9) for point in curve]
-        assert shares == sorted(shares, reverse=True)
-        # One sequence a device hides little: what the gradients take shows.
-        assert shares[0] == 1
-        assert 0.3 < shares[-1] < 0.9
-    times = [point.step_seconds for point in strong]
-    assert times == sorted(times, reverse=True)
+def rates(mode: str, batch: int, devices: tuple[int, ...], hardware: Any) -> list[float]:
+    """Sequences a second and device over numbers of data-parallel devices."""
+    found = []
+    for count in devices:
+        whole = batch if mode == "strong" else batch * count
+        run: dict[str, Any] = {"batch": whole, "seq": 512, "efficiency": 0.5}
+        seconds = float(step_time(MODEL, Plan(data=count), hardware=hardware, **run).total)
+        found.append(whole / seconds / count)
+    return found
 
 
-def test_without_a_network_scaling_is_perfect() -> None:
-    for mode in ("weak", "strong"):
-        curve = scaling_curve(
-            MODEL,
-            hardware=NO_NETWORK,
-            batch=1000,
-            seq=64,
-            mode=mode,
-            devices=(1, 10, 1000),
-            efficiency=0.5,
-        )
-        assert [point.efficiency for point in curve] == pytest.approx([1, 1, 1])
+@pytest.mark.parametrize(("mode", "batch"), [("weak", 1), ("strong", 100_000)])
+def test_from_one_device_to_a_hundred_thousand_each_does_less(mode: str, batch: int) -> None:
+    found = rates(mode, batch, (1, 10, 100, 1_000, 10_000, 100_000), "H100")
+    shares = [round(rate / found[0], 9) for rate in found]
+    assert shares == sorted(shares, reverse=True)
+    # One sequence a device hides little: what the gradients take shows.
+    assert 0.3 < shares[-1] < 0.9
+
+
+@pytest.mark.parametrize("mode", ["weak", "strong"])
+def test_without_a_network_scaling_is_perfect(mode: str) -> None:
+    found = rates(mode, 1000, (1, 10, 1000), NO_NETWORK)
+    assert found == pytest.approx([found[0]] * 3)
 
 
 @given(s=st.floats(1e6, 1e12), w=st.floats(1e8, 1e12), o=st.floats(1e-6, 1e-2))

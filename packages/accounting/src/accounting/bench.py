@@ -1,4 +1,4 @@
-"""How fast the calculators are, and what they say of models and plans that are widely known."""
+"""How fast the calculators are."""
 
 import argparse
 import itertools
@@ -20,30 +20,18 @@ from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.time.communication import communication
-from accounting.time.goodput import LLAMA3_405B, OPT_175B, goodput
-from accounting.time.step import scaling_curve, step_time
+from accounting.time.step import step_time
 
 Row = dict[str, float | int | str]
 
 LLAMA3_8B = Transformer(
-    layers=32,
-    d_model=4096,
-    heads=32,
-    kv_heads=8,
-    d_ff=14336,
-    vocab_size=128256,
-    name="llama3-8b",
+    layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256, name="llama3-8b"
 )
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Rows of `speed`, `import`, `scaling` and `goodput`; nothing here runs on a device."""
-    return [
-        *_speed(5 if quick else 50),
-        _import(3 if quick else 10),
-        *_scaling(),
-        *_goodput(),
-    ]
+    """Rows of `speed` and `import`; nothing here runs on a device."""
+    return [*_speed(5 if quick else 50), _import(3 if quick else 10)]
 
 
 def _speed(repeats: int) -> list[Row]:
@@ -85,39 +73,6 @@ def _import(repeats: int) -> Row:
         "time_ms": 1e3 * statistics.median(times),
         "least_ms": 1e3 * min(times),
     }
-
-
-def _scaling() -> list[Row]:
-    unit = Plan(tensor=8, zero=3, sequence_parallel=True)
-    run: dict[str, Any] = {"hardware": "H100", "seq": 1024, "plan": unit}
-    run["devices"] = (8, 80, 800, 8_000, 80_000)
-    return [
-        {
-            "case": "scaling",
-            "mode": mode,
-            "devices": point.devices,
-            "step_s": point.step_seconds,
-            "tokens_per_s": point.tokens_per_second,
-            "efficiency": point.efficiency,
-        }
-        for mode, batch in (("weak", 8), ("strong", 80_000))
-        for point in scaling_curve(LLAMA3_8B, **run, mode=mode, batch=batch)  # type: ignore[arg-type]
-    ]
-
-
-def _goodput() -> list[Row]:
-    runs = {"llama3-405b": goodput(LLAMA3_405B), "opt-175b": goodput(OPT_175B)}
-    return [
-        {
-            "case": "goodput",
-            "run": name,
-            "interval_min": 60 * expected.interval_hours,
-            "wall_clock_days": expected.wall_clock_hours / 24,
-            "goodput": expected.goodput,
-            "failures": expected.failures,
-        }
-        for name, expected in runs.items()
-    ]
 
 
 def _seconds(call: Callable[[], object]) -> float:

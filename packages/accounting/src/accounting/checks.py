@@ -1,16 +1,19 @@
 """The checks that every number and every name passes where it enters, with one wording for all."""
 
+import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+MOST_LAYERS = 100_000
+"""Layers are listed one by one; what asks for more of them is a mistake."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def whole(name: str, value: object, *, least: int = 1, most: float = math.inf) -> int:
+def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
     """A whole number from `least` to `most`; those of numpy and torch are taken, booleans not."""
     try:
         if isinstance(value, bool):
@@ -44,6 +47,33 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; it must be True or False")
     return value
+
+
+def fields(
+    kind: Any, given: Mapping[str, object], prefix: str = "", /, **about: Any
+) -> dict[str, int]:
+    """Fields of a dataclass by their types: whole numbers from 1 (from 0 where that is what they
+    are if not given), numbers above 0, switches; returns the whole ones.
+
+    `about` has the least of a number where it is another, or the names to choose from.
+    """
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in given:
+            continue
+        name, value, rule = prefix + field.name, given[field.name], about.get(field.name)
+        type_of = getattr(field.type, "__name__", field.type)
+        if type_of == "int":
+            least = rule if isinstance(rule, int) else int(field.default != 0)
+            most = MOST_LAYERS if name == "layers" else math.inf
+            found[name] = whole(name, value, least=least, most=most)
+        elif type_of == "float":
+            number(name, value, open=rule is None)
+        elif type_of == "bool":
+            flag(name, value)
+        if isinstance(rule, tuple):
+            choice(name, value, rule)
+    return found
 
 
 def instance(name: str, value: object, kind: type, how: str) -> None:

@@ -82,13 +82,11 @@ def as_range(value: Quantity) -> Range:
     return value if isinstance(value, Range) else Range(value, value)
 
 
-@positive_arguments
 def training_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
     """C = 6ND: two operations a parameter and token forward, four backward (Kaplan et al. 2020)."""
     return 6.0 * parameters * tokens
 
 
-@positive_arguments
 def chinchilla(
     flops: float,
     *,
@@ -109,25 +107,21 @@ def chinchilla(
     return parameters, effective / parameters
 
 
-@positive_arguments
 def flops_for_scale(parameters: Quantity, *, parameters_per_root_flop: float = 0.1) -> Quantity:
     """Computation at which a model of that size is optimal where N = c sqrt(C): C = (N / c)^2."""
     return (parameters / parameters_per_root_flop) ** 2
 
 
-@positive_arguments
 def tokens_for_flops(flops: Quantity, *, tokens_per_root_flop: float = 1.7) -> Quantity:
     """Tokens that go with that computation where D = c sqrt(C)."""
     return tokens_per_root_flop * flops**0.5
 
 
-@positive_arguments
 def words(tokens: Quantity, *, tokens_per_word: Quantity = TOKENS_PER_WORD) -> Quantity:
     """Words in that many tokens."""
     return tokens / tokens_per_word
 
 
-@positive_arguments
 def books(
     tokens: Quantity,
     *,
@@ -139,25 +133,21 @@ def books(
     return words(tokens, tokens_per_word=tokens_per_word) / (words_per_page * pages_per_book)
 
 
-@positive_arguments
 def weight_bytes(parameters: float, *, bytes_per_parameter: float = 2.0) -> float:
     """Memory of the weights alone."""
     return parameters * bytes_per_parameter
 
 
-@positive_arguments
 def devices_for_bytes(size_bytes: float, *, memory_bytes: float = 100e9) -> int:
     """Devices whose memory holds that much; 100 GB of an H200's 141 leave room for the rest."""
     return math.ceil(size_bytes / memory_bytes)
 
 
-@positive_arguments
 def storage_usd_per_year(size_bytes: float, *, usd_per_mb_year: float) -> float:
     """Cost of keeping that many bytes for a year, a megabyte being 1e6 bytes."""
     return size_bytes / 1e6 * usd_per_mb_year
 
 
-@positive_arguments
 def seconds_per_token(
     weights_bytes: Quantity,
     *,
@@ -167,13 +157,11 @@ def seconds_per_token(
     return weights_bytes / bandwidth_bytes_per_second
 
 
-@positive_arguments
 def tokens_per_minute(weights_bytes: Quantity, **memory: Quantity) -> Quantity:
     """Most tokens a minute for one sequence; `memory` is the option of `seconds_per_token`."""
     return 60.0 / seconds_per_token(weights_bytes, **memory)
 
 
-@positive_arguments
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
@@ -182,19 +170,16 @@ def activation_bytes_per_token(
     return layers * heads * head_dim * bytes_per_value * tensors
 
 
-@positive_arguments
 def tokens_to_match_weights(weights_bytes: float, bytes_per_token: float) -> float:
     """Tokens whose activations take as much memory as the weights."""
     return weights_bytes / bytes_per_token
 
 
-@positive_arguments
 def petaflop_days(flops: Quantity) -> Quantity:
     """Computation in petaflop/s-days."""
     return flops / PETAFLOP_DAY
 
 
-@positive_arguments
 def gpu_hours(
     flops: Quantity, *, flops_per_second: Quantity = H200_FP8_FLOPS, utilization: Quantity = 1.0
 ) -> Quantity:
@@ -202,7 +187,6 @@ def gpu_hours(
     return flops / (flops_per_second * utilization) / 3600.0
 
 
-@positive_arguments
 def training_usd(
     flops: Quantity, *, usd_per_hour: Quantity = GPU_HOUR_USD, **speed: Quantity
 ) -> Quantity:
@@ -210,43 +194,36 @@ def training_usd(
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
-@positive_arguments
 def wall_clock_hours(flops: Quantity, devices: int, **speed: Quantity) -> Quantity:
     """Hours on that many devices at once; `speed` are the options of `gpu_hours`."""
     return gpu_hours(flops, **speed) / devices
 
 
-@positive_arguments
 def inference_flops(parameters: Quantity, tokens: Quantity) -> Quantity:
     """2ND: a multiply and an add for each parameter and token."""
     return 2.0 * parameters * tokens
 
 
-@positive_arguments
 def inference_usd(parameters: Quantity, tokens: Quantity, **price: Quantity) -> Quantity:
     """Rent to produce that many tokens if computation were all, with `training_usd`'s options."""
     return training_usd(inference_flops(parameters, tokens), **price)
 
 
-@positive_arguments
 def break_even_tokens(cost_usd: Quantity, *, usd_per_million_tokens: Quantity = 120.0) -> Quantity:
     """Tokens to be sold until a cost has come back."""
     return cost_usd / usd_per_million_tokens * 1e6
 
 
-@positive_arguments
 def essays(tokens: Quantity, *, tokens_per_essay: Quantity = TOKENS_PER_ESSAY) -> Quantity:
     """Essays of a thousand words in that many tokens."""
     return tokens / tokens_per_essay
 
 
-@positive_arguments
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
     """Least energy to erase that many bits: kT ln 2 each (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 
-@positive_arguments
 def landauer_watts(
     *, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32, kelvin: float = 300.0
 ) -> float:
@@ -254,7 +231,6 @@ def landauer_watts(
     return flops_per_second * landauer_joule_per_flop(bits=bits, kelvin=kelvin)
 
 
-@positive_arguments
 def watts_above_landauer(
     *, watts: float = H200_WATTS, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32
 ) -> float:
@@ -262,7 +238,6 @@ def watts_above_landauer(
     return watts / landauer_watts(flops_per_second=flops_per_second, bits=bits)
 
 
-@positive_arguments
 def carbon_usd(
     tonnes_co2: Quantity = GPT3_TONNES_CO2, *, usd_per_tonne: Quantity = CO2_USD_PER_TONNE
 ) -> Quantity:
@@ -270,7 +245,6 @@ def carbon_usd(
     return tonnes_co2 * usd_per_tonne
 
 
-@positive_arguments
 def burgers(
     tonnes_co2: Quantity = GPT3_TONNES_CO2,
     *,
@@ -281,13 +255,19 @@ def burgers(
     return tonnes_co2 * 1000.0 / (burger_kg * kg_co2_per_kg)
 
 
-@positive_arguments
 def device_hours(tokens: Quantity, *, hours_per_trillion_tokens: Quantity) -> Quantity:
     """Device-hours of a run whose pace is known."""
     return tokens / 1e12 * hours_per_trillion_tokens
 
 
-@positive_arguments
 def price_of_training(hours: Quantity, *, usd_per_hour: Quantity) -> Quantity:
     """Rent of a run whose device-hours are known."""
     return hours * usd_per_hour
+
+
+# Every number that an estimate is given must be finite and above zero.
+globals().update(
+    (name, positive_arguments(found))
+    for name, found in list(globals().items())
+    if isinstance(found, type(as_range)) and found.__module__ == __name__ and name != "as_range"
+)

@@ -8,7 +8,7 @@ one way.
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,15 @@ class Hardware:
     """To the devices of the same node (or along one axis of a torus)."""
     network: Link
     """From one device to other nodes."""
+    host_link: Link
+    """To the memory of its host."""
     devices_per_node: int
     power_watts: float
-    usd_per_hour: float | None
+    usd_per_hour: float | None = None
     """A round figure for renting one, to be replaced by one's own: prices move."""
     source: str
+    products: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict, repr=False)
+    """Measured rates of (m, k) by (k, n) for a dtype, where there are some."""
     pod: int = 0
     """Devices that one torus joins, beyond their hosts; 0 where there is none."""
     torus_axes: int = 0
@@ -80,11 +84,18 @@ class Hardware:
 
 
 def find(hardware: str | Hardware) -> Hardware:
-    """The entry of `HARDWARE` by its name, whatever the case, or the thing itself."""
+    """The entry of `HARDWARE` by its name, whatever the case, that of a file that `measure` wrote
+    (`*.toml`), or the thing itself."""
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):
         raise TypeError(f"hardware is {hardware!r}; it must be a name or a Hardware")
+    if hardware.endswith(".toml"):
+        try:
+            ((name, entry),) = tomllib.loads(Path(hardware).read_text(encoding="utf-8")).items()
+            return _hardware(name, entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{hardware} is no machine that `measure` wrote ({error})") from None
     for name, entry in HARDWARE.items():
         if _plain(name) == _plain(hardware):
             return entry
@@ -96,10 +107,9 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _peaks(name: str) -> dict[str, Peak]:
-    entry = _ENTRIES[name]
+def _peaks(entry: dict[str, Any]) -> dict[str, Peak]:
     if "peaks_of" in entry:
-        return _peaks(entry["peaks_of"])
+        return _peaks(_ENTRIES[entry["peaks_of"]])
     sparse = entry.get("sparse", ())
     derived = {
         dtype: Peak(
@@ -116,15 +126,16 @@ def _peaks(name: str) -> dict[str, Peak]:
 
 
 def _hardware(name: str, entry: dict[str, Any]) -> Hardware:
-    about = ("cores", "published", "sparse", "peaks_of", "node_link", "network")
+    about = ("cores", "published", "sparse", "peaks_of", *_LINKS)
     links: dict[str, Any] = {
         field: Link(name=label, bandwidth=bandwidth, latency=latency)
-        for field in ("node_link", "network")
+        for field in _LINKS
         for label, bandwidth, latency in [entry[field]]
     }
     rest = {field: value for field, value in entry.items() if field not in about}
-    return Hardware(name=name, peaks=_peaks(name), **links, **rest)
+    return Hardware(name=name, peaks=_peaks(entry), **links, **rest)
 
 
+_LINKS = ("node_link", "network", "host_link")
 _ENTRIES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
 HARDWARE: dict[str, Hardware] = {name: _hardware(name, entry) for name, entry in _ENTRIES.items()}

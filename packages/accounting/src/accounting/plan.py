@@ -1,6 +1,7 @@
 """How a model is laid over devices: the degrees of each parallelism, and which layers a stage
 holds."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -132,7 +133,7 @@ class Plan:
 
     def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
         """The layers that a stage holds: as even as can be, the first stages one more."""
-        if not 0 <= stage < self.pipeline:
+        if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
         chunks = self.pipeline * self.virtual_stages
         each, more = divmod(model.layers, chunks)
@@ -201,7 +202,7 @@ class Plan:
         return min(self.microbatches * self.virtual_stages, warm_up + 1)
 
 
-_CHOICES = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "zero": (0, 1, 2, 3),
     "schedule": ("gpipe", "1f1b", "interleaved"),
     "recompute": ("none", "selective", "full"),
@@ -211,15 +212,7 @@ _CHOICES = {
 
 def check_fields(given: Mapping[str, object]) -> None:
     """Each field by itself: whole numbers, switches and names."""
-    for name, value in given.items():
-        if name in ("sequence_parallel", "reshard_after_forward"):
-            checks.flag(name, value)
-        elif name in _CHOICES:
-            if name == "zero":
-                checks.whole(name, value, least=0)
-            checks.choice(name, value, _CHOICES[name])
-        else:
-            checks.whole(name, value, least=0 if name in ("devices", "data") else 1)
+    checks.fields(Plan, given, **_CHOICES)
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:

@@ -26,14 +26,23 @@ class Workload:
     """Query, key and value are one matrix, gate and up another: one cast under autocast, not
     several."""
     fused_gate: bool = False
-    """A kernel makes the gated product in one go, and keeps gate and up alone."""
+    """A kernel makes the gated product in one go, and keeps gate, up and the product."""
+    compiled: bool = False
+    """By `torch.compile`, whose partitioner keeps what fused kernels of all these would."""
+    loss_chunks: int = 1
+    """Pieces in which the head and the cross-entropy run, each once more in the backward."""
 
     def __post_init__(self) -> None:
-        checks.whole("batch", self.batch, least=0)
-        checks.whole("seq", self.seq)
-        for name in ("flash", "dropout", "fused_norm", "fused_projections", "fused_gate"):
-            checks.flag(name, getattr(self, name))
+        checks.fields(Workload, vars(self), batch=0)
         recipe(self.precision)
+        for name in ("fused_norm", "fused_projections", "fused_gate"):
+            object.__setattr__(self, name, getattr(self, name) or self.compiled)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """How the end of the model runs: arguments of `head_activations`."""
+        names = ("fused_norm", "compiled", "loss_chunks")
+        return {name: getattr(self, name) for name in names} | {"precision": self.kind}
 
     @property
     def kind(self) -> Precision:

@@ -4,6 +4,7 @@
     python -m accounting MODEL --gpus 64 --tp 8                      what one plan costs
     python -m accounting serve MODEL --hardware H100 --seq 8192      what a device can serve
     python -m accounting diff MODEL MODEL                            two models, side by side
+    python -m accounting measure this.toml                           a --hardware of this machine
 
 MODEL is a config.json, the folder it is in, or sizes such as
 `layers=32,d_model=4096,heads=32,vocab_size=32000`.
@@ -51,6 +52,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "efficiency": {"type": float, "help": "one share of the peak for all arithmetic"},
     "search": {"action": "store_true", "help": "choose what is not given; the fewest GPUs"},
     "explain": {"action": "store_true", "help": "print every derivation"},
+    "compiled": {"action": "store_true", "help": "by torch.compile"},
+    "loss-chunks": {"type": int, "default": 1, "help": "pieces of head and cross-entropy"},
     "html": {"type": Path, "help": "write one page with pictures"},
     "weights": {"default": "bf16", "help": "dtype of the weights"},
     "cache": {"default": "bf16", "help": "dtype of the cache"},
@@ -61,7 +64,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print an answer; 1 if the model does not fit, 2 if the question makes no sense."""
     words = list(sys.argv[1:] if argv is None else argv)
-    questions = {"plan": _plan, "serve": _serve, "diff": _diff}
+    questions = {"plan": _plan, "serve": _serve, "diff": _diff, "measure": _measure}
     verb = words.pop(0) if words and words[0] in questions else ""
     try:
         return questions[verb](words) if verb else _report(words)
@@ -131,7 +134,7 @@ def _diff(words: Sequence[str]) -> int:
     """Two models, side by side."""
     options = _parser("diff", _diff.__doc__, "seq json").parse_args(words)
     first, second = (read_model(text) for text in options.model)
-    rows = differences(first, second, seq=options.seq)
+    rows = [*differences(first, second, seq=options.seq)]
     if options.json:
         found = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
         print(json.dumps(found, indent=1))
@@ -143,8 +146,34 @@ def _diff(words: Sequence[str]) -> int:
     return 0
 
 
+def _measure(words: Sequence[str]) -> int:
+    """What this machine's products and memory reach, into a file that --hardware takes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accounting measure", description=_measure.__doc__
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args(words)
+    if options.file.suffix != ".toml":
+        raise ValueError(f"file is {options.file}; its name must end in .toml")
+    from accounting.time.measure import measured
+
+    _write(options.file, measured(device=options.device))
+    print(find(str(options.file)))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    """Written beside and renamed, so that no half file is left behind."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
 def _report(words: Sequence[str]) -> int:
-    names = "gpus batch seq precision hardware efficiency search explain json html"
+    names = (
+        "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
+    )
     options = _parser("", __doc__, names, axes=True).parse_args(words)
     model, device, given = read_model(options.model), find(options.hardware), _given(options)
     precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
@@ -161,7 +190,7 @@ def _report(words: Sequence[str]) -> int:
         else:
             found = plans_that_fit(model, devices=options.gpus, **question)
         if not found:
-            raise ValueError(no_room(device, options.gpus, batch, options.seq, given))
+            raise ValueError(no_room(model, device, options.gpus, batch, options.seq, given))
         plan = found[0].plan
     else:
         if given.get("schedule") == "interleaved":
@@ -172,13 +201,11 @@ def _report(words: Sequence[str]) -> int:
         split = given.get("tensor", 1) > 1
         plan = Plan(devices=options.gpus or 0, sequence_parallel=split, **given)
         batch = options.batch or plan.data * plan.microbatches
-    work = Workload(batch=batch, seq=options.seq, precision=precision)
+    fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
+    work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)
     if options.html:
-        # Written beside and renamed, so that no half page is left behind.
-        beside = options.html.with_name(options.html.name + ".part")
-        beside.write_text(as_html(result), encoding="utf-8")
-        beside.replace(options.html)
+        _write(options.html, as_html(result))
     print(json.dumps(result.to_dict(), indent=1) if options.json else as_text(result))
     if options.explain and not options.json:
         print("\n" + "\n\n".join(cost.explain() for _, _, cost, _ in result.costs()))

@@ -10,6 +10,7 @@ from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.hardware import find
 from accounting.kv_cache import kv_cache
+from accounting.model.matrices import matrices
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
@@ -34,7 +35,10 @@ def serving(
     checks.whole("gpus", gpus)
     size = float(bytes_of(weights))
     held = float(parameters(model).total) * size
-    active = float(parameters(model, active=True).total) * size
+    # Of a table of embeddings one row is read; of a tied one, all that the head multiplies with.
+    tables = sum(m.size for m in matrices(model) if m.kind == "table")
+    tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
+    active = float(parameters(model, active=True).total - tables + tied) * size
     one = float(kv_cache(model, seq=seq, dtype=cache).total)
     room = 0.9 * device.memory_bytes * gpus - held
     work = float(flops(model, seq=seq, phase="decode").total)

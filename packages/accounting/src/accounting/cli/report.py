@@ -16,6 +16,7 @@ from accounting.parameters import parameters
 from accounting.plan import Plan
 from accounting.time.collective import Communication
 from accounting.time.communication import communication
+from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -38,6 +39,9 @@ class Report:
     cache: Breakdown
     traffic: Communication
     step: Breakdown
+    """As modeled, part by part."""
+    seconds: Interval
+    """Of a step, as predicted; with one's own efficiency, as modeled."""
 
     @property
     def fits(self) -> bool:
@@ -47,13 +51,13 @@ class Report:
     @property
     def tokens_per_second(self) -> float:
         """Of all devices."""
-        return self.work.batch * self.work.seq / float(self.step.total)
+        return self.work.batch * self.work.seq / self.seconds.middle
 
     @property
-    def mfu(self) -> float:
+    def mfu(self) -> Interval:
         """Useful operations a second, as a share of the peak of all devices."""
         peak = self.plan.devices * self.hardware.peak(self.work.kind.compute)
-        return float(self.flops.total) / float(self.step.total) / peak
+        return self.seconds.rate(float(self.flops.total) / peak)
 
     def costs(self) -> tuple[tuple[str, str, Breakdown, Show], ...]:
         """A key, a heading, the cost, and how its numbers are written."""
@@ -78,7 +82,8 @@ class Report:
             "batch": self.work.batch,
             "seq": self.work.seq,
             "fits": self.fits,
-            "mfu": self.mfu,
+            "mfu": self.mfu.middle,
+            "predicted": {"seconds": asdict(self.seconds), "mfu": asdict(self.mfu)},
             "tokens_per_second": self.tokens_per_second,
             "active_parameters": self.active.total,
             "peak": {"when": peak.when, "value": peak.total, "parts": peak.parts},
@@ -96,6 +101,8 @@ def report(
 ) -> Report:
     """Work out everything for one plan."""
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
+    step = step_time(model, plan, work, hardware=hardware, efficiency=efficiency)
+    seconds = Interval(**dict.fromkeys(("low", "middle", "high"), float(step.total)))
     return Report(
         model=model,
         plan=plan,
@@ -108,7 +115,8 @@ def report(
         timeline=memory_timeline(model, plan, work),
         cache=kv_cache(model, seq=work.seq),
         traffic=communication(model, plan, **run | work.kind.travels),
-        step=step_time(model, plan, work, hardware=hardware, efficiency=efficiency),
+        step=step,
+        seconds=seconds if efficiency else predicted(seconds.middle),
     )
 
 
@@ -126,7 +134,7 @@ def as_text(result: Report) -> str:
         "memory": f"memory a device {memory}: {verdict}",
         "kv_cache": f"KV cache        {binary_size(result.cache.total)} for {work.seq} tokens",
         "communication": f"sent a device   {binary_size(result.traffic.wire.total)} a step",
-        "step_time": f"step            {float(result.step.total):.4g} s, MFU {result.mfu:.1%}, "
+        "step_time": f"step            {result.seconds} s, MFU {result.mfu}, "
         f"{result.tokens_per_second:,.0f} tokens/s",
     }
     lines = [

@@ -1,101 +1,46 @@
 """Every tensor that is alive, operator by operator: what held the memory, and when it was most.
 
-A dispatch mode sees what each operator makes, and a weak reference sees it go. On fake tensors
-nothing is allocated, so that any module can be followed through a step of training anywhere; around
-a real step it says what held the memory when there was none left.
+On fake tensors nothing is allocated, so that any module can be followed through a step of training
+anywhere; around a real step it says what held the memory when there was none left.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import OutOfMemoryError, Tensor, nn, optim
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from accounting import checks
 from accounting.breakdown import Breakdown, binary_size, product, total
 from accounting.hardware import Hardware, find
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 
 
-@dataclass(frozen=True)
-class Block:
-    """One storage: its bytes, and who made it."""
-
-    nbytes: int
-    kind: str
-    """`weights`, `inputs`, `gradients`, `optimizer`, `activations` or `backward`."""
-    operator: str
-    module: str
-
-
-class Ledger(TorchDispatchMode):
-    """Use as a context: `now` and `most` are bytes, `at_peak` what was alive at the most."""
+class Ledger(LiveMemory):
+    """Use as a context; `table()` is what is alive, and what goes out of memory is told of it."""
 
     def __init__(self, *, rounding: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
-        self.phase, self.when = "activations", ""
-        self.timeline: list[tuple[str, int]] = []
-        self.at_peak: list[Block] = []
-        self._rounding = rounding
-        self._alive: dict[int, Block] = {}
-        self._modules: list[str] = []
-        self._hooks: list[RemovableHandle] = []
-
-    def add(self, kind: str, *tensors: Tensor) -> None:
-        """Count tensors that are there already."""
-        for tensor in tensors:
-            self._see(tensor, kind, "")
-        self._note("start")
-
-    def __enter__(self) -> Ledger:
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
-        ]
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        super().__init__(rounding=rounding)
+        self.phase = "activations"
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and _is_out_of_memory(error):
-            error.add_note(f"alive when it came, {binary_size(self.now)}:\n{self.table()}")
+            error.add_note(f"alive when it came, {binary_size(self.live_bytes)}:\n{self.table()}")
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator, then count what it made."""
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, self.phase, str(func))
-        self._note(str(func))
-        return result
-
-    def table(self, blocks: list[Block] | None = None, rows: int = 12) -> str:
+    def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
         """What is alive, the largest first, by kind, module and operator."""
         sizes: Counter[tuple[str, str, str]] = Counter()
         for block in self._alive.values() if blocks is None else blocks:
-            sizes[block.kind, block.module, block.operator] += block.nbytes
+            where = "/".join(block.module.split(".")[-2:])
+            sizes[block.phase, where, block.operator] += block.nbytes
         listed = [
             f"{binary_size(size):>10}  {kind:<12} {module or '-'}  {operator}".rstrip()
             for (kind, module, operator), size in sizes.most_common(rows)
@@ -105,33 +50,18 @@ class Ledger(TorchDispatchMode):
             listed.append(f"{binary_size(rest):>10}  in {len(sizes) - rows} others")
         return "\n".join(listed)
 
-    def _see(self, tensor: Tensor, kind: str, operator: str) -> None:
-        for inner in _plain_tensors(tensor):
-            storage = inner.untyped_storage()
-            key = storage._cdata
+    def hold(self, kind: str, *tensors: Tensor) -> None:
+        """Count tensors that are there already, as what they are."""
+        phase, self.phase = self.phase, kind
+        self.add(tensors, "")
+        self.phase = phase
+
+    def name_gradient(self, parameter: Tensor) -> None:
+        """What stays on a parameter is a gradient; what else the backward makes goes again."""
+        for inner in plain_tensors(parameter.grad) if parameter.grad is not None else ():
+            key = inner.untyped_storage()._cdata
             if key in self._alive:
-                continue
-            size = -(-storage.nbytes() // self._rounding) * self._rounding
-            module = "/".join(self._modules[-2:])
-            self._alive[key] = Block(size, kind, operator, module)
-            self.now += size
-            weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._alive.pop(key).nbytes
-
-    def _note(self, operator: str) -> None:
-        self.timeline.append((self.phase, self.now))
-        if self.now > self.most:
-            self.most, self.when = self.now, f"{self.phase}, {operator}"
-            self.at_peak = list(self._alive.values())
-
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._modules.append(type(module).__name__)
-
-    def _leave_module(self, *_: Any) -> None:
-        if self._modules:
-            self._modules.pop()
+                self._alive[key] = replace(self._alive[key], phase="gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +112,30 @@ def fits(
     `rounding` is the allocator's: 512 bytes on CUDA. Raises `ValueError` where a step depends on
     the values of tensors, which fake ones do not have.
     """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+    from torch._subclasses import fake_tensor
 
     hardware = find(device)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    checks.instance("module", module, nn.Module, "an nn.Module")
+    checks.whole("rounding", rounding)
+    if autocast is not None:
+        checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
+    if any(map(nn.parameter.is_lazy, module.parameters())):
+        raise ValueError("module has lazy parameters; call it once, so that they have their shapes")
+    mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:
         for tensor in (*module.parameters(), *module.buffers()):
             memo[id(tensor)] = _fake(mode, tensor)
         shadow = copy.deepcopy(module, memo)
         inputs = tree_map(lambda x: _fake(mode, x) if isinstance(x, Tensor) else x, sample)
-    ledger = Ledger(rounding=rounding)
-    mixed = _autocast(autocast)
-    with mode:
         made = _optimizer(optimizer, shadow)
-    ledger.add("weights", *shadow.parameters(), *shadow.buffers())
-    ledger.add("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
+    ledger = Ledger(rounding=rounding)
+    for parameter in shadow.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(ledger.name_gradient)
+    mixed = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
+    ledger.hold("weights", *shadow.parameters(), *shadow.buffers())
+    ledger.hold("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
     try:
         with mode, ledger:
             for _ in range(2):
@@ -205,8 +143,7 @@ def fits(
                     ledger.phase = "activations"
                     result = (loss or _loss)(_call(shadow, inputs))
                 ledger.phase = "backward"
-                with _gradients(ledger, shadow):
-                    result.backward()
+                result.backward()
                 del result
                 if made is not None:
                     ledger.phase = "optimizer"
@@ -214,14 +151,17 @@ def fits(
                     made.zero_grad()
                 else:
                     shadow.zero_grad()
-    except DataDependentOutputException as error:
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
         raise ValueError(
             f"{type(module).__name__} looks at the values of tensors ({error}), which fake ones do "
             "not have; use Ledger around a real step"
         ) from None
     sizes: Counter[str] = Counter()
     for block in ledger.at_peak:
-        sizes[block.kind] += block.nbytes
+        sizes[block.phase] += block.nbytes
     parts = (product(kind, "B", bytes=size) for kind, size in sizes.most_common())
     return Fit(
         peak=total(f"peak memory of {type(module).__name__}", "B", *parts),
@@ -232,41 +172,13 @@ def fits(
     )
 
 
-@contextmanager
-def _gradients(ledger: Ledger, module: nn.Module) -> Iterator[None]:
-    """What stays on a parameter is a gradient; what else the backward makes goes again."""
-
-    def named(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        for inner in _plain_tensors(parameter.grad):
-            key = inner.untyped_storage()._cdata
-            block = ledger._alive.get(key)
-            if block:
-                ledger._alive[key] = Block(block.nbytes, "gradients", block.operator, block.module)
-
-    handles = [
-        p.register_post_accumulate_grad_hook(named) for p in module.parameters() if p.requires_grad
-    ]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
 def _fake(mode: Any, tensor: Tensor) -> Tensor:
-    import torch
-
-    made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_device(tensor)
-    )
+    # A fake tensor of the meta device has kernels of its own; that of the CPU has the CPU's.
+    device = "cpu" if tensor.device.type == "meta" else str(tensor.device)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-def _device(tensor: Tensor) -> str:
-    # A fake tensor of the meta device has kernels of its own; that of the CPU has the CPU's.
-    return "cpu" if tensor.device.type == "meta" else str(tensor.device)
 
 
 def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
@@ -277,12 +189,6 @@ def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
         return type(optimizer)(trained, **optimizer.defaults)
     made: optim.Optimizer = optimizer(trained)
     return made
-
-
-def _autocast(dtype: Any) -> AbstractContextManager[Any]:
-    import torch
-
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def _call(module: nn.Module, sample: Any) -> Any:
@@ -297,16 +203,6 @@ def _loss(output: Any) -> Tensor:
         return found
     first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return first.float().sum() if first.is_floating_point() else first.sum()
-
-
-def _plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors inside a subclass that wraps others, such as DTensor; else the tensor itself."""
-    names = getattr(tensor, "__tensor_flatten__", None)
-    if names is None or type(tensor).__name__ == "FakeTensor":
-        return [tensor]
-    # A DTensor lists its mesh among its parts.
-    inside = (getattr(tensor, name) for name in names()[0])
-    return [x for part in inside if isinstance(part, Tensor) for x in _plain_tensors(part)]
 
 
 def _is_out_of_memory(error: Exception) -> bool:

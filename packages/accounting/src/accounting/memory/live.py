@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,14 +36,15 @@ class Allocation:
 class LiveMemory(TorchDispatchMode):
     """Use as a context; `timeline` then holds the live bytes after each operator.
 
-    Tensors made before are counted by `add`. `phase` is free text that labels what follows.
+    Tensors made before are counted by `add`. `phase` is free text that labels what follows. Each
+    storage takes a multiple of `rounding` bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, rounding: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.phase = ""
+        self.live_bytes = self.peak_bytes = 0
+        self.phase = self.when = ""
+        self.rounding = rounding
         self.timeline: list[tuple[str, int]] = []
         self.at_peak: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
@@ -54,9 +55,9 @@ class LiveMemory(TorchDispatchMode):
         """Count tensors that exist already, such as a model's parameters."""
         for tensor in tensors:
             self._count(tensor, operator)
-        self._note()
+        self._note("start")
 
-    def __enter__(self) -> LiveMemory:
+    def __enter__(self) -> Self:
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -81,33 +82,46 @@ class LiveMemory(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf, str(func))
-        self._note()
+        self._note(str(func))
         return out
 
     def _count(self, tensor: Tensor, operator: str) -> None:
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key in self._alive:
-            return
-        module = ".".join(self._modules)
-        self._alive[key] = Allocation(storage.nbytes(), operator, module, self.phase)
-        self.live_bytes += storage.nbytes()
-        weakref.finalize(storage, self._free, key)
+        for inner in plain_tensors(tensor):
+            storage = inner.untyped_storage()
+            key = storage._cdata
+            if key in self._alive:
+                continue
+            size = -(-storage.nbytes() // self.rounding) * self.rounding
+            module = ".".join(self._modules)
+            self._alive[key] = Allocation(size, operator, module, self.phase)
+            self.live_bytes += size
+            weakref.finalize(storage, self._free, key)
 
-    def _enter_module(self, module: nn.Module, _args: Any) -> None:
+    def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._modules.append(type(module).__name__)
 
-    def _leave_module(self, _module: nn.Module, _args: Any, _out: Any) -> None:
-        self._modules.pop()
+    def _leave_module(self, *_: Any) -> None:
+        if self._modules:
+            self._modules.pop()
 
     def _free(self, key: int) -> None:
         self.live_bytes -= self._alive.pop(key).nbytes
 
-    def _note(self) -> None:
+    def _note(self, operator: str) -> None:
         self.timeline.append((self.phase, self.live_bytes))
         if self.live_bytes > self.peak_bytes:
-            self.peak_bytes = self.live_bytes
+            self.peak_bytes, self.when = self.live_bytes, f"{self.phase}, {operator}"
             self.at_peak = list(self._alive.values())
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors inside a subclass that wraps others, such as DTensor; else the tensor itself."""
+    names = getattr(tensor, "__tensor_flatten__", None)
+    if names is None or type(tensor).__name__ == "FakeTensor":
+        return [tensor]
+    # A DTensor lists its mesh among its parts.
+    inside = (getattr(tensor, name) for name in names()[0])
+    return [x for part in inside if isinstance(part, Tensor) for x in plain_tensors(part)]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -61,7 +61,7 @@ def _moments(
     states = model_states(everything, data=plan.data, zero=plan.zero, precision=kind)
     whole, tokens = _Whole(model, plan, kind), work.tokens(plan)
     kept = activations(model, plan, work)
-    head = head_activations(model, tokens=tokens, precision=kind, fused_norm=work.fused_norm)
+    head = head_activations(model, tokens=tokens, **work.head)
 
     def moment(when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         held = split(gradients, plan.data if plan.zero >= 2 else 1)
@@ -80,9 +80,23 @@ def _moments(
     without = replace(head, parts=head.parts[:-1])
     end = whole.gathered(blocks=0, buffer=True)
     yield moment("at the end of the forward", whole.cast(), end, forward, without, gradients=always)
-    start = whole.gathered(blocks=0)
-    yield moment("at the start of the backward", whole.cast(), start, forward, head,
+    # A loss in chunks has the gradient of the head from the chunks before, and then adds its own.
+    chunked = work.loss_chunks > 1
+    start = whole.gathered(blocks=0, head=chunked)
+    own = whole.of_head(chunked and not start, 1)
+    yield moment("at the start of the backward", whole.cast(), start, own, forward, head,
                  gradients=always)  # fmt: skip
+    both = whole.of_head(chunked, 1 if start else 2)
+    yield moment("at the head's gradients", whole.cast(), start, both, forward, without,
+                 gradients=always)  # fmt: skip
+    normed = replace(head, parts=tuple(part for part in head if "norm" in part.name))
+    if "normalized" in normed:
+        # Of several operators: gradients of its result, of both factors, and of their squares.
+        size = normed["normalized"].factors[-1][1]
+        flying = product("gradients in flight", "B", tokens=tokens, tensors=4,
+                         d_model=model.d_model, bytes=size)  # fmt: skip
+        yield moment("in the final norm", whole.cast(), start, forward, normed, flying,
+                     gradients=always)  # fmt: skip
     later = everything if gradients_kept else everything - _first_block_and_table(model)
     block = activations(one_layer(model), replace(plan, recompute="none"), work)
     for part, alive in _inside(model, block, tokens, kind, None if work.flash else work.seq):
@@ -91,10 +105,13 @@ def _moments(
         last = whole.gathered(blocks=2, head=True, grown=grown)
         yield moment(f"in the last block's {part}", whole.cast(), last, before(model.layers - 1),
                      alive, gradients=always)  # fmt: skip
-        if plan.zero == 3 and model.layers > 2:
-            middle = whole.gathered(blocks=2, done=1, head=True, grown=grown, reduced=True)
-            yield moment(f"in the last block but one's {part}", middle, before(model.layers - 2),
-                         alive, gradients=always or whole.block)  # fmt: skip
+        # Of the blocks between, the last has most activations and the first most gradients.
+        for place, done in (("last block but one", 1), ("second block", model.layers - 2)):
+            if plan.zero < 3 or model.layers < 3:
+                break
+            middle = whole.gathered(blocks=2, done=done, head=True, grown=grown, reduced=True)
+            yield moment(f"in the {place}'s {part}", middle, before(model.layers - 1 - done),
+                         alive, gradients=always or done * whole.block)  # fmt: skip
         done, reduced = model.layers - 1, model.layers > 1
         first = whole.gathered(blocks=1, done=done, head=True, grown=grown, reduced=reduced)
         yield moment(f"in the first block's {part}", whole.cast(), first, alive, gradients=later)
@@ -120,6 +137,12 @@ class _Whole:
             return None
         count = _matrix_parameters(self.model)
         return product("cast weights", "B", parameters=count, bytes=self.size)
+
+    def of_head(self, there: bool, copies: int) -> Breakdown:
+        """Gradients of the head's matrix."""
+        count = self.model.vocab_size * self.model.embedding_dim * self.model.lm_head * there
+        size = bytes_of(self.kind.gradients)
+        return product("gradient of the head", "B", copies=copies, parameters=count, bytes=size)
 
     def gathered(self, *, blocks: int, done: int = 0, **also: bool) -> Breakdown | None:
         """The ends, and of the blocks those at work, gathered ahead, and reduced.

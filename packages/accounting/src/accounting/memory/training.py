@@ -132,7 +132,7 @@ def _stage_memory(
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
     if plan.offload == "activations":
         held = Fraction(0)
-    head: dict[str, Any] = {"tokens": work.tokens(plan), "precision": kind, "tensor": plan.tensor}
+    head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
     return total(
         name,
         "B",
@@ -215,6 +215,8 @@ def _states(
 
 
 def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
+    if isinstance(targets, str):
+        raise TypeError(f"lora_targets is {targets!r}; it must list names, such as ({targets!r},)")
     found = {m.name: m for m in matrices(model) if m.kind == "matrix" and m.layers}
     for target in targets:
         if target not in found:

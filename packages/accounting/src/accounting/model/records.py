@@ -70,8 +70,7 @@ class MLA:
     """Width that queries are compressed to; 0: they are not."""
 
     def __post_init__(self) -> None:
-        for name, least in (("kv_rank", 1), ("rope_head_dim", 1), ("q_rank", 0)):
-            checks.whole(f"mla.{name}", getattr(self, name), least=least)
+        checks.fields(MLA, vars(self), "mla.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +94,7 @@ class Experts:
     """Which layers hold experts: all if not given."""
 
     def __post_init__(self) -> None:
-        checks.whole("experts.count", self.count)
-        checks.whole("experts.per_token", self.per_token)
-        for name in ("width", "shared"):
-            checks.whole(f"experts.{name}", getattr(self, name), least=0)
-        for name in ("shared_gate", "router_bias", "beside_mlp"):
-            checks.flag(f"experts.{name}", getattr(self, name))
+        checks.fields(Experts, vars(self), "experts.")
         if self.per_token > self.count:
             raise ValueError(
                 f"experts.per_token is {self.per_token}; it must lie between 1 and "
@@ -118,7 +112,7 @@ class Window:
     """Which layers are windowed: all if not given."""
 
     def __post_init__(self) -> None:
-        checks.whole("window.size", self.size)
+        checks.fields(Window, vars(self), "window.")
 
 
 @dataclass(frozen=True, kw_only=True)

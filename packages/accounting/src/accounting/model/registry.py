@@ -5,19 +5,15 @@ defaults stand beside them; `families/decoders.toml` says how to write one. A fa
 there is refused by name.
 """
 
-import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.resources import files
-from types import CodeType
 from typing import Any
 
 from accounting import checks
+from accounting.model.formulas import FUNCTIONS, Table, tables, value
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
-from accounting.model.shape import MOST_LAYERS, Shape
+from accounting.model.shape import Shape
 
-Table = dict[str, Any]
 # What stands in a table beside the fields of a Transformer.
 _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
 # Files of models with several modalities: the language model inside is what is described.
@@ -134,7 +130,7 @@ class Config:
         if not isinstance(entry, str):
             return entry
         try:
-            return eval(_compiled(entry), {"__builtins__": {}}, self)  # type: ignore[arg-type]
+            return value(entry, self)  # type: ignore[arg-type]
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(
                 f"this {self.family} config.json cannot be read: {entry} fails with {error}"
@@ -156,7 +152,7 @@ class Config:
 
     def arguments(self, table: Table) -> Table:
         """The sizes that a table of formulas gives."""
-        self.layers = checks.whole("layers", self.value(table["layers"]), most=MOST_LAYERS)
+        self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         found: Table = {}
         for key, entry in table.items():
             if key in _ABOUT:
@@ -242,26 +238,13 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
-_FUNCTIONS: Table = {
-    **{"act": activation, "most": _most, "pair": _pair, "ceil": math.ceil},
-    **{"int": int, "len": len, "sum": sum},
-}
+_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
 
 
 @cache
-def _compiled(text: str) -> CodeType:
-    return compile(text, text, "eval")
-
-
-def _read(name: str) -> Table:
-    text = (files("accounting.model") / "families" / f"{name}.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
-@cache
 def _mixers() -> Table:
-    return _read("mixers")
+    return tables("model/families/mixers.toml")
 
 
 @cache
@@ -280,7 +263,9 @@ def _joined(above: Table, own: Table) -> Table:
     return above | own | both
 
 
-_FILES = {name: _read(name) for name in ("decoders", "hybrids", "encoders")}
+_FILES = {
+    name: tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
+}
 _BASE: Table = {
     name: table for each in _FILES.values() for name, table in each.pop("base", {}).items()
 }

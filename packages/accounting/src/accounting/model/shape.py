@@ -8,7 +8,6 @@ positions, three MLP matrices, no biases and a head of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,14 +84,9 @@ class Shape:
     name: str = "transformer"
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            most = MOST_LAYERS if name == "layers" else math.inf
-            value = checks.whole(name, getattr(self, name), least=least, most=most)
+        least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}
+        for name, value in checks.fields(Shape, vars(self), **least, **_CHOICES).items():
             object.__setattr__(self, name, value)
-        for name in _FLAGS:
-            checks.flag(name, getattr(self, name))
-        for name, allowed in _CHOICES.items():
-            checks.choice(name, getattr(self, name), allowed)
         for name, (record, listed) in _RECORDS.items():
             self._record(name, record, listed)
         if self.heads and not self.head_dim and self.d_model % self.heads:
@@ -178,18 +172,7 @@ class Shape:
         return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
 
 
-MOST_LAYERS = 100_000
-"""Layers are listed one by one; what asks for more of them is a mistake."""
-_LEAST = {
-    **dict.fromkeys(("layers", "d_model"), 1),
-    **dict.fromkeys(("heads", "vocab_size", "d_ff", "kv_heads", "head_dim", "v_head_dim"), 0),
-    **dict.fromkeys(("norms_per_layer", "positions", "embedding_dim"), 0),
-}
-_FLAGS = (
-    *("gated_mlp", "norm_bias", "parallel_block", "final_norm", "tied", "qkv_bias", "out_bias"),
-    *("mlp_bias", "head_bias", "sinks", "output_gate", "causal", "lm_head"),
-)
-_CHOICES = {
+_CHOICES: dict[str, tuple[object, ...]] = {
     "norm": ("rmsnorm", "layernorm", "none"),
     "activation": ("silu", "gelu", "relu"),
     "qk_norm": (False, True, "head", "heads", "all"),

@@ -12,7 +12,7 @@ from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import recipe
-from accounting.search.launch import megatron, torchtitan
+from accounting.search.launch import command_lines
 from accounting.search.plans import Candidate, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
@@ -54,10 +54,7 @@ class Answer:
 
     def commands(self) -> dict[str, str]:
         """The command lines that run it."""
-        return {
-            "torchtitan": torchtitan(self.plan, batch=self.batch, seq=self.seq),
-            "megatron": megatron(self.model, self.plan, batch=self.batch, seq=self.seq),
-        }
+        return command_lines(self.model, self.plan, batch=self.batch, seq=self.seq)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers, ready for `json.dumps`."""
@@ -138,9 +135,14 @@ def plan_for(
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
     question: dict[str, Any] = {"hardware": device, "devices": gpus, "batch": batch, "seq": seq}
-    found = plans_that_fit(model, **question, precision=kind, memory_bytes=memory_bytes, **given)
+    question |= {"precision": kind, "memory_bytes": memory_bytes}
+    found = plans_that_fit(model, **question, **given)
+    # What has no room may have it where the host keeps a part.
+    for offload in ("optimizer", "activations"):
+        if not found and "offload" not in given:
+            found = plans_that_fit(model, **question, **given, offload=offload)
     if not found:
-        raise ValueError(no_room(device, gpus, batch, seq, given))
+        raise ValueError(no_room(model, device, gpus, batch, seq, given))
     best, *others = found
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     seconds = predicted(best.step_seconds)
@@ -162,9 +164,7 @@ def plan_for(
         memory=training_memory(model, best.plan, work),
         step=step_time(model, best.plan, work, hardware=device),
         seconds=seconds,
-        mfu=Interval(
-            low=useful / seconds.high, middle=useful / seconds.middle, high=useful / seconds.low
-        ),
+        mfu=seconds.rate(useful),
         days=wall.scaled(1 / 24),
         usd=wall.scaled(gpus * price),
         megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
@@ -172,8 +172,19 @@ def plan_for(
     )
 
 
-def no_room(device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]) -> str:
-    """What to say where no plan fits."""
+def no_room(
+    model: Shape, device: Hardware, gpus: int, batch: int, seq: int, given: Mapping[str, Any]
+) -> str:
+    """What to say where no plan fits: what is given may contradict itself, or the model."""
+    chunks = given.get("virtual_stages", 1) > 1
+    usual: dict[str, Any] = {"schedule": "interleaved" if chunks else "1f1b"}
+    usual["microbatches"] = given.get("pipeline", 1)
+    if given.get("offload") == "activations":
+        usual["recompute"] = "full"
+    try:
+        Plan(**usual | dict(given)).check(model, seq=seq)
+    except ValueError as error:
+        return str(error)
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
     return (
         f"no plan over {gpus} {device.name} with {kept} divides batch={batch} and has room for it "

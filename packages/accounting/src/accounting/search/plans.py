@@ -56,9 +56,9 @@ def plans_that_fit(
 ) -> list[Candidate]:
     """Plans over all `devices` whose fullest device has room, the fastest first, at most `most`.
 
-    Fields of `Plan` that are `given` are kept; all others are tried. Tensor parallelism stays
-    inside a node. `share_of_memory` leaves the rest to buffers and fragmentation; `memory_bytes`
-    replaces what the device has.
+    Fields of `Plan` that are `given` are kept; all others but `offload` are tried. Tensor
+    parallelism stays inside a node. `share_of_memory` leaves the rest to buffers and fragmentation;
+    `memory_bytes` replaces what the device has.
     """
     device, kind = find(hardware), recipe(precision)
     checks.whole("devices", devices)
@@ -186,6 +186,8 @@ def _estimates(
     again = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
     weight, gradient = float(bytes_of(kind.weights)), float(bytes_of(kind.gradients))
     state = float(kind.bytes_per_parameter) - weight - gradient
+    offload = given.get("offload", "none")
+    state *= offload != "optimizer"
     token = replace(work, batch=1, seq=1, fused_gate=False)
     for tensor in tried("tensor", _powers(min(device.devices_per_node, devices))):
         if "tensor" not in given and (model.heads % tensor or model.d_ff % tensor):
@@ -194,6 +196,9 @@ def _estimates(
         sequence = given.get("sequence_parallel", tensor > 1)
         kept = {}
         for how in tried("recompute", again):
+            if offload == "activations":
+                kept["full"] = 0.0
+                continue
             plan = Plan(tensor=tensor, sequence_parallel=sequence, recompute=how)
             kept[how] = float(activations(layer, plan, token).total)
         inside = device.devices_per_node // tensor
@@ -243,7 +248,7 @@ def _estimates(
                     **{"schedule": schedule, "virtual_stages": virtual},
                     "sequence_parallel": sequence,
                     "reshard_after_forward": given.get("reshard_after_forward", True),
-                    "offload": given.get("offload", "none"),
+                    "offload": offload,
                 }
                 for how, one in kept.items():
                     if need + one * tokens * model.layers / pipeline * flight <= 1.1 * room:

@@ -11,6 +11,7 @@ from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import bytes_of
+from accounting.time.measure import rate
 from accounting.workload import Workload
 
 MATMUL_SHARE = {"fp32": 0.9, "tf32": 0.8, "bf16": 0.8, "fp16": 0.8, "fp8": 0.55, "int8": 0.6}
@@ -41,24 +42,33 @@ def stage_seconds(
     share = MATMUL_SHARE.get(kind.compute, 0.8) * POWER_SHARE.get(device.name, 1.0)
     peak = device.peak(kind.compute) * share
     size, bandwidth = float(bytes_of(kind.activations)), device.memory_bandwidth * BANDWIDTH_SHARE
-    busy = moved = 0.0
+    table = device.products.get(kind.compute)
+    busy = moved = slow = 0.0
     for matrix in matrices(model):
         head = matrix.kind == "table" and model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not head:
             continue
-        # Forward, and twice that backward; full recomputation runs the blocks once more.
-        passes = 4.0 if plan.recompute == "full" and matrix.layers is not None else 3.0
+        # Forward, and twice that backward; full recomputation runs the blocks once more, a loss in
+        # chunks the head.
+        again = plan.recompute == "full" and matrix.layers is not None
+        again |= work.loss_chunks > 1 and (head or matrix.meets == "last")
+        passes = 4.0 if again else 3.0
         often = passes * matrix.times
         split = 1 if matrix.split == "none" else plan.tensor
         met = matrix.chosen if matrix.routed else 1
         entries = matrix.one / split
         busy += often * 2 * tokens * met * entries
+        if table:
+            # What was measured has the way of its matrices through memory in it.
+            each = rate(table, tokens * met / matrix.copies, matrix.rows, matrix.columns / split)
+            slow += often * 2 * tokens * met * entries / each
+            continue
         # Each product reads its input and its matrix and writes its output.
         inside = matrix.copies / plan.expert if matrix.routed else 1
         width = matrix.rows + matrix.columns / split
         moved += often * size * (tokens * met * width + entries * inside)
     rest = tokens * _between(model, plan, work, size) * size
-    return busy / peak, moved / bandwidth, rest / bandwidth
+    return slow if table else busy / peak, moved / bandwidth, rest / bandwidth
 
 
 def _between(model: Shape, plan: Plan, work: Workload, size: float) -> float:

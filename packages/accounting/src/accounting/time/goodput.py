@@ -32,11 +32,8 @@ class Run:
     usd_per_device_hour: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.whole("devices", self.devices)
-        for name in ("work_hours", "checkpoint_hours"):
-            checks.number(name, getattr(self, name))
-        for name in ("failures_per_device_hour", "restart_hours", "usd_per_device_hour"):
-            checks.number(name, getattr(self, name), open=False)
+        free = ("failures_per_device_hour", "restart_hours", "usd_per_device_hour")
+        checks.fields(Run, vars(self), **dict.fromkeys(free, 0))
 
     @property
     def hours_between_failures(self) -> float:
@@ -109,8 +106,10 @@ def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) 
     Setting the derivative to zero gives (1 - x) e^x = e^(-C/M) for x = tau / M, solved by
     bisection.
     """
-    if math.isinf(hours_between_failures):
+    checks.number("checkpoint_hours", checkpoint_hours)
+    if hours_between_failures == math.inf:
         return math.inf
+    checks.number("hours_between_failures", hours_between_failures)
     target = math.exp(-checkpoint_hours / hours_between_failures)
     low, high = 0.0, 1.0
     for _ in range(100):
@@ -131,6 +130,11 @@ def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
     if math.isinf(mean):
         each = segment
     else:
+        if (run.restart_hours + segment) / mean > 600:
+            raise ValueError(
+                f"failures_per_device_hour is {run.failures_per_device_hour:g} on {run.devices:,} "
+                f"devices, one every {mean:.3g} hours; a segment of {segment:.3g} hours never ends"
+            )
         each = mean * math.exp(run.restart_hours / mean) * math.expm1(segment / mean)
     wall_clock = each * run.work_hours / interval_hours
     return Goodput(

@@ -96,7 +96,14 @@ class Interval:
         """The same of something proportional."""
         return Interval(low=self.low * factor, middle=self.middle * factor, high=self.high * factor)
 
+    def rate(self, work: float) -> "Interval":
+        """That much work a second, where this is of seconds."""
+        low, middle, high = (work / of for of in (self.high, self.middle, self.low))
+        return Interval(low=low, middle=middle, high=high)
+
     def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.middle:.4g}"
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 

@@ -10,21 +10,21 @@ iteration's arithmetic.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, Sizes, product, total
+from accounting.breakdown import Breakdown, product, total
 from accounting.flops import flops
 from accounting.hardware import Hardware, Link, find
-from accounting.memory.training import device_parameters
 from accounting.model.shape import Shape
-from accounting.plan import Plan, fitted, split
+from accounting.plan import Plan, fitted
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
 from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
+from accounting.time.offload import held_parameters, offload_seconds
 from accounting.workload import Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -65,8 +65,12 @@ def step_time(
         key=lambda parts: sum(float(part.total) for part in parts),
     )
     compute = float(parts[0].total)
+    for axis, share in overlap.items():
+        checks.choice("an axis of overlap", axis, OVERLAP)
+        checks.number(f"overlap of {axis}", share, most=1, open=False)
     # Sharded weights are gathered ahead of the forward as well.
-    can_hide = dict(overlap) | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
+    overlap = {**OVERLAP, **overlap}
+    can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
     free, waits = compute, 0.0
     shown = []
     for collective, link in collectives_on(model, plan, work, hardware=device):
@@ -87,6 +91,7 @@ def step_time(
         bubble,
         total("exposed communication", "s", *shown),
         _optimizer(model, plan, work.kind, device) if efficiency is None else None,
+        offload_seconds(model, plan, work, device, free=free),
     )
 
 
@@ -135,14 +140,13 @@ def _stage_flops(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[
     return (found.total - attention) / share, attention / share
 
 
-def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+def _optimizer(model: Shape, plan: Plan, kind: Precision, device: Hardware) -> Breakdown | None:
     """The update reads and writes all that is kept for a parameter, once."""
-    dense, routed = device_parameters(model, plan)
-    if plan.zero:
-        dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
+    if plan.offload == "optimizer":
+        return None
     each = 1 / (device.memory_bandwidth * BANDWIDTH_SHARE)
-    moved: Sizes = {"parameters": dense + routed, "bytes": 2 * kind.bytes_per_parameter}
-    return product("optimizer", "s", **moved, seconds_per_byte=each)
+    count, moved = held_parameters(model, plan), 2 * kind.bytes_per_parameter
+    return product("optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=each)
 
 
 def collectives_on(
@@ -208,58 +212,6 @@ def fastest(collective: Collective, link: Link) -> float:
         )
         for algorithm in ("ring", "tree")
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingPoint:
-    """One point of a scaling curve."""
-
-    devices: int
-    batch: int
-    step_seconds: float
-    tokens_per_second: float
-    efficiency: float
-    """Tokens a second and device, against the first point."""
-
-
-def scaling_curve(
-    model: Shape,
-    *,
-    batch: int,
-    devices: Sequence[int] = (1, 10, 100, 1_000, 10_000, 100_000),
-    mode: Literal["strong", "weak"] = "weak",
-    plan: Plan | None = None,
-    **question: Any,
-) -> list[ScalingPoint]:
-    """Throughput over numbers of devices: `plan` is one replica, copied to fill the devices.
-
-    `strong` splits one `batch` over all replicas; `weak` gives each replica that many sequences.
-    `question` are the other arguments of `step_time`. Raises `ValueError` where the replicas do not
-    divide the devices, or the batch does not split.
-    """
-    checks.choice("mode", mode, ("strong", "weak"))
-    checks.whole("batch", batch)
-    unit = plan or Plan()
-    size = unit.tensor * unit.pipeline * unit.context
-    points: list[ScalingPoint] = []
-    for count in devices:
-        if checks.whole("devices", count) % size:
-            raise ValueError(f"devices is {count}, which one replica of {size} does not divide")
-        here = replace(unit, data=count // size, devices=count)
-        whole = batch if mode == "strong" else batch * here.data
-        seconds = float(step_time(model, here, batch=whole, **question).total)
-        rate = whole * question["seq"] / seconds
-        first = points[0] if points else None
-        base = first.tokens_per_second / first.devices if first else rate / count
-        point = ScalingPoint(
-            devices=count,
-            batch=whole,
-            step_seconds=seconds,
-            tokens_per_second=rate,
-            efficiency=rate / count / base,
-        )
-        points.append(point)
-    return points
 
 
 def bucket_overhead_seconds(
