@@ -119,6 +119,15 @@ def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
         assert torch.equal(run(slice(b, b + 1)), every[b : b + 1])
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (3, 0)}], ids=str)
+def test_autocast_lowers_nothing_within(options):
+    q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
+    exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        lowered = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    assert torch.equal(exact, lowered)
+
+
 def test_it_compiles_in_one_graph(interpreter):
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 20, 16)
 

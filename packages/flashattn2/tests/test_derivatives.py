@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention, tiled
-from torch.autograd import gradcheck, gradgradcheck
+from flashattn2 import attention_reference, flash_attention, sdpa, tiled
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 # torch's own forward mode still scripts a few of its rules.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
@@ -77,3 +77,58 @@ def test_torch_func_differentiates_it_forward():
     _, expected = torch.func.jvp(reference, (q, k, v), tangents)
     _, got = torch.func.jvp(ours, (q, k, v), tangents)
     torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_third_derivative_is_an_error_and_no_part_of_one(backend, way):
+    """`once_differentiable` leaves no path to the inputs, which ``grad`` takes for none needed."""
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    out = flash_attention(q, q, q, backend=backend)
+    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no third derivatives; attention_reference has"):
+        torch.autograd.grad(second.sum(), q) if way == "grad" else second.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+@pytest.mark.parametrize("layout", ["heads first", "sequence first"])
+def test_forward_mode_takes_any_layout_and_values_of_another_head_dim(backend, layout):
+    for v_dim in (3, 2):
+        q, k, v = (torch.randn(2, 5, 2, dim, dtype=torch.float64) for dim in (3, 3, v_dim))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if layout == "heads first":
+            q, k, v = (x.contiguous() for x in (q, k, v))
+        moved = torch.randn_like(q)
+        results = []
+        for function in (
+            lambda *x: flash_attention(*x, is_causal=True, backend=backend, return_lse=True),
+            lambda *x: attention_reference(*x, is_causal=True, return_lse=True),
+        ):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(q, moved)
+                results.append([forward_ad.unpack_dual(x).tangent for x in function(dual, k, v)])
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_forward_within_backward_is_right_and_backward_within_forward_refused():
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64)
+    moved = torch.randn_like(q)
+
+    def loss(function):
+        return lambda q: function(q, q, q, is_causal=True).square().sum()
+
+    def moving(f):
+        return torch.func.grad(lambda q: torch.func.jvp(f, (q,), (moved,))[1])(q)
+
+    torch.testing.assert_close(moving(loss(flash_attention)), moving(loss(attention_reference)))
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(torch.func.grad(loss(flash_attention)), (q,), (moved,))
+
+
+def test_vmap_is_refused():
+    q = torch.randn(3, 2, 2, 5, 3)
+    for function in (flash_attention, sdpa):
+        with pytest.raises(NotImplementedError, match="the mapped dimension part of the batch"):
+            torch.vmap(lambda x, f=function: f(x, x, x))(q)

@@ -32,6 +32,7 @@ KV = torch.zeros(1, 2, 8, 16)
         ({"q": Q[:, :3]}, r"3 query heads .* 2 key heads; .* heads % kv_heads == 0"),
         (dict.fromkeys("qkv", Q.int()), r"dtype torch.int32 is not one of float64"),
         (dict.fromkeys("qkv", Q[..., :0]), r"head dim 0"),
+        ({"k": KV.to_sparse()}, r"k has layout torch.sparse_coo; give a dense tensor"),
         ({"scale": 0.0}, r"scale 0.0 must be positive and finite"),
         ({"scale": float("nan")}, r"scale nan must be positive"),
         ({"softcap": -1.0}, r"softcap -1.0 must be positive"),

@@ -8,7 +8,7 @@ in a tile, so every key is read once, and a sequence's keys are split among proc
 import torch
 from torch import Tensor
 
-from flashattn2 import aten, tiled
+from flashattn2 import aten, autocast, tiled
 from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
 from flashattn2.function import with_sinks
@@ -74,10 +74,17 @@ def flash_attention_with_kvcache(
         q, k_cache, v_cache, score, backend="auto" if backend == "aten" else backend,
         precision=precision, packed=True, split_size=split_size,
     )  # fmt: skip
-    out, lse = decode_op(
-        q, k_cache, v_cache, lengths, block_table, *scalars(score),
-        method.backend, method.precision, method.split_size,
-    )  # fmt: skip
+    # Where nothing but values is asked for, an operator around torch's takes longer than a token.
+    plain = type(q) is Tensor and q.is_cpu and method.backend != "triton"
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        plain = False
+    if plain:
+        out, lse = _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
+    else:
+        out, lse = decode_op(
+            q, k_cache, v_cache, lengths, block_table, *scalars(score),
+            method.backend, method.precision, method.split_size,
+        )  # fmt: skip
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -107,6 +114,28 @@ def decode_op(
             return decode.decode(
                 q, k_cache, v_cache, lengths, block_table, score, precision, split_size
             )
+    return _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
+
+
+@decode_op.register_fake
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+    return out, q.new_empty(q.shape[:-1], dtype=dtype)
+
+
+def _by_sequence(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    block_table: Tensor | None,
+    score: Score,
+) -> tuple[Tensor, Tensor]:
+    """On the CPU: all sequences at once where they are of one length, else one by one."""
+    if autocast.is_on("cpu"):
+        with autocast.off(q):
+            return _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
     counts = lengths.tolist()
     if block_table is None and len(set(counts)) == 1:
         return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], score)
@@ -119,13 +148,6 @@ def decode_op(
     if not outs:
         return _attend(q, k_cache[:0], v_cache[:0], score)
     return torch.cat(outs), torch.cat(sums)
-
-
-@decode_op.register_fake
-def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
-    return out, q.new_empty(q.shape[:-1], dtype=dtype)
 
 
 def _sequence(cache: Tensor, b: int, count: int, block_table: Tensor | None) -> Tensor:
@@ -151,7 +173,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
         out, lse = run(rows, k, v, score)[:2]
         return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     if score.right == 0 and seq_q == seq_k and score.left == UNBOUNDED:
-        return aten.forward(q, k, v, score)
+        return aten.forward_or_tiled(q, k, v, score)
     if score.softcap or q.numel() == 0 or seq_k < seq_q or k.shape[-1] != v.shape[-1]:
         return tiled.forward(q, k, v, score)[:2]
     queries, keys = (torch.arange(n) for n in (seq_q, seq_k))

@@ -120,7 +120,9 @@ def _probabilities(
     s = scores(q_i, k_j, replace(score, scale=1.0), None)
     p = torch.exp(s - l_i[..., None])
     if hidden is not None:
-        p.view(len(p), p.shape[1] // len(hidden), *hidden.shape).masked_fill_(hidden, 0.0)
+        # Not in place: forward mode may itself be differentiated, and that needs the exponential.
+        by_head = p.view(len(p), p.shape[1] // len(hidden), *hidden.shape)
+        p = by_head.masked_fill(hidden, 0.0).view_as(p)
     if not score.softcap:
         return p, 1.0, 0.0
     t = s / score.softcap

@@ -57,20 +57,21 @@ def choose(
         precision = _torch_s_precision()
     elif precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    obstacles = {
-        "triton": _why_not_triton(q, v),
-        "aten": aten.why_not(q, k, score, packed, max_logits),
-    }
+    preferred = backend
     if backend == "auto":
         preferred = "aten" if q.device.type == "cpu" else "triton"
-        obstacle = obstacles[preferred]
+    obstacle = None
+    if preferred == "triton":
+        obstacle = _why_not_triton(q, v)
+    elif preferred == "aten":
+        obstacle = aten.why_not(q, k, score, packed, max_logits)
+    if backend == "auto":
         backend = preferred if obstacle is None else "torch"
         reason = f"{preferred} first on {q.device.type}"
         if obstacle is not None:
             reason = f"tiled PyTorch takes everything; {preferred} cannot take this: {obstacle}"
     else:
         reason = f'backend="{backend}" was asked for'
-        obstacle = obstacles.get(backend)
         if obstacle is not None:
             raise ValueError(
                 f'backend "{backend}" cannot take this: {obstacle}; use backend="torch" or "auto"'

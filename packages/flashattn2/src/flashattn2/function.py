@@ -3,7 +3,6 @@
 Notable: forward mode and the double backward run in tiles whatever ran the forward pass.
 """
 
-import inspect
 from typing import Any, ClassVar
 
 import torch
@@ -24,23 +23,25 @@ def attention(
     cu_k: Tensor | None,
     score: Score,
     method: Method,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Output and log-sum-exp, both differentiable, and each head's largest score if asked for."""
+    # Python's own part of a differentiable function takes longer than a small attention.
     if torch.compiler.is_compiling():
         out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
-    elif not _may_be_differentiated(q, k, v):
-        # Python's own part of a differentiable function takes longer than a small attention.
-        out, lse, largest = _Attention.forward(q, k, v, cu_q, cu_k, score, method)
-    else:
+    elif torch._C._are_functorch_transforms_active():
+        out, lse, largest = _Transformed.apply(q, k, v, cu_q, cu_k, score, method)
+    elif _may_be_differentiated(q, k, v):
         out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
+    else:
+        out, lse, largest = _run(q, k, v, cu_q, cu_k, score, method)
     return out, lse, largest
 
 
-def _may_be_differentiated(*tensors: Tensor) -> bool:
-    """Backward, forward or by a transform of `torch.func`."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+def _may_be_differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Backward or forward."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return True
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,31 +59,41 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
 
 
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    score: Score,
+    method: Method,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if _is_an_operator_already(method, cu_q):
+        return *aten.forward(q, k, v, score), None
+    out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+    if forward_ad._current_level >= 0:
+        # A tangent has the layout of its tensor, and those of `derivatives` have no gaps.
+        out, lse = out.contiguous(), lse.contiguous()
+    return out, lse, largest
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, cu_q, cu_k, ctx.score, ctx.method = inputs
+    out, lse, largest = output
+    if largest is not None:
+        ctx.mark_non_differentiable(largest)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_q: Tensor | None,
-        cu_k: Tensor | None,
-        score: Score,
-        method: Method,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if _is_an_operator_already(method, cu_q, q):
-            return *aten.forward(q, k, v, score), None
-        out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
-        return out, lse, largest
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        q, k, v, cu_q, cu_k, ctx.score, ctx.method = inputs
-        out, lse, largest = output
-        if largest is not None:
-            ctx.mark_non_differentiable(largest)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.save_for_forward(q, k, v, out, lse, cu_q, cu_k)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        output = _run(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -114,8 +125,18 @@ class _Attention(torch.autograd.Function):
         return t_out, t_lse, None
 
 
-# `apply` asks for it at every call, and it takes longer to find than a small attention to compute.
-_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
+class _Transformed(_Attention):
+    """The same in two steps, as `torch.func` asks for it; each call binds its arguments anew."""
+
+    forward = staticmethod(_run)  # type: ignore[assignment]
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise NotImplementedError(
+            "attention here takes no torch.func.vmap; make the mapped dimension part of the batch, "
+            "or use attention_reference"
+        )
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -131,8 +152,18 @@ class _AttentionBackward(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, t_q: Tensor, t_k: Tensor, t_v: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
+        q, k, v, _, _, grad_out, grad_lse, _, _ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = _AttentionBackward._second(ctx, *tangents)
+        if torch.is_grad_enabled():
+            grads = _Undifferentiable.apply(*grads, *tangents, q, k, v, grad_out, grad_lse)
+        g_q, g_k, g_v, g_out, g_lse = grads
+        nones = (None,) * 6
+        return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
+
+    @staticmethod
+    def _second(ctx: Any, t_q: Tensor, t_k: Tensor, t_v: Tensor) -> tuple[Tensor, ...]:
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
         g_q, g_out, g_lse, g_k, g_v = by_sequence(
             lambda q, out, lse, grad_out, grad_lse, t_q, k, v, t_k, t_v: _rows_first(
@@ -145,8 +176,31 @@ class _AttentionBackward(torch.autograd.Function):
             cu_q,
             cu_k,
         )
-        nones = (None,) * 6
-        return g_q, g_k, g_v, g_out, None if grad_lse is None else g_lse, *nones
+        return g_q, g_k, g_v, g_out, g_lse
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The five second gradients, as functions of what they depend on, with no derivative.
+
+    `once_differentiable` would leave them without a path to the inputs, and
+    ``torch.autograd.grad(inputs=...)`` follows nothing else: a third derivative would come out
+    without its largest part instead of as an error.
+    """
+
+    @staticmethod
+    def forward(*tensors: Any) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:5])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "attention here has no third derivatives; attention_reference has all, in memory that "
+            "grows with the square of the sequence"
+        )
 
 
 def _gradients(
@@ -162,7 +216,7 @@ def _gradients(
     score: Score,
     method: Method,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_an_operator_already(method, cu_q, q):
+    if _is_an_operator_already(method, cu_q):
         return aten.backward(q, k, v, out, lse, grad_out, grad_lse, score)
     dq, dk, dv = backward_op(
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
@@ -170,9 +224,13 @@ def _gradients(
     return dq, dk, dv
 
 
-def _is_an_operator_already(method: Method, cu_q: Tensor | None, q: Tensor) -> bool:
-    """torch's kernel is one: another around it takes longer than a small attention."""
-    return method.backend == "aten" and cu_q is None and not autocast.is_on(q.device.type)
+def _is_an_operator_already(method: Method, cu_q: Tensor | None) -> bool:
+    """torch's kernel is one: another around it takes longer than a small attention.
+
+    Forward mode wants tensors of their own, where the kernel's log-sum-exp is a view.
+    """
+    plain = method.backend == "aten" and cu_q is None and forward_ad._current_level < 0
+    return plain and not autocast.is_on("cpu")
 
 
 def _rows_first(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

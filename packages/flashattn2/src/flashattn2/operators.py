@@ -45,7 +45,7 @@ def forward_op(
                 q, k, v, cu_q, cu_k, score, precision, split_size, max_logits
             )
     else:
-        run = aten.forward if backend == "aten" else tiled.forward
+        run = aten.forward_or_tiled if backend == "aten" else tiled.forward
         out, lse, *rest = by_sequence(lambda q, k, v: run(q, k, v, score), [q], [k, v], cu_q, cu_k)
         maxima = rest[0] if rest else None
     if not max_logits or maxima is None:
@@ -65,7 +65,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, T
         out = launch.like(q, v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
     if backend == "aten" and cu_q is None:
-        out, lse = aten.forward(q, k, v, Score(*options[2:6]))
+        out, lse = aten.forward_or_tiled(q, k, v, Score(*options[2:6]))
     return out, lse, lse.new_empty(q.shape[1] if max_logits else 0)
 
 

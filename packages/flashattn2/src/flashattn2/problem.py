@@ -193,6 +193,11 @@ def check_tensors(**named: Tensor) -> None:
                 f"{name} is a {kind.removeprefix('builtins.')}; give a torch.Tensor, "
                 "such as torch.as_tensor(...) makes of a list or a NumPy array"
             )
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"{name} has layout {x.layout}; give a dense tensor, such as to_dense() makes, and "
+                "nested sequences packed, with the offsets as cu_seqlens of flash_attention_varlen"
+            )
 
 
 def _check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:

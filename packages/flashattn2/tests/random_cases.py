@@ -1,0 +1,254 @@
+"""Cases drawn from all options together, and what each of them is held against in float64."""
+
+import random
+
+import torch
+from against_float64 import textbook
+from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from flashattn2.problem import make_score
+
+DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
+
+
+def draw(seed, kernels):
+    """A function, tensors and options; ``kernels`` are those of Triton, which take fewer."""
+    rng = random.Random(seed)
+    pick = rng.choice
+    case = {
+        "seed": seed,
+        "kind": pick(("dense", "dense", "packed", "decode", "flat")),
+        "dtype": pick(DTYPES[1:] if kernels else DTYPES),
+        "backend": "triton" if kernels else pick(("auto", "torch")),
+        "splits": pick((1, 3)),
+        "tma": pick((True, False)),
+        "layouts": [pick(("heads first", "sequence first", "gaps", "reversed")) for _ in "qkvg"],
+        "needs": [rng.random() < 0.8 for _ in "qkv"],
+        "lse_gradient": pick((True, False)),
+    }
+    most = 40 if kernels else pick((9, 60, 300))
+    dims = (16, 24, 40) if kernels else (1, 3, 8, 16, 33, 64)
+    case["dim"] = pick(dims)
+    case["v_dim"] = pick((case["dim"], case["dim"], pick(dims)))
+    case["kv_heads"], case["group"] = rng.randint(1, 3), pick((1, 1, 2, 3))
+    case["batch"] = rng.randint(1, 3)
+    case["lengths"] = [
+        (rng.randint(0 if case["kind"] == "packed" else 1, most), rng.randint(1, most))
+        for _ in range(case["batch"])
+    ]
+    if case["kind"] == "packed" and rng.random() < 0.3:
+        case["lengths"][0] = (case["lengths"][0][0], 0)
+    if case["kind"] in ("dense", "flat") and rng.random() < 0.4:
+        case["lengths"][0] = (case["lengths"][0][0],) * 2
+    bound = lambda: pick((None, 0, rng.randint(0, most), 2**31))  # noqa: E731
+    options = {
+        "is_causal": pick((True, False)),
+        "window": pick((None, None, (bound(), bound()), rng.randint(0, most))),
+        "softcap": pick((None, None, 0.7, 30.0)),
+        "scale": pick((None, None, 0.05, 1.0)),
+    }
+    case["sinks"] = pick((True, False, False))
+    case["deterministic"] = pick((True, False))
+    case["split_size"] = pick((None, 32, 50)) if kernels else None
+    case["precision"] = "ieee"
+    case["page_size"] = pick((None, 1, 7, 16))
+    case["new"] = pick((0, 0, 1, 3))
+    case["largest"] = case["kind"] != "decode" and pick((True, False))
+    return case, options
+
+
+def tensors(case):
+    """Leaves in the case's dtype: q, k, v ``(batch, heads, seq, dim)``, sinks or None."""
+    torch.manual_seed(case["seed"])
+    heads, batch = case["kv_heads"] * case["group"], case["batch"]
+    seq_q, seq_k = case["lengths"][0]
+    if case["kind"] == "packed":
+        batch, seq_q, seq_k = 1, *(sum(x) for x in zip(*case["lengths"], strict=True))
+    if case["kind"] == "flat":
+        heads = case["kv_heads"] = case["group"] = 1
+    shapes = (
+        (batch, heads, seq_q, case["dim"]),
+        (batch, case["kv_heads"], seq_k, case["dim"]),
+        (batch, case["kv_heads"], seq_k, case["v_dim"]),
+        (batch, heads, seq_q, case["v_dim"]),
+    )
+    made = [
+        laid_out(torch.randn(shape).to(case["dtype"]), layout)
+        for shape, layout in zip(shapes, case["layouts"], strict=True)
+    ]
+    return *made, torch.randn(heads) * 2 if case["sinks"] else None
+
+
+def laid_out(x, layout):
+    """The same numbers at other strides."""
+    if layout == "sequence first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "gaps":
+        return torch.stack((x, x + 1), -1).flatten(-2)[..., ::2]
+    if layout == "reversed":
+        return x.mT.contiguous().mT
+    return x
+
+
+def differentiated(run, case, options, leaves, dtype):
+    """Output, log-sum-exp, largest scores if any, and the gradients that the case asks for."""
+    q, k, v, grad, sinks = (None if x is None else x.detach().to(dtype) for x in leaves)
+    wanted = [
+        x.requires_grad_()
+        for x, needed in zip((q, k, v), case["needs"], strict=True)
+        if needed or not any(case["needs"])
+    ]
+    if sinks is not None:
+        sinks = leaves[-1].detach().to(torch.float64 if dtype == torch.float64 else torch.float32)
+        wanted.append(sinks.requires_grad_())
+    out, lse, *rest = run(q, k, v, sinks=sinks, **options)
+    loss = (out * grad).double().sum()
+    if case["lse_gradient"]:
+        seen = lse.isfinite()
+        loss = loss + (lse.double() * torch.linspace(-1, 1, lse.numel()).view_as(lse))[seen].sum()
+    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted, strict=True)]
+    return [x.detach().double().nan_to_num(neginf=0.0) for x in (out, lse, *rest, *zeros)]
+
+
+def ours(case):
+    """The public function, called as its kind of case needs."""
+    fixed = {
+        "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
+        "precision": case["precision"], "split_size": case["split_size"],
+        "return_max_logits": case["largest"],
+    }  # fmt: skip
+
+    def run(q, k, v, **options):
+        if case["kind"] == "dense":
+            return flash_attention(q, k, v, **fixed, **options)
+        if case["kind"] == "flat":
+            out, lse, *rest = flash_attention(*(x[:, 0] for x in (q, k, v)), **fixed, **options)
+            return out[:, None], lse[:, None], *rest
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        cu = (torch.tensor((0, *x)).cumsum(0).int() for x in zip(*case["lengths"], strict=True))
+        out, lse, *rest = flash_attention_varlen(*rows, *cu, **fixed, **options)
+        return out.transpose(0, 1)[None], lse[None], *rest
+
+    return run
+
+
+def plainly(case):
+    """Matrix product, softmax, matrix product, for each packed sequence by itself."""
+
+    def one(q, k, v, **options):
+        score = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
+        out, lse = textbook(q, k, v, **score, sinks=options["sinks"])
+        if not case["largest"]:
+            return out, lse
+        return out, lse, largest(q, k, score)
+
+    def run(q, k, v, **options):
+        if case["kind"] != "packed":
+            return one(q, k, v, **options)
+        parts, at_q, at_k = [], 0, 0
+        for n_q, n_k in case["lengths"]:
+            keys = slice(at_k, at_k + n_k)
+            parts.append(one(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options))
+            at_q, at_k = at_q + n_q, at_k + n_k
+        out, lse, *rest = zip(*parts, strict=True)
+        maxima = [torch.stack(part).amax(0) for part in rest]
+        return torch.cat(out, 2), torch.cat(lse, 2), *maxima
+
+    return run
+
+
+def largest(q, k, score):
+    """Each head's largest score that any query sees."""
+    if not (q.numel() and k.numel()):
+        return torch.full((q.shape[1],), -torch.inf, dtype=q.dtype)
+    band = make_score(q.shape[-1], score["is_causal"], None, score["window"], None)
+    rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[2])
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    s = s * (q.shape[-1] ** -0.5 if score["scale"] is None else score["scale"])
+    if score["softcap"]:
+        s = score["softcap"] * torch.tanh(s / score["softcap"])
+    hidden = band.hidden(rows, keys, len(keys) - len(rows))
+    return s.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
+
+
+def check(case, options):
+    """No result errs by more than plain PyTorch's do, four times over, and a few roundings."""
+    leaves = tensors(case)
+    if case["kind"] == "decode":
+        return check_decode(case, options, leaves)
+    exact = differentiated(plainly(case), case, options, leaves, torch.float64)
+    plain = differentiated(plainly(case), case, options, leaves, case["dtype"])
+    given = [
+        None if x is None else laid_out(x, layout)
+        for x, layout in zip(leaves, (*case["layouts"], ""), strict=True)
+    ]
+    assert_close(case, options, differentiated(ours(case), case, options, given, case["dtype"]),
+                 plain, exact)  # fmt: skip
+    return None
+
+
+def check_decode(case, options, leaves):
+    """A cache of room for more, contiguous or in shuffled pages, and some keys appended."""
+    q, k, v, _, sinks = leaves
+    batch, kv_heads = k.shape[:2]
+    counts = [min(n, k.shape[2]) for _, n in case["lengths"]]
+    new = min(case["new"], *counts)
+    page = case["page_size"]
+    room = k.shape[2] + 5
+    caches = []
+    table = None
+    if page:
+        pages = -(-room // page)
+        numbers = torch.randperm(batch * pages + 2)[: batch * pages]
+        table = numbers.view(batch, pages).int()
+    for x in (k, v):
+        if page is None:
+            cache = torch.full((batch, kv_heads, room, x.shape[-1]), torch.nan, dtype=x.dtype)
+        else:
+            cache = torch.full(
+                (batch * pages + 2, kv_heads, page, x.shape[-1]), torch.nan, dtype=x.dtype
+            )
+        for b, count in enumerate(counts):
+            for j in range(count - new):
+                if page is None:
+                    cache[b, :, j] = x[b, :, j]
+                else:
+                    cache[table[b, j // page], :, j % page] = x[b, :, j]
+        caches.append(cache)
+    added = [
+        torch.stack([x[b, :, count - new : count] for b, count in enumerate(counts)])
+        for x in (k, v)
+    ]
+    out, lse = flash_attention_with_kvcache(
+        q, *caches, *(added if new else ()), return_lse=True, block_table=table,
+        cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new, sinks=sinks,
+        backend=case["backend"], split_size=case["split_size"], precision="ieee", **options,
+    )  # fmt: skip
+    for b, count in enumerate(counts):
+        one = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
+        results = [
+            [
+                x.double().nan_to_num(neginf=0.0)
+                for x in textbook(
+                    *(x.to(dtype) for x in one), **options,
+                    sinks=None if sinks is None else sinks.to(dtype),
+                )
+            ]
+            for dtype in (case["dtype"], torch.float64)
+        ]  # fmt: skip
+        mine = [x[b : b + 1].double().nan_to_num(neginf=0.0) for x in (out, lse)]
+        assert_close(case, options, mine, *results)
+
+
+def assert_close(case, options, mine, plain, exact):
+    """Each within four times plain's largest error, and a few roundings of the largest value."""
+    # A sink's gradient is a sum over all rows that almost cancels; plain may be lucky in it.
+    rounding = torch.finfo(case["dtype"]).eps * (8 if case["dtype"].itemsize == 2 else 128)
+    assert len(mine) == len(exact)
+    for number, (m, p, e) in enumerate(zip(mine, plain, exact, strict=True)):
+        assert m.shape == e.shape, (number, m.shape, e.shape, case, options)
+        if e.numel():
+            size = e.abs().max().item()
+            allowed = 4 * (p - e).abs().max().item() + rounding * (size + 1)
+            error = (m - e).abs().max().item()
+            assert error <= allowed, (number, error, allowed, case, options)

@@ -1,0 +1,18 @@
+"""Cases drawn from all options together are attention, to a few roundings; see `random_cases`."""
+
+import pytest
+import random_cases
+
+SAMPLE = [pytest.param(range(0, 12)), *(
+    pytest.param(range(first, first + 40), marks=pytest.mark.exhaustive)
+    for first in range(12, 1012, 40)
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("seeds", SAMPLE, ids=lambda r: f"{r.start} to {r.stop - 1}")
+@pytest.mark.parametrize("kernels", [False, True], ids=["cpu", "kernels"])
+def test_every_option_beside_every_other_is_attention(interpreter, kernels, seeds):
+    for seed in seeds:
+        case, options = random_cases.draw(seed, kernels)
+        interpreter(splits=case["splits"], tma=case["tma"])
+        random_cases.check(case, options)
