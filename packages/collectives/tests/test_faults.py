@@ -367,9 +367,7 @@ def inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_000)):
     [
         ("together", "auto", False),
         ("together", "ring", False),
-        ("together", "halving_doubling", False),
         ("apart", "ring", True),
-        ("apart", "halving_doubling", True),
     ],
 )
 def test_inconsistent_splits_are_an_error_on_every_rank(where, algorithm, checked):
