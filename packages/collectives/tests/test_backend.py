@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from collectives.work import Work
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from worker_pool import run_ranks
 
@@ -75,7 +77,39 @@ def train_and_checkpoint(folder):
     return list(loaded.values())
 
 
-TRAINERS = {"ddp": train_ddp, "zero": train_zero, "fsdp2": train_fsdp2, "dcp": train_and_checkpoint}
+def train_hybrid():
+    """Shards in one dimension of a mesh, copies in the other."""
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+    network = model()
+    fully_shard(network, mesh=mesh)
+    steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+    return [p.full_tensor().detach() for p in network.parameters()]
+
+
+def train_tensor_parallel():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 6))
+    parallelize_module(network, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    for batch in batches():
+        # All ranks of such a group see the same data.
+        dist.broadcast(batch, 0)
+        optimizer.zero_grad()
+        network(batch).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor().detach() for p in network.parameters()]
+
+
+TRAINERS = {
+    "ddp": train_ddp,
+    "zero": train_zero,
+    "fsdp2": train_fsdp2,
+    "hybrid": train_hybrid,
+    "tensor_parallel": train_tensor_parallel,
+    "dcp": train_and_checkpoint,
+}
 
 
 def run(backend, trainer, *args):
@@ -255,34 +289,71 @@ def test_callbacks_may_start_collectives_and_wait_for_them():
     assert run_ranks(nested, 2, backend="", timeout=60) == [(4.0, [2.0] * 4)] * 2
 
 
-def hooked(backend, name):
-    import torch.distributed.algorithms.ddp_comm_hooks as hooks
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    begin(backend)
-    network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
-    if name == "powerSGD":
-        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
-        network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        network.register_comm_hook(None, getattr(hooks.default_hooks, name))
-    steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
-    result = [p.detach().tolist() for p in network.parameters()]
-    dist.destroy_process_group()
-    return result
-
-
-@pytest.mark.parametrize(
-    "name", ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD"]
-)
-def test_ddps_communication_hooks_give_what_they_give_on_gloo(name):
-    on_gloo, on_ours = (
-        run_ranks(hooked, 2, backend, name, backend="", timeout=90)
-        for backend in ("gloo", "collectives")
+def hooks():
+    """torch's communication hooks by name: what each is registered with, and the hook."""
+    from torch.distributed.algorithms import ddp_comm_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks import (
+        default_hooks,
+        post_localSGD_hook,
+        powerSGD_hook,
+        quantization_hooks,
     )
-    for a, b in zip(on_gloo[0], on_ours[0], strict=True):
-        torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-5, atol=1e-6)
-    assert on_ours[0] == on_ours[1]
+
+    def low_rank():
+        return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+    everyone, reduce = dist.group.WORLD, default_hooks.allreduce_hook
+    local = post_localSGD_hook.PostLocalSGDState(everyone, dist.new_group([0, 1]), 1)
+    builtin = ddp_comm_hooks.dist.BuiltinCommHookType
+    # In torch 2.11 they fail on gloo too.
+    quantized = {
+        "quantized": (everyone, quantization_hooks.quantization_pertensor_hook),
+        "quantized by channel": (everyone, quantization_hooks.quantization_perchannel_hook),
+    }
+    return {
+        "allreduce": (None, reduce),
+        "fp16": (None, default_hooks.fp16_compress_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+        "fp16 around": (None, default_hooks.fp16_compress_wrapper(reduce)),
+        "powerSGD": (low_rank(), powerSGD_hook.powerSGD_hook),
+        "fp16 around powerSGD": (
+            low_rank(),
+            default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        ),
+        "local SGD": (local, post_localSGD_hook.post_localSGD_hook),
+        **(quantized if torch.__version__ >= "2.15" else {}),
+        "built in": (builtin.ALLREDUCE, None),
+    }
+
+
+def hooked(backend):
+    """Parameters after three steps with each hook."""
+    begin(backend)
+    found = {}
+    for name, (state, hook) in hooks().items():
+        network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+        if hook is None:
+            network._register_builtin_comm_hook(state)
+        else:
+            network.register_comm_hook(state, hook)
+        # The low-rank approximation starts from random numbers.
+        torch.manual_seed(5)
+        steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
+        found[name] = [p.detach().tolist() for p in network.parameters()]
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ddps_communication_hooks_give_what_they_give_on_gloo():
+    on_gloo, on_ours = (
+        run_ranks(hooked, 2, backend, backend="", timeout=90) for backend in ("gloo", "collectives")
+    )
+    assert len(on_gloo[0]) >= 8
+    for name in on_gloo[0]:
+        for a, b in zip(on_gloo[0][name], on_ours[0][name], strict=True):
+            torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-5, atol=1e-6)
+        assert (on_ours[0][name] == on_ours[1][name]) == (on_gloo[0][name] == on_gloo[1][name])
 
 
 def from_two_threads():
@@ -343,6 +414,21 @@ def profiled():
         time.sleep(0.1)
     events = [event.name for event in profile.events() if event.name.startswith("collectives:")]
     return sorted(events)
+
+
+def profiled_too_shortly():
+    """The profiler may end while calls are under way; and while many threads are at it."""
+    begin()
+    for _ in range(20):
+        with torch.profiler.profile():
+            works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(5)]
+        for work in works:
+            work.wait()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_profiler_that_ends_before_a_call_does_is_no_crash():
+    run_ranks(profiled_too_shortly, 2, backend="")
 
 
 def test_the_profiler_shows_our_events():

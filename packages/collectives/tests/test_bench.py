@@ -5,8 +5,8 @@ from collectives.bench.plot import plot
 from worker_pool import run_ranks
 
 COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "busbw_gbps", "wrong",
-           "p99_us", "wire_bytes", "ratio_p50", "ratio_p10", "over_best_p50", "over_best_p10",
-           "runs", "model_us"}  # fmt: skip
+           "p99_us", "wire_bytes", "ratio_p50", "ratio_p10", 
+           "runs"}  # fmt: skip
 IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "in_place_wrong"}
 
 

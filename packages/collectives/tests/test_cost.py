@@ -1,4 +1,4 @@
-"""The cost model: exact counts, a fit that recovers prices, choices that can be explained."""
+"""The cost model: exact counts, a fit that recovers prices, the choice that costs least."""
 
 import dataclasses
 
@@ -57,7 +57,6 @@ def test_short_messages_take_few_steps_and_long_ones_few_bytes():
     assert PRICES.choose("all_reduce", 64, apart) in ("tree", "halving_doubling")
     assert PRICES.choose("broadcast", 64, apart) == "tree"
     assert PRICES.choose("broadcast", 1 << 28, apart) == "ring"
-    assert PRICES.choose("all_to_all", 64, apart) == "halving_doubling"
     assert PRICES.choose("all_to_all", 1 << 28, apart) == "ring"
     assert PRICES.choose("all_reduce", 1 << 28, (4, 4)) == "hierarchical"
 
@@ -72,17 +71,6 @@ def test_the_choice_is_never_behind_another_candidate():
                 # What is chosen without a measurement on one host.
                 if len(hosts) == 1:
                     assert CostModel().choose(kind, size, hosts) == "shared_memory"
-
-
-def test_an_explanation_names_the_choice_and_adds_up():
-    text = PRICES.explain("all_reduce", 1 << 20, (1, 1))
-    first, *lines = text.splitlines()
-    choice = PRICES.choose("all_reduce", 1 << 20, (1, 1))
-    assert first.endswith(choice)
-    assert lines[0].strip().startswith(choice)
-    assert len(lines) == len(candidates("all_reduce", (1, 1)))
-    us = PRICES.predict("all_reduce", choice, 1 << 20, (1, 1)) * 1e6
-    assert f"{us:.1f} us" in lines[0]
 
 
 def test_a_tuned_model_says_what_was_measured_and_interpolates_what_that_was_off_by():
@@ -108,7 +96,6 @@ def test_a_tuned_model_says_what_was_measured_and_interpolates_what_that_was_off
     assert factor("ring", 1 << 10, hosts=(1, 1, 1)) == 1.0
     assert factor("ring", 1 << 10, kind="all_gather") == 1.0
     assert tuned.choose("all_reduce", 1 << 10, hosts) == "tree"
-    assert "times 0.25 as measured" in tuned.explain("all_reduce", 1 << 10, hosts)
     assert TunedModel.from_json(tuned.to_json()) == tuned
 
 

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 SOURCES = HERE.parent / "src"
 ALL = "not cuda and not nccl"
 SAMPLE = "test_get_future"
+SECONDS = "60"
 # What differs, and why it may.
 DIFFERS = {
     "test_ddp_logging_data_cpu": "it asks that DDP's log says gloo; ours says collectives",
@@ -32,7 +33,7 @@ def passed(who, world, chosen, folder):
         "ORACLE_FOLDER": str(folder / who),
         "WORLD_SIZE": str(world),
         "MASTER_PORT": str(port),
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "200",
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": SECONDS,
         "PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")]),
         "GLOO_SOCKET_IFNAME": "lo",
     }

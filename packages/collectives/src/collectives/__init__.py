@@ -14,6 +14,7 @@ from collectives.collective import (
 from collectives.communicator import checked
 from collectives.describe import Description, describe
 from collectives.faults import RankLost
+from collectives.lists import all_gather, all_to_all, gather, reduce, reduce_scatter, scatter
 from collectives.shared_memory.fingerprint import Mismatch
 
 __all__ = [
@@ -22,13 +23,19 @@ __all__ = [
     "Mismatch",
     "RankLost",
     "ReduceOp",
+    "all_gather",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_to_all",
     "all_to_all_single",
     "barrier",
     "broadcast",
     "checked",
     "describe",
+    "gather",
+    "reduce",
+    "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
     "shared_empty",
 ]

@@ -9,8 +9,8 @@ Notable:
   stops at the first Python group that it gets and never makes the second backend by itself;
 - it is a `ProcessGroup`, not a `Backend` in Python as torch 2.15 knows it too: torch wraps what
   such a one returns in handles that never say `is_completed`, and a loop that polls never ends;
-- what this package has no algorithm for (gather, scatter, lists of tensors, send and receive) goes
-  to gloo, over which the messages travel too;
+- what this package has no algorithm for (send and receive, sparse tensors, the monitored barrier)
+  goes to gloo, over which the messages travel too;
 - an asynchronous call from torch (DDP's buckets, FSDP2's prefetch) runs on the progress thread.
 """
 
@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from collectives import collective
+from collectives import collective, lists
 from collectives.communicator import Communicator
 from collectives.work import Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")
+SUM = dist.ReduceOp.SUM
 
 # Its methods have several signatures each in torch's stubs; torch calls the ones given here.
 _ProcessGroup: Any = dist.ProcessGroup
@@ -65,6 +66,55 @@ def _on_gloo(name: str) -> _Method:
 
     forward.__name__ = name
     return _by_device(forward)
+
+
+def _ours(name: str, tensors: int, others: list[str], function: Callable[..., Any]) -> _Method:
+    """A method that takes so many arguments of tensors, and then either of two things.
+
+    That is one of torch's objects of options, or (how the group's own methods are called by hand)
+    what stands in it for `others`, in that order or by torch's names; all may be left out.
+    """
+
+    def call(self: CollectivesProcessGroup, *args: Any, opts: Any = None, **named: Any) -> Any:
+        lists, rest = [_list(each) for each in args[:tensors]], args[tensors:]
+        if name == "allreduce" and lists[0][0].is_sparse:
+            return self._gloo.allreduce(*args)
+        opts, said = rest[0] if rest else opts, dict[str, Any]()
+        for i, other in enumerate(others):
+            field, short = _FIELDS[other]
+            usual = SUM if other == "op" else 0
+            given = rest[i] if i < len(rest) else named.get(short)
+            said[other] = getattr(opts, field, usual if given is None else given)
+        waits = not getattr(opts, "asyncOp", True)
+        work = function(lists, group=self, async_op=not waits, **said)
+        return work if work is not None else Work.done(lists[0])
+
+    call.__name__ = name
+    call.__doc__ = f"torch.distributed.{name}, on this package's algorithms."
+    return _by_device(call)
+
+
+def _coalesced(name: str) -> _Method:
+    """One call of that method after the other, for lists of what one takes."""
+
+    def call(self: CollectivesProcessGroup, *args: Any) -> Any:
+        tensors = [each for each in args if isinstance(each, (list, tuple))]
+        opts, work = args[len(tensors) :], Work.done([])
+        # Calls are done in order, so the last one's end is the end of all.
+        for each in zip(*tensors, strict=True):
+            work = getattr(self, name)(*each, *opts)
+        return work
+
+    call.__name__ = f"{name}_coalesced"
+    return _by_device(call)
+
+
+# Of what functions here call so: the names in torch's options, and in its methods.
+_FIELDS = {
+    "op": ("reduceOp", "op"),
+    "group_src": ("rootRank", "root"),
+    "group_dst": ("rootRank", "root"),
+}
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
@@ -121,76 +171,32 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- this package's -----
 
-    @_by_device
-    def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
-    ) -> dist.Work:
-        """torch.distributed.all_reduce; `opts` may be torch's options, a reduce op or nothing."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if not isinstance(opts, dist.AllreduceOptions):
-            op, opts = opts if op is None else op, dist.AllreduceOptions()
-            opts.reduceOp = dist.ReduceOp.SUM if op is None else op
-        if tensors[0].is_sparse:
-            on_gloo: dist.Work = self._gloo.allreduce(tensors, opts)
-            return on_gloo
-        return self._run(
-            opts, tensors, lambda **go: collective.all_reduce(tensors[0], opts.reduceOp, **go)
-        )
+    # Below, t are the tensors' arguments, and go the others: see `_ours`.
 
-    @_by_device
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """One all-reduce after the other."""
-        single = dist.AllreduceOptions()
-        single.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        if opts is not None:
-            single.asyncOp = opts.asyncOp
-        return self._each(single, [[tensor] for tensor in tensors], self.allreduce)
-
-    @_by_device
-    def broadcast(
-        self, tensors: Any, opts: Any = None, timeout: Any = None, *, root: int | None = None
-    ) -> dist.Work:
-        """torch.distributed.broadcast; `opts` may be torch's options or the root's rank."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if not isinstance(opts, dist.BroadcastOptions):
-            root, opts = opts if root is None else root, dist.BroadcastOptions()
-            opts.rootRank = root or 0
-        return self._run(
-            opts,
-            tensors,
-            lambda **go: collective.broadcast(tensors[0], group_src=opts.rootRank, **go),
-        )
-
-    @_by_device
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """torch.distributed.all_gather_into_tensor."""
-        return self._run(
-            opts, [output], lambda **go: collective.all_gather_into_tensor(output, input, **go)
-        )
-
-    @_by_device
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """torch.distributed.reduce_scatter_tensor."""
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._run(
-            opts,
-            [output],
-            lambda **go: collective.reduce_scatter_tensor(output, input, op, **go),
-        )
-
-    @_by_device
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """One all-gather after the other."""
-        return self._each(opts, zip(outputs, inputs, strict=True), self.all_gather_single)
-
-    @_by_device
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """One reduce-scatter after the other."""
-        return self._each(opts, zip(outputs, inputs, strict=True), self.reduce_scatter_single)
+    allreduce = _ours("allreduce", 1, ["op"], lambda t, **go: collective.all_reduce(t[0][0], **go))
+    broadcast = _ours(
+        "broadcast", 1, ["group_src"], lambda t, **go: collective.broadcast(t[0][0], **go)
+    )
+    reduce = _ours("reduce", 1, ["group_dst", "op"], lambda t, **go: lists.reduce(t[0][0], **go))
+    gather = _ours("gather", 2, ["group_dst"], lambda t, **go: lists.gather(t[1][0], t[0], **go))
+    scatter = _ours("scatter", 2, ["group_src"], lambda t, **go: lists.scatter(t[0][0], t[1], **go))
+    allgather = _ours("allgather", 2, [], lambda t, **go: lists.all_gather(t[0], t[1][0], **go))
+    reduce_scatter = _ours(
+        "reduce_scatter", 2, ["op"], lambda t, **go: lists.reduce_scatter(t[0][0], t[1], **go)
+    )
+    alltoall = _ours("alltoall", 2, [], lambda t, **go: lists.all_to_all(*t, **go))
+    all_gather_single = _ours(
+        "all_gather_single",
+        2,
+        [],
+        lambda t, **go: collective.all_gather_into_tensor(t[0][0], t[1][0], **go),
+    )
+    reduce_scatter_single = _ours(
+        "reduce_scatter_single",
+        2,
+        ["op"],
+        lambda t, **go: collective.reduce_scatter_tensor(t[0][0], t[1][0], **go),
+    )
 
     @_by_device
     def all_to_all_single(
@@ -202,13 +208,14 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> dist.Work:
         """torch.distributed.all_to_all_single."""
-        return self._run(
-            opts,
-            [output],
-            lambda **go: collective.all_to_all_single(
-                output, input, list(output_split_sizes), list(input_split_sizes), **go
-            ),
-        )
+        splits = list(output_split_sizes), list(input_split_sizes)
+        waits = not getattr(opts, "asyncOp", True)
+        work = collective.all_to_all_single(output, input, *splits, self, not waits)
+        return work if work is not None else Work.done([output])
+
+    allreduce_coalesced = _coalesced("allreduce")
+    all_gather_single_coalesced = _coalesced("all_gather_single")
+    reduce_scatter_single_coalesced = _coalesced("reduce_scatter_single")
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """torch.distributed.barrier."""
@@ -216,8 +223,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if device is not None and device.type != CPU.type:
             there: dist.Work = self.get_backend(device).barrier(opts)
             return there
-        opts = opts if isinstance(opts, dist.BarrierOptions) else None
-        return self._run(opts, [], lambda **go: collective.barrier(**go))
+        work = collective.barrier(self, async_op=getattr(opts, "asyncOp", True))
+        return work if work is not None else Work.done([])
 
     # torch up to 2.11 calls the same things by these names.
     _allgather_base = all_gather_single
@@ -228,16 +235,10 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- gloo's -----
 
-    allgather = _on_gloo("allgather")
     allgather_coalesced = _on_gloo("allgather_coalesced")
-    alltoall = _on_gloo("alltoall")
-    gather = _on_gloo("gather")
     monitored_barrier = _on_gloo("monitored_barrier")
     recv = _on_gloo("recv")
     recv_anysource = _on_gloo("recv_anysource")
-    reduce = _on_gloo("reduce")
-    reduce_scatter = _on_gloo("reduce_scatter")
-    scatter = _on_gloo("scatter")
     send = _on_gloo("send")
 
     # ----- life and death -----
@@ -260,19 +261,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         for backend in self._others.values():
             backend.abort()
 
-    def _run(
-        self, opts: Any, result: list[Tensor], call: Callable[..., dist.Work | None]
-    ) -> dist.Work:
-        waits = opts is not None and not opts.asyncOp
-        work = call(group=self, async_op=not waits)
-        return work if work is not None else Work.done(result)
 
-    def _each(self, opts: Any, arguments: Any, call: Callable[..., dist.Work]) -> dist.Work:
-        work: dist.Work = Work.done([])
-        # Calls are done in order, so the last one's end is the end of all.
-        for each in arguments:
-            work = call(each, opts) if isinstance(each, list) else call(*each, opts)
-        return work
+def _list(tensors: Any) -> list[Tensor]:
+    """A group's methods take a tensor, a list of them, or a list of lists (one for each device)."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return tensors if not tensors or isinstance(tensors[0], Tensor) else tensors[0]
 
 
 def _first_tensor(args: Any) -> Tensor | None:

@@ -106,22 +106,23 @@ class Communicator:
     def run(
         self,
         call: Call,
-        tensor: Tensor,
+        brought: Tensor | Sequence[Tensor],
         body: Callable[[bytes], None],
         *,
         async_op: bool,
-        result: Tensor | None = None,
+        result: Tensor | Sequence[Tensor] | None = None,
     ) -> Work | None:
         """Do `body` after all earlier operations: now, or on the progress thread.
 
-        `call` describes it, `tensor` is what this rank brings to it and `result` what it gets (the
+        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (the
         same if not given); `body` is called with the packed call.
         """
+        result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
         compare, look_for_nan = self.compare_always, self.look_for_nan
 
         def operation() -> None:
-            found = look_for_nan and has_nan(tensor)
+            found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
             with self._lock:
                 self._begin(compare)
@@ -133,7 +134,8 @@ class Communicator:
                         raise
                     raise reason from error
 
-        # What torch.profiler shows; it costs microseconds, so only where somebody looks.
+        # What torch.profiler shows; it costs microseconds, so only where somebody looks. Of an
+        # asynchronous call that is the start: an event that ends after the profiler has is a crash.
         event = record_function(f"collectives:{call.kind}") if _profiler_enabled() else None
         if not async_op:
             last, self._last = self._last, None
@@ -144,7 +146,7 @@ class Communicator:
             return None
         work = Work(
             operation,
-            [tensor if result is None else result],
+            as_list(result),
             timeout=self.timeout,
             progress=lambda: self._calls,
         )
@@ -154,13 +156,10 @@ class Communicator:
                     target=_progress, args=(self._queue,), daemon=True, name="collectives"
                 )
                 self._thread.start()
-            if event is not None:
-                # It begins here and ends when the operation does.
-                event.__enter__()
-                event._call_end_callbacks_on_future(work.get_future())
             # Together: what is last in the queue is what a synchronous call waits for.
-            self._last = work
-            self._queue.put(work)
+            with event or nullcontext():
+                self._last = work
+                self._queue.put(work)
         return work
 
     def abort(self) -> None:
@@ -271,6 +270,11 @@ class Communicator:
         if error.peer is None:
             return RankLost([], f"a connection broke, and every rank is still there: {told}")
         return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
+
+
+def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """One tensor, or several, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _progress(works: queue.SimpleQueue[Work | None]) -> None:

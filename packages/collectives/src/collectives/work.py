@@ -2,14 +2,12 @@
 
 Notable:
 - callbacks of a future may start collectives and wait for them (torch's `powerSGD_hook` does), so
-  they never run on the progress thread: that would wait for itself. They run on threads that are
-  added while all others are busy;
+  they never run on the progress thread, which would wait for itself, but on one of their own;
 - `wait` ends: an operation that is not done a while after the group's timeout is an error.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,33 +18,6 @@ from torch.futures import Future
 
 # The operation itself says at the timeout who is lost, which is the better error.
 GRACE_SECONDS = 2.0
-
-
-class Callbacks:
-    """Threads for callbacks: one more whenever all that there are have something to do."""
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._idle = 0
-        self._lock = threading.Lock()
-
-    def submit(self, task: Callable[[], object]) -> None:
-        """Run it soon, on a thread where nobody else waits."""
-        self._tasks.put(task)
-        with self._lock:
-            if self._idle:
-                self._idle -= 1
-                return
-        threading.Thread(target=self._serve, daemon=True, name="collectives callbacks").start()
-
-    def _serve(self) -> None:
-        while True:
-            self._tasks.get()()
-            with self._lock:
-                self._idle += 1
-
-
-_callbacks = Callbacks()
 
 
 class Work(dist.Work):
@@ -92,7 +63,8 @@ class Work(dist.Work):
             self._done.set()
             future = self._future
         if future is not None:
-            _callbacks.submit(lambda: future.set_result(None))
+            # On a thread of its own, as whatever waits for it may start collectives and wait too.
+            threading.Thread(target=future.set_result, args=(None,), daemon=True).start()
 
     def join(self) -> None:
         """Return when it has ended, well or not; raise if it does not end."""

@@ -20,7 +20,7 @@ from collectives.shared_memory import protocol
 from collectives.shared_memory.fingerprint import (
     Call,
     Lengths,
-    compare_by_messages,
+    compare,
     compare_lengths,
     gather_by_messages,
 )
@@ -95,9 +95,8 @@ def all_to_all(
     inputs: Sequence[Tensor],
 ) -> None:
     """outputs[i] on rank j = inputs[j] on rank i."""
-    # Sizes may differ between ranks, so they cannot be what the choice depends on.
-    algorithm = start(comm, call, packed, 1 << 20)
-    if algorithm == "shared_memory":
+    # Sizes may differ between ranks, so nothing may depend on them.
+    if start(comm, call, packed, 1 << 20) == "shared_memory":
         protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
         return
     comm.lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
@@ -108,7 +107,7 @@ def all_to_all(
         places = range(comm.world)
         lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
         compare_lengths(lengths, places)
-    BY_MESSAGES[algorithm].all_to_all(comm.wire, outputs, inputs)
+    ring.all_to_all(comm.wire, outputs, inputs)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
@@ -127,8 +126,11 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
         # Shared memory compares by itself, at a tick that it needs anyway.
         agree(comm, packed)
     if algorithm == "auto":
-        if call.kind not in comm.models:
-            comm.models[call.kind] = _measured(comm, call.kind)
+        if call.steps == "all_to_all":
+            # The only one there is.
+            return "ring"
+        if call.steps not in comm.models:
+            comm.models[call.steps] = _measured(comm, call.steps)
             comm.wire.speak_of(packed)
         algorithm = _choose(comm, call, packed, size)
     return algorithm
@@ -139,21 +141,21 @@ def agree(comm: Communicator, packed: bytes) -> None:
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
     elif comm.comparing:
-        compare_by_messages(comm.wire, packed)
+        compare(gather_by_messages(comm.wire, packed), range(comm.world))
     comm.wire.speak_of(packed)
 
 
 def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     # Nothing to measure on one host: memory costs less than messages at every size.
-    native = not comm.topology.one_host and comm.gloo.can(call.kind, call.dtype, call.op)
+    native = not comm.topology.one_host and comm.gloo.can(call.steps, call.dtype, call.op)
     native = native and size > 0 and comm.gloo.has_room_for(packed)
-    key = call.kind, size, native
+    key = call.steps, size, native
     if key not in comm.choices:
-        model, hosts = comm.models.setdefault(call.kind, CostModel()), comm.topology.ranks_per_host
-        possible = model.candidates(call.kind, hosts)
+        model, hosts = comm.models.setdefault(call.steps, CostModel()), comm.topology.ranks_per_host
+        possible = model.candidates(call.steps, hosts)
         comm.choices[key] = min(
             [name for name in possible if native or name != NATIVE],
-            key=lambda name: model.predict(call.kind, name, size, hosts),
+            key=lambda name: model.predict(call.steps, name, size, hosts),
         )
     return comm.choices[key]
 
@@ -188,11 +190,8 @@ def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
         reduce_scatter(comm, call, call.packed, part, flat)
     elif kind == "all_gather":
         all_gather(comm, call, call.packed, flat, part)
-    elif kind == "broadcast":
-        broadcast(comm, call, call.packed, flat)
     else:
-        parts = flat.chunk(comm.world)
-        all_to_all(comm, call, call.packed, torch.zeros_like(flat).chunk(comm.world), parts)
+        broadcast(comm, call, call.packed, flat)
 
 
 def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, op: str) -> None:
@@ -218,4 +217,4 @@ def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) ->
     # gloo does not take empty tensors; all ranks know that theirs are.
     if tensors[0].numel():
         left = comm.wire.seconds_left
-        comm.gloo.run(call.kind, packed, tensors, op=call.op, root=call.root, seconds=left)
+        comm.gloo.run(call.steps, packed, tensors, op=call.op, root=call.root, seconds=left)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from collectives.algorithms.point_to_point import PeerError
+from collectives.algorithms.point_to_point import PeerError, first_line, hang_up
 from collectives.algorithms.reduction import average
 
 MOST_GROUPS = 64
@@ -74,19 +74,14 @@ class GlooGroups:
                 self._groups[call] = self._make(call, timeout)
             RUN[kind](self._groups[call], tensors, op, root).wait(timeout)
         except RuntimeError as error:
-            told = str(error).splitlines()
-            raise PeerError(None, told[0] if told else type(error).__name__) from error
+            raise PeerError(None, first_line(error)) from error
         if op:
             average(op, tensors[0], self._groups[call].size())
 
     def hang_up(self) -> None:
-        """Close all connections: gloo does so when a wait of the group times out."""
+        """Close all connections."""
         for group in self._groups.values():
-            nothing = torch.empty(1, dtype=torch.uint8)
-            for peer in range(group.size()):
-                if peer != group.rank():
-                    with suppress(RuntimeError):
-                        group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
+            hang_up(group, set(range(group.size())) - {group.rank()})
 
     def _make(self, call: bytes, timeout: timedelta) -> Any:
         # torch's stubs know neither the options' names nor this constructor.
@@ -112,10 +107,6 @@ def _reduce_scatter(group: Any, tensors: tuple[Tensor, ...], op: str, _: int) ->
     return group._reduce_scatter_base(*tensors, options)
 
 
-def _all_gather(group: Any, tensors: tuple[Tensor, ...], _: str, __: int) -> Any:
-    return group._allgather_base(*(tensor.view(torch.uint8) for tensor in tensors))
-
-
 def _broadcast(group: Any, tensors: tuple[Tensor, ...], _: str, root: int) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -125,6 +116,6 @@ def _broadcast(group: Any, tensors: tuple[Tensor, ...], _: str, root: int) -> An
 RUN = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
+    "all_gather": lambda group, t, _, __: group._allgather_base(*(x.view(torch.uint8) for x in t)),
     "broadcast": _broadcast,
 }

@@ -7,7 +7,6 @@ side does the same alone. Doubling is the same film backwards, with copies in pl
     all-gather       (n-1)/n S      doubling
     all-reduce      2(n-1)/n S      both; for short tensors doubling alone, with sums: S log n
     broadcast        scatter down a tree, then doubling (van de Geijn)
-    all-to-all       S/2 log n      Bruck: at step k, all blocks whose distance has bit k go 2^k on
 (Thakur, Rabenseifner and Gropp, 2005). The bytes are exact for powers of two.
 
 Notable: halves may differ by one rank. The odd rank of the longer half has no partner of its own:
@@ -26,7 +25,6 @@ from collectives.algorithms import tree
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.algorithms.reduction import COMBINE, average
 from collectives.algorithms.tree import in_column_blocks, in_wide_blocks, levels
-from collectives.shared_memory.fingerprint import Mismatch
 
 # Up to this size a step saved is worth more than the bytes it costs.
 SHORT_BYTES = 64 * 1024
@@ -72,36 +70,6 @@ def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:
     slices = flat.tensor_split(wire.world)
     tree.scatter(ring, slices)
     _double(ring, flat, slices)
-
-
-def all_to_all(wire: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """outputs[i] on rank j = inputs[j] on rank i. Needs memory for all blocks once more."""
-    rank, world = wire.rank, wire.world
-    blocks = [inputs[(rank + i) % world] for i in range(world)]
-    distance = 1
-    while distance < world:
-        moving = [i for i in range(world) if i & distance]
-        to, source = (rank + distance) % world, (rank - distance) % world
-        lengths = torch.tensor([blocks[i].numel() for i in moving])
-        coming = torch.empty_like(lengths)
-        wire.exchange([(to, lengths)], [(source, coming)])
-        sizes: list[int] = coming.tolist()
-        arrived = inputs[0].new_empty(sum(sizes))
-        wire.exchange([(to, torch.cat([blocks[i] for i in moving]))], [(source, arrived)])
-        start = 0
-        for i, size in zip(moving, sizes, strict=True):
-            blocks[i] = arrived[start : start + size]
-            start += size
-        distance *= 2
-    for i, block in enumerate(blocks):
-        source = (rank - i) % world
-        if block.numel() != outputs[source].numel():
-            raise Mismatch(
-                f"all_to_all cannot be done: rank {source} sends {block.numel()} elements to rank "
-                f"{rank}, which expects {outputs[source].numel()}",
-                sorted({source, rank}),
-            )
-        outputs[source].copy_(block)
 
 
 def _halve(wire: PointToPoint, flat: Tensor, slices: Sequence[Tensor], name: str) -> None:

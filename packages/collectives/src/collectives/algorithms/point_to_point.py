@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -123,15 +123,8 @@ class PointToPoint:
         self._wait(going[len(outs) :])
 
     def hang_up(self) -> None:
-        """Close the connections, so that whoever waits at one of them finds out now.
-
-        gloo closes all of a group's when one of its waits times out.
-        """
-        for peer in self._ranks:
-            if peer != self._ranks[self.rank]:
-                with suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
-                    self._group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
+        """Close the connections, so that whoever waits at one of them finds out now."""
+        hang_up(self._group, set(self._ranks) - {self._ranks[self.rank]})
 
     def _start(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -152,7 +145,7 @@ class PointToPoint:
                     tag = (self._subject[0] ^ raw.numel() * SPREAD) & TAG_BITS
                     works.append((peer, getattr(self._group, operation)([raw], peer, tag), raw))
                 except RuntimeError as error:
-                    raise PeerError(peer, _first_line(error)) from error
+                    raise PeerError(peer, first_line(error)) from error
         return works + self._start_batch(batch)
 
     def _start_batch(
@@ -174,12 +167,21 @@ class PointToPoint:
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
-                raise PeerError(peer, _first_line(error)) from error
+                raise PeerError(peer, first_line(error)) from error
+
+
+def hang_up(group: Any, peers: Iterable[int]) -> None:
+    """Close a group's connections: gloo closes all of them when one of its waits times out."""
+    for peer in peers:
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
     return in_pieces(flat, PIECE_BYTES // flat.element_size()) if flat.numel() else []
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without the trace of C++ that torch adds."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

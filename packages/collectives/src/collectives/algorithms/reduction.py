@@ -27,6 +27,9 @@ COMBINE: dict[str, Combine] = {
     "BXOR": torch.bitwise_xor,
 }
 
+# torch moves these, and no more.
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 
 def op_name(op: object) -> str:
     """ "SUM" for ReduceOp.SUM, and so on."""
@@ -44,6 +47,8 @@ def _name(kind: object) -> str:
 def check(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError if `dtype` has no such reduction."""
     real = dtype.is_floating_point
+    if dtype in UNSIGNED:
+        raise TypeError(f"torch does not compute with {dtype}; reduce it as a wider signed dtype")
     if name == "AVG" and not (real or dtype.is_complex):
         raise TypeError(f"AVG of {dtype} has no exact result; use SUM and divide")
     if name in ("MIN", "MAX") and dtype.is_complex:

@@ -1,4 +1,4 @@
-"""Bandwidth against size, as measured and as the cost model has it (needs matplotlib)."""
+"""Bandwidth against size (needs matplotlib)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib import pyplot
 
 
 def plot(rows: Sequence[Mapping[str, float | int | str]], path: Path) -> None:
-    """Bus bandwidth against size: points are measured, dashed lines are the model's."""
+    """Bus bandwidth of all-reduce against size, a picture for each number of processes."""
     worlds = sorted({int(row["world"]) for row in rows})
     figure, axes = pyplot.subplots(1, len(worlds), figsize=(6 * len(worlds), 4), squeeze=False)
     for axis, world in zip(axes[0], worlds, strict=True):
@@ -17,10 +17,7 @@ def plot(rows: Sequence[Mapping[str, float | int | str]], path: Path) -> None:
         for name in dict.fromkeys(str(row["algorithm"]) for row in chosen):
             mine = [row for row in chosen if row["algorithm"] == name]
             sizes = [float(row["size_bytes"]) for row in mine]
-            (line,) = axis.plot(sizes, [float(row["busbw_gbps"]) for row in mine], "o-", label=name)
-            factor = 2 * (world - 1) / world / 1e3
-            curve = [float(r["size_bytes"]) / float(r["model_us"]) * factor for r in mine]
-            axis.plot(sizes, curve, "--", color=line.get_color())
+            axis.plot(sizes, [float(row["busbw_gbps"]) for row in mine], "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="busbw GB/s")
         axis.set_title(f"all-reduce, {world} processes")
         axis.legend()

@@ -8,9 +8,7 @@ Sizes and bandwidths are defined as nccl-tests defines them: the size is the who
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time over ours, pair by pair in the same round (in place
 for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, the largest of all
-ranks'. `over_best` is the time over that of the best single algorithm, again pair by pair, and
-`runs` the algorithm that ran. A rank holds twice the largest size in memory; `--append` measures
-what does not fit one sitting in several.
+ranks'; `runs` is the algorithm that ran. A rank holds twice the largest size in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from torch.multiprocessing.spawn import start_processes
 import collectives
 from collectives.algorithms.reduction import in_pieces
 from collectives.bench.turns import Times, ratios, time_in_turns
-from collectives.choice.cost import CostModel, Sample, candidates
+from collectives.choice.cost import candidates
 from collectives.communicator import communicator
 
 Row = dict[str, float | int | str]
@@ -63,7 +61,7 @@ def bench(
         made = not dist.is_initialized()
         if made:
             dist.init_process_group(backend, timeout=TIMEOUT)
-        rows = with_model(_measure(device, sizes, quick))
+        rows = _measure(device, sizes, quick)
         if made:
             dist.destroy_process_group()
         return rows if int(os.environ["RANK"]) == 0 else []
@@ -77,7 +75,7 @@ def bench(
                 start_method="spawn",
             )
             rows += json.loads(Path(folder, "rows").read_text())
-    return with_model(rows)
+    return rows
 
 
 def _rank(
@@ -195,8 +193,7 @@ def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
 
 def _algorithms(kind: str) -> list[str]:
     topology = communicator().topology
-    names = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    return list(names)
+    return list(candidates(kind, topology.ranks_per_host, shared=topology.one_host))
 
 
 def _values(rank: int, device: str) -> Tensor:
@@ -257,42 +254,12 @@ def _speed(kind: str, size: int, times: Times) -> Row:
 
 def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
     by_round = ratios(times, native, name)
-    # What "auto" chooses from: not the backend's own, nor what needs tensors of its own kind.
-    singles = [other for other in times if other not in (native, "auto", "shared_empty")]
-    best = min(singles, key=lambda other: float(np.median(times[other].rounds)))
-    over_best = ratios(times, name, best)
     return {
         "wire_bytes": times[name].wire_bytes,
         "ratio_p50": float(np.median(by_round)),
         "ratio_p10": float(np.quantile(by_round, 0.1)),
         "ratio_p90": float(np.quantile(by_round, 0.9)),
-        "over_best_p50": float(np.median(over_best)),
-        "over_best_p10": float(np.quantile(over_best, 0.1)),
     }
-
-
-def with_model(rows: list[Row]) -> list[Row]:
-    """Add the time that a cost model gives to each row: one model for each world and its hosts."""
-    for _, group in itertools.groupby(rows, key=lambda row: (row["world"], row["hosts"])):
-        mine = list(group)
-        samples = [s for row in mine if (s := _sample(row)) is not None]
-        model = CostModel.fit(samples) if samples else CostModel()
-        for row in mine:
-            row["model_us"] = float("nan")
-            if (s := _sample(row)) is not None:
-                spent = model.predict(s.collective, s.algorithm, s.size_bytes, s.hosts)
-                row["model_us"] = spent * 1e6
-    return rows
-
-
-def _sample(row: Row) -> Sample | None:
-    world, count = int(row["world"]), int(row["hosts"])
-    # As many on each host, which is how this bench is run.
-    hosts = (world // count,) * count
-    if row["runs"] not in candidates(str(row["case"]), hosts):
-        return None
-    size, seconds = int(row["size_bytes"]), float(row["time_us"]) / 1e6
-    return Sample(str(row["case"]), str(row["runs"]), size, hosts, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -304,7 +271,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
     parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
-    parser.add_argument("--append", action="store_true", help="keep the rows in the JSON file")
     arguments = parser.parse_args(argv)
     rows = bench(
         device=arguments.device,
@@ -315,9 +281,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Other ranks of a group that was here before have nothing to show.
     if not rows:
         return
-    if arguments.append and arguments.json.exists():
-        rows = json.loads(arguments.json.read_text()) + rows
-        rows = with_model(sorted(rows, key=lambda row: (row["hosts"], row["world"])))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     if arguments.plot:

@@ -74,15 +74,24 @@ class CostModel:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> CostModel:
-        """The prices, none below zero, that make the relative errors smallest (least squares)."""
+        """The prices, none below zero, that make the relative errors smallest (least squares).
+
+        scipy's active set is that of Lawson and Hanson, 1974, chapter 23.
+        """
+        # Only here: importing the package costs what torch costs.
+        from scipy.optimize import nnls
+
         if not samples:
             raise ValueError("no samples to fit; measure at least one size for each algorithm")
         samples = [sample for sample in samples if sample.algorithm != NATIVE]
         rows = np.array([terms(s.collective, s.algorithm, s.size_bytes, s.hosts).values()
                          for s in samples])  # fmt: skip
         rows /= np.array([s.seconds for s in samples])[:, None]
-        prices = _non_negative_least_squares(rows, np.ones(len(samples)))
-        return cls(*(float(price) for price in prices))
+        # To columns of one length, or prices of a nanosecond would be taken for rounding.
+        scale = np.linalg.norm(rows, axis=0)
+        scale[scale == 0] = 1.0
+        prices, _ = nnls(rows / scale, np.ones(len(samples)))
+        return cls(*(float(price) for price in prices / scale))
 
     def predict(
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
@@ -115,32 +124,6 @@ class CostModel:
             key=lambda algorithm: self.predict(collective, algorithm, size_bytes, hosts),
         )
 
-    def explain(self, collective: str, size_bytes: int, hosts: Sequence[int]) -> str:
-        """The choice and the reasons: every candidate's terms and time, the best first."""
-        times = {
-            algorithm: self.predict(collective, algorithm, size_bytes, hosts)
-            for algorithm in self.candidates(collective, hosts)
-        }
-        ranked = sorted(times, key=times.__getitem__)
-        lines = [f"{collective} of {size_bytes} bytes, ranks per host {tuple(hosts)}: {ranked[0]}"]
-        for algorithm in ranked:
-            told = f"  {algorithm}: {times[algorithm] * 1e6:.1f} us"
-            if algorithm == NATIVE:
-                lines.append(f"{told} as measured")
-                continue
-            spent = terms(collective, algorithm, size_bytes, tuple(hosts))
-            parts = [
-                f"{value:.4g} {field.name} x {price:.3g} s"
-                for field, value, price in zip(
-                    fields(Terms), spent.values(), self.prices(), strict=True
-                )
-                if value
-            ]
-            line = f"{told} = {' + '.join(parts)}"
-            correction = self.correction(collective, algorithm, size_bytes, hosts)
-            lines.append(line if correction == 1 else f"{line}, times {correction:.2f} as measured")
-        return "\n".join(lines)
-
     def prices(self) -> tuple[float, ...]:
         """The six numbers in order."""
         return tuple(getattr(self, field.name) for field in fields(CostModel))
@@ -156,10 +139,8 @@ def candidates(
     names = ["shared_memory"] if (len(hosts) == 1 if shared is None else shared) else []
     if collective in ("all_reduce", "broadcast") and 1 < len(hosts) < sum(hosts):
         names.append("hierarchical")
-    names += ["ring", "halving_doubling"]
-    if collective != "all_to_all":
-        # Every pair has data of its own there: nothing to gain at a root.
-        names.append("tree")
+    # In an all-to-all every pair has data of its own: nobody can pass on what others need too.
+    names += ["ring"] if collective == "all_to_all" else ["ring", "halving_doubling", "tree"]
     return tuple(names)
 
 
@@ -210,7 +191,6 @@ def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing
         ("reduce_scatter", "halving_doubling"): exchanges(steps, part * sharing, part),
         ("all_gather", "halving_doubling"): exchanges(steps, part * sharing),
         ("broadcast", "halving_doubling"): messages(2 * steps, part * (1 + sharing), more=steps),
-        ("all_to_all", "halving_doubling"): exchanges(2 * steps, size / 2 * steps * sharing),
         ("all_reduce", "tree"): messages(2 * steps, 2 * steps * size, steps * size),
         ("reduce_scatter", "tree"): messages(2 * steps, steps * size + part, steps * size),
         ("all_gather", "tree"): messages(2 * steps, steps * size + part),
@@ -235,35 +215,3 @@ def _shared_memory(collective: str, size: int, world: int) -> Terms:
         chunks = max(1, math.ceil(size / world / SLOT_BYTES))
         return Terms(ticks=chunks, copied_bytes=size + size / world)
     return Terms(ticks=chunks, copied_bytes=2 * size)
-
-
-def _non_negative_least_squares(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least |rows x - target| (Lawson and Hanson, 1974, chapter 23).
-
-    Columns move from the bound into the free set one at a time, the one first along which the error
-    falls fastest; where the least squares of the free ones leave x >= 0, x goes only as far as the
-    bound, and what has met it is bound again.
-    """
-    scale = np.linalg.norm(rows, axis=0)
-    scale[scale == 0] = 1.0
-    rows = rows / scale
-    x, free = np.zeros(rows.shape[1]), np.zeros(rows.shape[1], dtype=bool)
-    for _ in range(10 * len(x)):
-        slope = rows.T @ (target - rows @ x)
-        slope[free] = -np.inf
-        if free.all() or slope.max() <= 1e-10 * np.linalg.norm(target):
-            break
-        free[int(np.argmax(slope))] = True
-        while free.any():
-            goal = np.zeros_like(x)
-            goal[free] = np.linalg.lstsq(rows[:, free], target, rcond=None)[0]
-            beyond = free & (goal <= 0)
-            if not beyond.any():
-                x = goal
-                break
-            step = np.min(x[beyond] / (x[beyond] - goal[beyond]))
-            x = x + step * (goal - x)
-            free &= x > 1e-12 * np.abs(x).max(initial=0.0)
-            x[~free] = 0.0
-    found: np.ndarray = x / scale
-    return found

@@ -8,9 +8,9 @@ All ranks' clocks tick together. One rule makes every protocol on it safe withou
 A writer returns to that slot for tick t+2, after it has seen everyone at t+1, hence done reading.
 
 Notable:
-- in Python, ordinary loads and stores are the flags. That is sound where stores become visible in
-  program order (x86-64's total store order). Other machines need fences, which `engine.c` has:
-  where it cannot be compiled, `available` says no and messages are used;
+- the tick is the fence, and `engine.c` does it wherever a compiler was found, also between steps
+  that are done in Python. Without one the flags are Python's loads and stores, which is sound where
+  stores become visible in program order (x86-64); elsewhere `available` says no: messages are used;
 - a wait yields the core, then sleeps: ranks may be more than cores;
 - a wait looks at the peers' process handles: a dead peer ends it, a late one does at the deadline.
 """
@@ -117,6 +117,8 @@ class Arena:
 
     def sync(self) -> None:
         """Tick, and return when all ranks have."""
+        if self.by_engine("meet"):
+            return
         tick = self.tick = self.tick + 1
         clocks = self._clocks
         clocks[self.rank][0] = tick

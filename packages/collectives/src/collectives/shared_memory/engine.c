@@ -367,6 +367,13 @@ int broadcast(Arena *a, Job *job) {
     }
 }
 
+/* Tick, and return when all ranks have: the fences of the steps that Python does. */
+int meet(Arena *a, Job *job) {
+    if (job->phase == 0) TICK(1);
+    WAIT();
+    return DONE;
+}
+
 /* Return when every rank is here. */
 int barrier(Arena *a, Job *job) {
     if (job->phase == 0) TICK(1);

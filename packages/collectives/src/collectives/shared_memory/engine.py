@@ -33,15 +33,8 @@ SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 SECONDS_TO_COMPILE = 120
 DONE, AGAIN, MISMATCH = range(3)
-DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.bfloat16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.uint8: 5,
-    torch.float16: 6,
-}
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4,
+          torch.uint8: 5, torch.float16: 6}  # fmt: skip
 OPS = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4}
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
@@ -71,13 +64,11 @@ class Job(ctypes.Structure):
     )  # fmt: skip
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The compiled engine, or None where it cannot be had; `why_not` tells the reason."""
     return _compiled()[0]
 
 
-@cache
 def why_not() -> str:
     """Why there is no engine; empty if there is one."""
     return _compiled()[1]

@@ -19,24 +19,11 @@ from torch import Tensor
 
 from collectives.algorithms.point_to_point import PointToPoint
 
-KINDS = (
-    "all_reduce",
-    "reduce_scatter",
-    "all_gather",
-    "broadcast",
-    "all_to_all",
-    "barrier",
-    "shared_empty",
-)
-ALGORITHMS = (
-    "auto",
-    "shared_memory",
-    "hierarchical",
-    "ring",
-    "halving_doubling",
-    "tree",
-    "gloo",
-)
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
+         "barrier", "shared_empty", "reduce", "gather", "scatter")  # fmt: skip
+# Those that take another one's steps, and whose they are.
+STEPS = {"reduce": "all_reduce", "gather": "all_to_all", "scatter": "all_to_all"}
+ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "halving_doubling", "tree", "gloo")
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(
     sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda d: str(d))
@@ -59,6 +46,11 @@ class Call:
     root: int = 0
     algorithm: str = "auto"
     has_nan: bool = False
+
+    @property
+    def steps(self) -> str:
+        """The collective whose steps it takes, and whose prices are its own."""
+        return STEPS.get(self.kind, self.kind)
 
     @cached_property
     def packed(self) -> bytes:
@@ -97,8 +89,9 @@ class Call:
         parts = [f"shape {self.shape}", str(self.dtype)]
         if self.op:
             parts.append(self.op)
-        if self.kind == "broadcast":
-            parts.append(f"from rank {self.root}")
+        if self.kind in ("broadcast", *STEPS):
+            way = "to" if self.kind in ("reduce", "gather") else "from"
+            parts.append(f"{way} rank {self.root}")
         if self.algorithm != "auto":
             parts.append(f"algorithm {self.algorithm}")
         return f"{self.kind}({', '.join(parts)})"
@@ -167,11 +160,6 @@ def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> Non
             "input_split_sizes[j] on rank i",
             sorted({names[place] for pair in wrong for place in pair}),
         )
-
-
-def compare_by_messages(wire: PointToPoint, call: bytes) -> None:
-    """Compare over messages."""
-    compare(gather_by_messages(wire, call), range(wire.world))
 
 
 def gather_by_messages(wire: PointToPoint, own: bytes) -> list[bytes]:
