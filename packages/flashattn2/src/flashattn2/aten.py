@@ -67,15 +67,9 @@ def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Ten
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v; through tiles where the log-sum-exp has a gradient too."""
     if grad_lse is not None or why_not(q, k, score):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, score)

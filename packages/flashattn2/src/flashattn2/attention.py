@@ -77,14 +77,9 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_max_logits: bool = ...,
     **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -168,57 +163,26 @@ def flash_attention(
 
 @overload
 def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[False] = ..., **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: bool = ...,
-    return_max_logits: bool = ...,
-    **options: Unpack[Options],
-) -> Tensor | tuple[Tensor, ...]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    return_lse: bool = ..., return_max_logits: bool = ..., **options: Unpack[Options],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window: Window = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    return_max_logits: bool = False,
-    deterministic: bool = True,
-    precision: str | None = None,
-    split_size: int | None = None,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *,
+    is_causal: bool = False, scale: float | None = None, window: Window = None,
+    softcap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+    return_max_logits: bool = False, deterministic: bool = True, precision: str | None = None,
+    split_size: int | None = None, backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attention` over sequences of any lengths, packed without padding.
 
     ``q`` is ``(total_q, heads, dim)``, ``k`` and ``v`` are ``(total_k, kv_heads, dim)``; sequence n

@@ -92,19 +92,10 @@ def flash_attention_with_kvcache(
 
 @torch.library.custom_op("flashattn2::decode", mutates_args=())
 def decode_op(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    backend: str,
-    precision: str,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None,
+    scale: float, left: int, right: int, softcap: float, backend: str, precision: str,
     split_size: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp over the first ``lengths`` keys of each sequence."""
     score = Score(scale, left, right, softcap)
     if backend == "triton":

@@ -23,16 +23,9 @@ from flashattn2.tiled import Tiles, flat, grouped, row_lse, scores
 
 
 def tangent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    t_q: Tensor,
-    t_k: Tensor,
-    t_v: Tensor,
-    score: Score,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, t_q: Tensor, t_k: Tensor,
+    t_v: Tensor, score: Score,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Forward mode: how output and log-sum-exp move as q, k, v move along ``t_q, t_k, t_v``."""
     tiles = Tiles(score, q.shape[2], k.shape[2])
     q_, k_, v_ = grouped(q, k) * score.scale, flat(k), flat(v)
@@ -54,18 +47,9 @@ def tangent(
 
 
 def double_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    t_q: Tensor,
-    t_k: Tensor,
-    t_v: Tensor,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, t_q: Tensor, t_k: Tensor, t_v: Tensor, score: Score,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, dO and dL from the cotangents ``t_q, t_k, t_v`` of dQ, dK, dV."""
     t_out, t_lse = tangent(q, k, v, out, lse, t_q, t_k, t_v, score)
     if grad_lse is None:

@@ -38,18 +38,10 @@ class Choice(NamedTuple):
 
 
 def choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    *,
-    backend: str = "auto",
-    precision: str | None = None,
-    deterministic: bool = True,
-    packed: bool = False,
-    split_size: int | None = None,
-    max_logits: bool = False,
-) -> Choice:
+    q: Tensor, k: Tensor, v: Tensor, score: Score, *, backend: str = "auto",
+    precision: str | None = None, deterministic: bool = True, packed: bool = False,
+    split_size: int | None = None, max_logits: bool = False,
+) -> Choice:  # fmt: skip
     """The method for ``(batch, heads, seq, dim)``; ValueError if the named backend cannot."""
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")

@@ -16,14 +16,9 @@ from flashattn2.problem import Score, check_dense, make_score
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    score: Score,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
     method: Method,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Output and log-sum-exp, both differentiable, and each head's largest score if asked for."""
     # Python's own part of a differentiable function takes longer than a small attention.
     if torch.compiler.is_compiling():
@@ -60,14 +55,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    score: Score,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
     method: Method,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     if _is_an_operator_already(method, cu_q):
         return *aten.forward(q, k, v, score), None
     out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
@@ -204,18 +194,9 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    score: Score,
-    method: Method,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
+    lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score, method: Method,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if _is_an_operator_already(method, cu_q):
         return aten.backward(q, k, v, out, lse, grad_out, grad_lse, score)
     dq, dk, dv = backward_op(

@@ -17,21 +17,10 @@ from flashattn2.problem import Score, check_boundaries
 
 @torch.library.custom_op("flashattn2::forward", mutates_args=())
 def forward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    backend: str,
-    precision: str,
-    deterministic: bool,
-    split_size: int,
-    max_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, scale: float,
+    left: int, right: int, softcap: float, backend: str, precision: str, deterministic: bool,
+    split_size: int, max_logits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, log-sum-exp and, if asked for, the largest score of each head."""
     if cu_q is not None and cu_k is not None:
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2])
@@ -71,25 +60,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, T
 
 @torch.library.custom_op("flashattn2::backward", mutates_args=())
 def backward_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    backend: str,
-    precision: str,
-    deterministic: bool,
-    split_size: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, scale: float, left: int,
+    right: int, softcap: float, backend: str, precision: str, deterministic: bool, split_size: int,
     max_logits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     score = Score(scale, left, right, softcap)
     if backend == "triton":
@@ -115,15 +90,9 @@ def backward_op(
 
 @backward_op.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    *options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, *options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     cu_q, backend = options[0], options[6]
     if backend == "aten" and cu_q is None and grad_lse is None:
         return aten.backward(q, k, v, out, lse, grad_out, None, Score(*options[2:6]))

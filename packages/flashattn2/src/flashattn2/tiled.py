@@ -54,15 +54,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    score: Score,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, score: Score,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: the gradients of q, k and v from the output, L and D = rowsum(dO ∘ O) - dL."""
     tiles = Tiles(score, q.shape[2], k.shape[2])
     q_, k_, v_ = grouped(q, k), flat(k), flat(v)

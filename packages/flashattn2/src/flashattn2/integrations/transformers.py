@@ -33,19 +33,11 @@ def register(name: str = "linear_memory") -> None:
 
 
 def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
+    s_aux: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls: ``(batch, heads, seq, dim)`` to ``(batch, seq, heads, dim)``."""
     if dropout:
         raise ValueError(f"attention dropout is {dropout}; flashattn2 has none: set it to 0.0")
@@ -143,17 +135,11 @@ def _rows_first(out: Tensor) -> Tensor:
 
 
 def keys_of(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0,
-    mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    **_: Any,
-) -> Tensor:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0, mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None, use_vmap: bool = False,
+    device: torch.device | str = "cpu", **_: Any,
+) -> Tensor:  # fmt: skip
     """The mask function for transformers: a tensor that carries `Keys`.
 
     Raises ValueError for a mask that is no band over packed or padded sequences.
