@@ -135,7 +135,11 @@ def precision() -> list[Row]:
         for size, rows in (("tiny", 4), ("small", 1))
         for dtype in ("fp32", "bf16", "fp16")
     ]
-    return [_flat(_last(**case)) for case in cases]
+    columns = [
+        f"{phase}_{what}_ms" for phase in ("forward", "backward") for what in ("mean", "std")
+    ]
+    rows = [_last(**case) for case in cases]
+    return [{key: row[key] for key in ("size", "dtype", *columns)} for row in rows]
 
 
 def kernels() -> list[Row]:
@@ -231,7 +235,7 @@ def attention_time() -> list[Row]:
         "flashattn2": flash_attention,
     }
     rows = []
-    for seq, passes in ((256, 100), (512, 100), (1024, 20)):
+    for seq, passes in ((256, 100), (1024, 50), (4096, 4)):
         for width in (16, 64):
             inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
             seconds: dict[str, list[float]] = {}
