@@ -14,8 +14,10 @@ one thread; steps and epochs are timed by the clock on the wall, which asks for 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import os
 import runpy
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +168,18 @@ def kernels() -> list[Row]:
     return rows
 
 
+def allocator() -> list[Row]:
+    """The small model's optimizer by context, where the C library returns memory and keeps it."""
+    keeping = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
+    rows = []
+    for context, memory in itertools.product((128, 1024), ("returned", "kept")):
+        with mock.patch.dict(os.environ, keeping if memory == "kept" else {}):
+            found = _last(size="small", context=context, rows=1)
+        row = {"context": context, "memory": memory}
+        rows.append(row | {"optimizer_ms": found["optimizer_mean_ms"]})
+    return rows
+
+
 def layers() -> list[Row]:
     """Live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
     from llmsys_suite.stages import memory
@@ -223,44 +238,47 @@ def attention_memory() -> list[Row]:
 
 
 def attention_time() -> list[Row]:
-    """100 forward and 100 backward passes, batch 8, one head: plain, compiled, SDPA, flashattn2."""
+    """A forward and a backward pass, batch 8, one head: plain, compiled, SDPA, flashattn2.
+
+    Where the scores of the first two would not fit, they have no time.
+    """
     from flashattn2 import flash_attention
     from llmsys_suite.model import plain_attention
 
-    compiled = torch.compile(plain_attention)
     ways: dict[str, Callable[..., Tensor]] = {
         "plain": plain_attention,
-        "compiled": compiled,
+        "compiled": torch.compile(plain_attention),
         "SDPA": F.scaled_dot_product_attention,
         "flashattn2": flash_attention,
     }
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    passes_of = {256: 100, 512: 100, 1024: 100, 2048: 20, 4096: 5, 8192: 1, 16384: 1}
     rows = []
-    for seq, passes in ((256, 100), (512, 100), (1024, 20)):
-        for width in (16, 64):
-            inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
-            seconds: dict[str, list[float]] = {}
-            for way, call in ways.items():
-                call(*inputs, is_causal=True).sum().backward()
-                forward = backward = 0.0
-                for _ in range(passes):
-                    begin = time.process_time()
-                    out = call(*inputs, is_causal=True).sum()
-                    between = time.process_time()
-                    out.backward()
-                    forward += between - begin
-                    backward += time.process_time() - between
-                seconds[way] = [forward / passes, backward / passes]
-            for way, (forward, backward) in seconds.items():
-                rows.append(
-                    {
-                        "seq": seq,
-                        "head_dim": width,
-                        "attention": way,
-                        "passes": passes,
-                        "forward_ms": 1e3 * forward,
-                        "backward_ms": 1e3 * backward,
-                    }
-                )
+    for (seq, passes), width in itertools.product(passes_of.items(), (16, 128)):
+        inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
+        # Six matrices of scores: what a backward pass holds at most, and the mask.
+        scores_fit = 6 * 8 * seq**2 * 4 < memory
+        taken: dict[str, list[float | None]] = {}
+        for way, call in ways.items():
+            if way in ("plain", "compiled") and not scores_fit:
+                taken[way] = [None, None]
+                continue
+            call(*inputs, is_causal=True).sum().backward()
+            forward = backward = 0.0
+            for _ in range(passes):
+                begin = time.process_time()
+                out = call(*inputs, is_causal=True).sum()
+                between = time.process_time()
+                out.backward()
+                forward += between - begin
+                backward += time.process_time() - between
+                del out
+            taken[way] = [1e3 * forward / passes, 1e3 * backward / passes]
+        for which, name in enumerate(("forward", "backward")):
+            rows.append(
+                {"seq": seq, "head_dim": width, "pass": name, "passes": passes}
+                | {f"{way}_ms": times[which] for way, times in taken.items()}
+            )
     return rows
 
 
@@ -753,9 +771,9 @@ NEED_DATA = ("isoflop", "parametric")
 CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
-        warmup, sizes, precision, kernels, layers, attention_memory, attention_time, model_compiled,
-        checkpointing, epoch, parallel, trace, rates, language_rates, digits, prompt_overfits,
-        sharding, isoflop, parametric, run,
+        warmup, sizes, precision, kernels, allocator, layers, attention_memory, attention_time,
+        model_compiled, checkpointing, epoch, parallel, trace, rates, language_rates, digits,
+        prompt_overfits, sharding, isoflop, parametric, run,
     )
 }  # fmt: skip
 
