@@ -396,7 +396,7 @@ def _link(
         if not s["warmup"]:
             wall[s["variant"], s["phase"]] += s["seconds"]
     for row in train["rows"]:
-        if "wire_bytes" not in row:
+        if "link_ms" not in row:
             continue
         name, received = row["variant"], row["wire_bytes"]
         heads = HEAD_BYTES * (1 if name == LOCAL else evidence["counted"]["tensors"])

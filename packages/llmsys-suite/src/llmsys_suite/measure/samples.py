@@ -15,6 +15,7 @@ SINGLE = "single process"
 # What the others are compared with, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
+SHARED = "ddp shared memory"
 # Whose ranks train apart from one another, and agree now and then.
 LOCAL = "DiLoCo"
 # In the order of their turns; `variants.VARIANTS` says what each does.
@@ -25,7 +26,7 @@ VARIANT_NAMES = (
     "ddp flat",
     "ddp overlapped",
     "ddp bucketed",
-    "ddp shared memory",
+    SHARED,
     "zero 1",
     "zero 2",
     "fsdp",
@@ -79,9 +80,10 @@ def wire_bytes(samples: list[Sample], variant: str) -> float | None:
 def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
     """What a step would wait for a link of LINK_RATE, and the share of it that is computing.
 
-    Bytes over the rate: both directions at once, and nothing of it hidden behind computing.
+    Bytes over the rate: both directions at once, and nothing of it hidden behind computing. Who is
+    alone has no link, and memory is not shared over one.
     """
-    if received is None:
+    if received is None or row["variant"] in (SINGLE, SHARED):
         return {}
     computing = row["step_ms"] * (1 - row["communication_share"])
     waiting = 8e3 * received / LINK_RATE

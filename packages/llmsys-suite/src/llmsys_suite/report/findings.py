@@ -155,12 +155,13 @@ def _train(train: Row, _: Row, folder: RunFolder) -> Section:
                  ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
                  final_loss="loss")  # fmt: skip
     finding, folded = fastest(folder), []
-    link = pick(train["rows"], variant="way", wire_bytes="bytes received a step",
-                link_ms="on the link, ms", link_computing_share="computing")  # fmt: skip
-    if "computing" in link[0]:
+    link = pick([row for row in train["rows"] if "link_ms" in row], variant="way",
+                wire_bytes="bytes received a step", link_ms="on the link, ms",
+                link_computing_share="computing")  # fmt: skip
+    if link:
         shares = {row["way"]: row["computing"] for row in link}
         name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
-        if LOCAL in shares:
+        if LOCAL in shares and PEER in shares:
             finding += (
                 f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
                 f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
