@@ -8,6 +8,7 @@ A second step counts what the kernel's sockets received, and what was announced 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,15 +17,19 @@ from torch import Tensor
 
 from llmsys_suite.audit import network, reference
 from llmsys_suite.data import read_text
+from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
 #: So large that rounding the weights hides nothing of the gradient.
 RATE = 16.0
 #: How many steps of the run are trained once more in float64.
 REPLAYED = 3
+#: Of DiLoCo: rounds, and local steps in each.
+ROUNDS, LOCAL_STEPS = 2, 2
 
 Weights = dict[str, Tensor]
 
@@ -42,9 +47,12 @@ def probe(run: Run) -> dict[str, Any]:
         found[name] = {
             key: [share[key] for share in taken] for key in taken[0] if taken[0][key] is not None
         }
+    rounds = probe_rounds(run, start) if LOCAL in found else []
     losses = replay(run, start) if run.rank == 0 else []
     run.meet()
-    return {"exact_loss": exact_loss, "variants": found, "replayed_losses": losses}
+    return {
+        "exact_loss": exact_loss, "variants": found, "rounds": rounds, "replayed_losses": losses,
+    }  # fmt: skip
 
 
 def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
@@ -94,6 +102,31 @@ def _observe(
         "shared": sum(shared),
         "planned_shared": variant.planned_shared_bytes(size),
     }
+
+
+def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
+    """How far what DiLoCo's rounds moved lies from float64's, on every rank; a row for each.
+
+    Whole and unrounded: four bits of a change are not the change.
+    """
+    policy = replace(DiLoCo.policy, steps=LOCAL_STEPS, fragments=1, compression=None)
+    variant, config = DiLoCo(run, run.model, policy=policy), run.config
+    for step in range(ROUNDS * LOCAL_STEPS):
+        variant.step(*(t.to(run.device) for t in run.corpus.batch(
+            rows=run.world, context=config.context, seed=config.seed, step=step,
+            rank=run.rank, world=run.world,
+        )))  # fmt: skip
+    after = {name: w.double() - start[name] for name, w in variant.weights().items()}
+    variant.close()
+    run.recorder.take()
+    batches = [_batch(run, run.world, step) for step in range(ROUNDS * LOCAL_STEPS)]
+    each = [
+        [(tokens[rank : rank + 1], targets[rank : rank + 1]) for tokens, targets in batches]
+        for rank in range(run.world)
+    ]
+    exact = reference.diloco(start, each, run.model.num_heads, config.learning_rate, LOCAL_STEPS)
+    moved = {name: w - start[name] for name, w in exact.items()}
+    return run.gather(reference.furthest(after, moved))
 
 
 def replay(run: Run, weights: Weights) -> list[float]:

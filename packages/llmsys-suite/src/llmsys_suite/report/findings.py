@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, step_seconds
+from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE, step_seconds
 from llmsys_suite.report import plots
 
 MIB = 2**20
@@ -79,7 +79,7 @@ def fastest(folder: RunFolder) -> str:
     ratios = {
         name: [steps[i] / seconds[PEER][i] for i in steps if i in seconds[PEER]]
         for name, steps in seconds.items()
-        if name not in (PEER, SINGLE)
+        if name not in (PEER, SINGLE, LOCAL)
     }
     best = min(ratios, key=lambda name: statistics.median(ratios[name]), default="")
     return against(best, PEER, ratios[best], len(ratios)) if best else ""
@@ -154,7 +154,20 @@ def _train(train: Row, _: Row, folder: RunFolder) -> Section:
     shown = pick(train["rows"], variant="way", step_ms="step, ms", ratio_p50="of DDP's",
                  ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
                  final_loss="loss")  # fmt: skip
-    return Section("train", fastest(folder), shown, plots.phases(train["rows"]))
+    finding, folded = fastest(folder), []
+    link = pick([row for row in train["rows"] if "link_ms" in row], variant="way",
+                wire_bytes="bytes received a step", link_ms="on the link, ms",
+                link_computing_share="computing")  # fmt: skip
+    if link:
+        shares = {row["way"]: row["computing"] for row in link}
+        name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
+        if LOCAL in shares and PEER in shares:
+            finding += (
+                f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
+                f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
+            )
+        folded = [(f"each way {name}: bytes over the rate, nothing hidden", link)]
+    return Section("train", finding, shown, plots.phases(train["rows"]), folded)
 
 
 def _learn(learn: Row, _: Row, __: RunFolder) -> Section:
