@@ -35,9 +35,9 @@ def oracle(model, codes):
     return values[-1]
 
 
-def rounded(value, multiplier, shift, zero):
+def rounded(value, multiplier, shift, after):
     exact = (int(value) * int(multiplier) + ((1 << int(shift)) >> 1)) >> int(shift)
-    return min(127, max(-128, exact + zero))
+    return min(after.high, max(after.low, exact + after.zero))
 
 
 def _product(layer, values):
@@ -65,13 +65,13 @@ def _product(layer, values):
     for channel in range(sums.shape[axis]):
         m, s = layer.multiplier[channel], layer.shift[channel]
         index = (slice(None),) * axis + (channel,)
-        flat = [rounded(v, m, s, layer.after.zero) for v in sums[index].flat]
+        flat = [rounded(v, m, s, layer.after) for v in sums[index].flat]
         out[index] = np.array(flat).reshape(sums[index].shape)
     return out
 
 
 def _elementwise(layer, shape, terms):
-    flat = [rounded(v, 1, layer.shift, layer.after.zero) for v in terms.flat]
+    flat = [rounded(v, 1, layer.shift, layer.after) for v in terms.flat]
     return np.array(flat).reshape(shape)
 
 

@@ -129,11 +129,12 @@ def _layer(
         given = ", ".join([inputs[0], out, *parts])
         if layer.geometry is None:
             rows, width = math.prod(before[0][:-1]), before[0][-1]
-            return [f"multiply({given}, {layer.after.zero}, {rows}, {width}, {after[-1]});"]
+            numbers = [layer.after.zero, layer.after.high, rows, width, after[-1]]
+            return [f"multiply({given}, {_comma(numbers)});"]
         g = layer.geometry
         numbers = [
-            layer.before.zero, layer.after.zero, *before[0], after[0], *g.kernel, *g.stride,
-            *g.padding, *g.dilation, g.groups, *after[1:],
+            layer.before.zero, layer.after.zero, layer.after.high, *before[0], after[0],
+            *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
         ]  # fmt: skip
         return [f"convolve({given}, {_comma(numbers)});"]
     if isinstance(layer, made_of.IntegerPool):
@@ -166,7 +167,8 @@ def _layer(
 
 def _each(count: int, out: str, term: str, layer: made_of.Mixed) -> str:
     loop = f"for (int i = 0; i < {count}; i++)"
-    return f"{loop} ({out})[i] = requantized({term}, {int(layer.shift)}, {layer.after.zero});"
+    numbers = _comma([int(layer.shift), layer.after.zero, layer.after.high])
+    return f"{loop} ({out})[i] = requantized({term}, {numbers});"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:

@@ -20,14 +20,13 @@ from tinyml.layers import (
     check_bits,
     check_finite,
     compress_weights,
+    dense_copy,
     evaluating,
     guarded,
     identity,
     is_conv1d,
     layers_of,
-    make_dense,
     outputs_first,
-    plain_copy,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
@@ -137,8 +136,8 @@ def smoothquant(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; a share from 0 to 1")
-    model, divide = plain_copy(model), {}
-    layers = layers_of(_with_dense(model), (nn.Linear,), protect)
+    model, divide = dense_copy(model, (nn.Linear,)), {}
+    layers = layers_of(model, (nn.Linear,), protect)
     shared = [identity(module) for module in model.modules()]
 
     def note(name: str, inputs: list[Tensor]) -> None:
@@ -167,7 +166,7 @@ def round_in_step(
 
     A layer that never runs gets no inputs: an empty list.
     """
-    model = _with_dense(plain_copy(model))
+    model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
@@ -183,12 +182,6 @@ def round_in_step(
     for name in layers.keys() - done.keys():
         visit(name, [])
     return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
-
-
-def _with_dense(model: nn.Module) -> nn.Module:
-    for layer in list(layers_of(model, (nn.Linear,)).values()):
-        make_dense(model, layer)
-    return model
 
 
 def _some(batches: Sequence[Any]) -> Sequence[Any]:
