@@ -37,12 +37,12 @@ _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the me
 def save(model: nn.Module, path: str | Path) -> None:
     """Write every tensor of `model` once, compressed as it is."""
     tensors: dict[str, Tensor] = {}
-    names: dict[tuple[int, torch.Size], str] = {}
+    names: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
-        key = (tensor.data_ptr(), tensor.shape)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if key in names:
             same[name] = names[key]
             continue
@@ -131,7 +131,8 @@ def _as_stored(
 ) -> nn.Module:  # fmt: skip
     """A layer in the form that `how` tells; layers of one weight share what was `made` first."""
     kind, first = how["kind"], how.get("same", name)
-    place = f"{name}.grid." if kind == "int4" else f"{name}.parametrizations.weight.0."
+    start = f"{name}." if name else ""
+    place = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
     names = ("codes", "scale", "zero", "divide")
     parts = {part: state[place + part] for part in names if place + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
@@ -139,13 +140,13 @@ def _as_stored(
         return Int8Embedding(cast(Int8Linear, made[how["table"]]))
     if kind == "int8":
         if first not in made:
-            over = state.get(f"{name}.divide")
+            over = state.get(f"{start}divide")
             made[first] = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
         return made[first]
     if first not in made:
         weight = layer.get_parameter("weight").detach()
         if kind == "palette":
-            parts["palette"] = state[f"{name}.parametrizations.weight.original"]
+            parts["palette"] = state[f"{start}parametrizations.weight.original"]
         restore: Any = Palette.restore if kind == "palette" else GridWeight.restore
         made[first] = restore(weight, **parts, **settings)
     if kind == "int4":

@@ -143,7 +143,11 @@ class _Walk:
             return self._step("table", node, [arguments[0]], function=function, operator=name)
         if make is None:
             raise self._unknown(node)
-        return make(node, *arguments, **options)
+        try:
+            result: Step = make(node, *arguments, **options)
+        except (TypeError, AttributeError) as error:  # called in a way that has no rule
+            raise self._unknown(node, "these arguments") from error
+        return result
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -49,8 +50,11 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     """
     if not isinstance(model, IntegerModel):
         raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of a C function")
+    kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name in [
+        "main", "arena", "input", "output", *re.findall(r"\w+", kernels)
+    ]:  # fmt: skip
+        raise ValueError(f"{name!r} is no name of a C function, or one that the program uses")
     sizes = [math.prod(shape) for shape in model.shapes]
     places, arena = _places(model, sizes)
     arrays = _Arrays()
@@ -68,7 +72,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        files("tinyml.integer").joinpath("kernels.c").read_text(),
+        kernels,
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",

@@ -29,7 +29,7 @@ from tinyml.layers import (
     outputs_first,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, granularity_of, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.in_step import second_moment, visit_in_step
 from tinyml.quantization.int8 import with_int8_linears
@@ -64,7 +64,7 @@ def gptq(
         codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
         return GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
 
-    kind = granularity or ("group" if group_size else "channel")
+    kind = granularity_of(granularity, group_size)
     check_bits(bits, "a grid has")
     return round_in_step(model, batches, rounded, protect)
 
@@ -99,7 +99,7 @@ def awq(
         for step in range(steps):
             divide = size ** (step / steps)
             divide = divide / (divide.max() * divide.min()).sqrt()
-            rows = as_rows(first * divide, "group" if group_size else "channel", group_size)
+            rows = as_rows(first * divide, kind, group_size)
             grid = grid_of(rows, bits, symmetric=symmetric, observer=observer)
             grid = grid.stored_as(weight.dtype)
             made = GridWeight(
@@ -113,6 +113,7 @@ def awq(
         assert best is not None
         return best
 
+    kind = granularity_of(None, group_size)
     check_bits(bits, "a grid has")
     if steps < 1:
         raise ValueError(f"{steps} steps; one or more shares are tried")

@@ -28,7 +28,7 @@ from tinyml.layers import (
     plain_copy,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity
+from tinyml.quantization.grid import Granularity, granularity_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
 
@@ -51,7 +51,7 @@ def prepare_qat(
     `activation_bits`: the copy is the model's graph as an `IntegerModel` has it, all of its weights
     rounded by channel, batch normalization folded in and dropout left out.
     """
-    kind = granularity or ("group" if group_size else "channel")
+    kind = granularity_of(granularity, group_size)
     check_bits(bits, "symmetric training takes", least=2)
     if batches is not None:
         if kind != "channel" or protect or layers is not QUANTIZABLE:
