@@ -96,3 +96,29 @@ def test_the_wrong_model_or_file_says_so(tmp_path):
         load(Tied(), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="convert it"):
         save(prepare_qat(model(), 4), path)
+
+
+ALONE = {
+    "4 bits": lambda m: quantize(m, 4),
+    "palette": lambda m: kmeans_quantize(m, 2),
+    "int8": lambda m: quantize(m, activations="dynamic"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_model_of_one_layer_has_a_file_too(name, tmp_path):
+    torch.manual_seed(0)
+    compressed, inputs = ALONE[name](nn.Linear(16, 16)), torch.randn(3, 16)
+    save(compressed, tmp_path / "one")
+    assert torch.equal(load(nn.Linear(16, 16), tmp_path / "one")(inputs), compressed(inputs))
+
+
+def test_a_transposed_view_is_another_weight(tmp_path):
+    def pair():
+        first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        second.weight = nn.Parameter(first.weight.detach().t())
+        return nn.Sequential(first, second)
+
+    model, inputs = pair(), torch.randn(3, 8)
+    save(model, tmp_path / "pair")
+    assert torch.equal(load(pair(), tmp_path / "pair")(inputs), model(inputs))

@@ -158,6 +158,23 @@ def test_a_state_dict_of_another_format_is_refused(name):
     assert torch.equal(again[0].weight, one[0].weight)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"granularity": "channel", "group_size": 4}, "groups have a size, others none"),
+        ({"granularity": "group"}, "groups have a size, others none"),
+        ({"granularity": "chanel"}, "'tensor', 'channel' or 'group'"),
+        ({"group_size": 0}, "groups of 0 do not divide"),
+        ({"group_size": 3}, "groups of 3 do not divide"),
+    ],
+)
+def test_groups_have_a_size_and_others_none(options, message):
+    model = nn.Sequential(nn.Linear(8, 8))
+    for compress in (quantize, prepare_qat, lambda m, **o: gptq(m, [torch.ones(2, 8)], **o)):
+        with pytest.raises(ValueError, match=message):
+            compress(model, **options)
+
+
 @pytest.mark.parametrize("bits", [0, 17, -3, 2.5, True])
 def test_bits_out_of_range_are_refused_with_the_value(bits):
     model = nn.Sequential(nn.Linear(4, 4))

@@ -35,9 +35,9 @@ def oracle(model, codes):
     return values[-1]
 
 
-def rounded(value, multiplier, shift, zero):
+def rounded(value, multiplier, shift, after):
     exact = (int(value) * int(multiplier) + ((1 << int(shift)) >> 1)) >> int(shift)
-    return min(127, max(-128, exact + zero))
+    return min(after.high, max(after.low, exact + after.zero))
 
 
 def _product(layer, values):
@@ -65,13 +65,13 @@ def _product(layer, values):
     for channel in range(sums.shape[axis]):
         m, s = layer.multiplier[channel], layer.shift[channel]
         index = (slice(None),) * axis + (channel,)
-        flat = [rounded(v, m, s, layer.after.zero) for v in sums[index].flat]
+        flat = [rounded(v, m, s, layer.after) for v in sums[index].flat]
         out[index] = np.array(flat).reshape(sums[index].shape)
     return out
 
 
 def _elementwise(layer, shape, terms):
-    flat = [rounded(v, 1, layer.shift, layer.after.zero) for v in terms.flat]
+    flat = [rounded(v, 1, layer.shift, layer.after) for v in terms.flat]
     return np.array(flat).reshape(shape)
 
 
@@ -214,7 +214,8 @@ def test_every_bit_equals_the_oracle(build, way, monkeypatch):
     batches = [torch.randn(6, 2, 8, 8, generator=generator) for _ in range(2)]
     if build == "chain":
         batches = [torch.randn(6, 2, 9, 9, generator=generator) for _ in range(2)]
-    model = IntegerModel(BUILDS[build](), batches)
+    bits = {"chain": 8, "pooled": 3, "graph": 8}[build]
+    model = IntegerModel(BUILDS[build](), batches, bits=bits, activation_bits=bits)
     for inputs in (batches[0], 30 * batches[1]):  # within the calibrated range, and far outside
         codes = model.quantize(inputs)
         ours = model.integers(codes)
@@ -235,13 +236,17 @@ def compiled(program, folder, *options):
 
 
 @pytest.mark.parametrize(
-    "build",
-    ["graph", *(pytest.param(b, marks=pytest.mark.exhaustive) for b in ("chain", "pooled"))],
+    ("build", "bits"),
+    [
+        ("graph", 8),
+        *(pytest.param(b, 8, marks=pytest.mark.exhaustive) for b in ("chain", "pooled")),
+        *(pytest.param(b, 3, marks=pytest.mark.exhaustive) for b in BUILDS),
+    ],
 )
-def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
+def test_the_c_program_has_the_same_bits_on_1000_images(build, bits, tmp_path):
     size = 9 if build == "chain" else 8
     images = torch.randn(1000, 2, size, size, generator=torch.Generator().manual_seed(4))
-    model = IntegerModel(BUILDS[build](), [images[:64]])
+    model = IntegerModel(BUILDS[build](), [images[:64]], bits=bits, activation_bits=bits)
     program = to_c(model)
     codes = model.quantize(3 * images)
     run = subprocess.run(
@@ -303,8 +308,9 @@ def test_what_a_c_program_takes_is_counted():
     assert program.ram_bytes == 176 + 7 * 49
     assert "float" not in program.source
     assert "double" not in program.source
-    with pytest.raises(ValueError, match="no name of a C function"):
-        to_c(model, name="a-b")
+    for name in ("a-b", "main", "pool", "for", "\N{LATIN SMALL LETTER E WITH ACUTE}"):
+        with pytest.raises(ValueError, match="no name of a C function"):
+            to_c(model, name=name)
     with pytest.raises(TypeError, match="not Linear"):
         to_c(nn.Linear(2, 2))
 
@@ -467,6 +473,7 @@ def test_a_bias_far_above_its_products_is_kept(size):
 
 def test_inputs_that_do_not_fit_are_refused():
     model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
+    assert model(torch.zeros(0, 2, 9, 9)).shape == (0, 3)
     with pytest.raises(ValueError, match=r"\(batch, \*\(2, 9, 9\)\) is needed"):
         model(torch.zeros(1, 2, 8, 8))
     with pytest.raises(ValueError, match="nan"):

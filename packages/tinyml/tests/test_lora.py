@@ -262,3 +262,25 @@ def test_a_layer_at_two_places_has_its_adapter_at_both():
         torch.testing.assert_close(merge(model)(inputs), apart)
     with pytest.raises(ValueError, match=r"no layer of .* has a name like"):
         add_lora(nn.Sequential(layer, nn.ReLU(), layer), 2, targets=["0"], protect=["2"])
+
+
+def test_code_that_computes_with_a_layers_tensors_itself_finds_them():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    inputs = torch.randn(2, 5, 16)
+    exact = model(inputs)
+    add_lora(model, 4)
+    torch.testing.assert_close(model(inputs), exact, rtol=1e-5, atol=1e-6)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    changed = model(inputs)
+    assert not torch.allclose(changed, exact)
+    torch.testing.assert_close(merge(model)(inputs), changed, rtol=1e-5, atol=1e-5)
+    assert torch.equal(unmerge(model)(inputs), changed)
+
+
+def test_a_wider_update_leaves_the_base_in_its_type():
+    model = add_lora(nn.Sequential(nn.Linear(8, 8)).bfloat16(), 2)
+    model[0].lora_A.data, model[0].lora_B.data = torch.ones(2, 8), torch.ones(8, 2)
+    assert merge(model)[0].base.weight.dtype == torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tinyml import IntegerModel, LoRA, kmeans, kmeans_quantize, plain, prune, prune_channels
 from tinyml.quantization.grid import grid_of
-from tinyml.quantization.qat import round_through
+from tinyml.quantization.rounded_weight import round_through
 from torch import nn
 
 SOURCE = Path(plain.__file__).read_text()

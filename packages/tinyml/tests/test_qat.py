@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from tinyml import convert, prepare_qat, quantize, size_of
+from tinyml import IntegerModel, convert, prepare_qat, quantize, size_of
+from tinyml.integer.training import Rounding
 from tinyml.quantization.pack import packed_bytes
-from tinyml.quantization.qat import round_through
+from tinyml.quantization.rounded_weight import round_through
 from torch import nn
+from torch.nn.functional import cross_entropy, hardswish, max_pool2d
 
 
 def mlp():
@@ -83,3 +85,124 @@ def test_bad_requests_say_what_to_ask_for():
         prepare_qat(mlp(), 1)
     with pytest.raises(ValueError, match="prepare_qat"):
         convert(mlp())
+
+
+class Graph(nn.Module):
+    """Normalization, a residual sum, a gate, concatenation, both poolings, three activations."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.side, self.head = nn.Conv2d(8, 4, 1, stride=2), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = torch.relu(x + hardswish(self.deep(x)))
+        x = torch.cat([max_pool2d(x, 2), self.side(x)], 1)
+        x = x * torch.sigmoid(x.mean((2, 3), keepdim=True))
+        return self.head(x.mean((2, 3)))
+
+
+def fit(model, inputs, targets, steps, lr=0.01):
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return model
+
+
+def labeled(count=128):
+    """Images whose class is where their mean is largest, more or less."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(count, 2, 8, 8, generator=generator)
+    images += 2 * torch.randn(count, 2, 1, 1, generator=generator)
+    means = images.mean((2, 3))
+    return images, (means[:, 0] > 0) + 2 * (means[:, 1] > 0).long()
+
+
+@pytest.mark.parametrize("learn_scale", [False, True])
+@pytest.mark.parametrize(("bits", "activation_bits"), [(8, 8), (4, 4), (2, 5)])
+def test_integers_are_where_training_rounded(bits, activation_bits, learn_scale):
+    images, targets = labeled()
+    model = fit(Graph(), images, targets, 10).eval()
+    trained = prepare_qat(
+        model, bits, batches=[images], activation_bits=activation_bits, learn_scale=learn_scale
+    )
+    before = [parameter.clone() for parameter in trained.parameters()]
+    fit(trained, images, targets, 5)
+    assert not any(map(torch.equal, trained.parameters(), before))
+    integer = convert(trained)
+    assert isinstance(integer, IntegerModel)
+    # Each layer from the same codes, then from end to end.
+    codes = {0: integer.quantize(images)}
+    for number, (layer, sources) in enumerate(zip(integer.layers, integer.sources, strict=True), 1):
+        codes[number] = layer(*(codes[source] for source in sources))
+        exact = {source: value(integer.scales[source], codes[source]) for source in sources}
+        theirs = trained.value(number, [exact[source] for source in sources])
+        scale = integer.scales[number]
+        assert (scale.codes(theirs) == codes[number]).float().mean() > 0.999
+        assert (scale.codes(theirs).int() - codes[number].int()).abs().max() <= 1
+        assert int(codes[number].max()) < 2 ** (activation_bits - 1)
+    with torch.no_grad():
+        steps = (integer(images) - trained(images)).abs() / integer.output.scale
+    assert float(steps.max()) < 1.01
+    assert float((steps < 0.5).float().mean()) > 0.99
+
+
+def value(scale, codes):
+    return ((codes.double() - scale.zero) * scale.scale).float()
+
+
+def test_the_gradient_passes_a_value_and_stops_at_the_ends_of_its_range():
+    torch.manual_seed(0)
+    trained = prepare_qat(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), 8, batches=[torch.randn(9, 3)])
+    rounding = trained.roundings[1]
+    assert isinstance(rounding, Rounding)
+    top = 255 * rounding.scale.scale
+    values = torch.tensor([-0.1, 0.3 * top, 0.9 * top, 1.1 * top], requires_grad=True)
+    rounded = rounding(values)
+    assert rounded[0] == 0  # the lowest code is that of zero: clamping is the ReLU
+    assert (rounded[1:3] - values[1:3]).abs().max() <= 0.51 * rounding.scale.scale
+    rounded.sum().backward()
+    assert values.grad.tolist() == [0, 1, 1, 0]
+
+
+def test_few_bits_are_right_more_often_after_training():
+    images, targets = labeled(256)
+    model = fit(Graph(), images, targets, 60).eval()
+
+    def right(network):
+        with torch.no_grad():
+            return float((network(images).argmax(1) == targets).float().mean())
+
+    few = {"bits": 2, "activation_bits": 4}
+    afterwards = IntegerModel(model, [images], **few)
+    trained = prepare_qat(model, batches=[images], learn_scale=True, **few)
+    assert right(model) > 0.95
+    assert right(afterwards) < 0.9
+    assert right(convert(fit(trained, images, targets, 40))) > right(afterwards) + 0.05
+
+
+def test_a_network_in_training_keeps_what_a_state_dict_holds():
+    images, targets = labeled(32)
+    one = prepare_qat(Graph().eval(), 4, batches=[images], learn_scale=True)
+    fit(one, images, targets, 2)
+    other = prepare_qat(Graph().eval(), 4, batches=[3 * images + 1], learn_scale=True)
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(other(images), one(images))
+    assert torch.equal(convert(other)(images), convert(one)(images))
+
+
+def test_what_cannot_be_trained_as_integers_says_so():
+    images, _ = labeled(4)
+    with pytest.raises(ValueError, match="nothing to protect"):
+        prepare_qat(Graph(), 4, batches=[images], protect=["head"])
+    with pytest.raises(ValueError, match="1 bits; activations"):
+        prepare_qat(Graph(), 4, batches=[images], activation_bits=1)
+    with pytest.raises(ValueError, match="at least one batch"):
+        prepare_qat(Graph(), 4, batches=[])
+    with pytest.raises(ValueError, match="softmax"):
+        prepare_qat(nn.Sequential(nn.Softmax(1)), 4, batches=[images])

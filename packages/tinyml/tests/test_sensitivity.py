@@ -1,8 +1,11 @@
 """The scan from cached prefixes gives the numbers of the scan that runs everything."""
 
+import copy
+
 import pytest
 import torch
-from tinyml import sensitivity
+from tinyml import kmeans_quantize, sensitivity
+from tinyml.pruning.sensitivity import prune_weight
 from tinyml.quantization.kmeans import kmeans
 from torch import nn
 
@@ -42,6 +45,19 @@ class InPlace(nn.Module):
         return x.add_(y)  # changes the input that b is restarted from
 
 
+class Twice(nn.Module):
+    """A layer at two places, and a weight that is read before its layer is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 5)
+
+    def forward(self, x):
+        x = self.a(x.flatten(1))
+        x = nn.functional.linear(self.b(torch.relu_(x)), self.c.weight[:, :1].repeat(8, 36)[:36])
+        return self.c(self.b(self.a(x)))
+
+
 def batches():
     torch.manual_seed(1)
     return [(torch.randn(n, 1, 6, 6), torch.randint(5, (n,))) for n in (8, 3)]
@@ -51,17 +67,43 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).float().mean()
 
 
+def whole(model, batches, metric, amounts):
+    """The scan without a shortcut: every trial runs the model from its start."""
+    layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    samples, found = sum(len(y) for _, y in batches), {}
+    for name in ["", *layers]:
+        for amount in amounts:
+            trial = copy.deepcopy(model).eval()
+            if name:
+                weight = trial.get_submodule(name).weight
+                weight.data = prune_weight(weight.data, amount)
+            with torch.no_grad():
+                each = [float(metric(trial(x), y)) * len(y) for x, y in batches]
+            found.setdefault(name, {})[amount] = sum(each) / samples
+    return found.pop("")[amounts[0]], found
+
+
 @pytest.mark.parametrize("metric", [accuracy, nn.functional.cross_entropy])
-def test_the_prefix_scan_is_the_whole_scan_to_the_bit(metric):
+@pytest.mark.parametrize("kind", [Residual, Branching, InPlace, Twice])
+def test_the_prefix_scan_is_the_whole_scan_to_the_bit(kind, metric):
     torch.manual_seed(0)
-    model = Residual()
-    whole = sensitivity(model, batches(), metric, amounts=(0.5, 0.9), method="whole")
-    prefix = sensitivity(model, batches(), metric, amounts=(0.5, 0.9), method="prefix")
-    assert prefix.values == whole.values
-    assert prefix.baseline == whole.baseline
-    # 3 layers, 2 amounts, 2 batches: L (L + 1) / 2 a trial, and one pass, against L^2 and one pass.
-    assert prefix.layer_calls == 2 * (2 * 6 + 3)
-    assert whole.layer_calls == 2 * (2 * 9 + 3)
+    model = kind()
+    scan = sensitivity(model, batches(), metric, amounts=(0.5, 0.9))
+    assert (scan.baseline, scan.values) == whole(model, batches(), metric, (0.5, 0.9))
+    if kind is Residual:
+        # 3 layers, 2 amounts, 2 batches: L (L + 1) / 2 a trial, and one pass, not L^2 and one.
+        assert scan.layer_calls == 2 * (2 * 6 + 3)
+
+
+def test_what_is_compressed_is_scanned():
+    torch.manual_seed(0)
+    small = kmeans_quantize(Residual(), 2)
+    scan = sensitivity(small, batches(), accuracy, amounts=(0.5, 0.9))
+    small.eval()
+    with torch.no_grad():
+        right = [float(accuracy(small(x), y)) * len(y) for x, y in batches()]
+    assert scan.baseline == sum(right) / 11
+    assert [*scan.values] == ["first", "second", "head"]
 
 
 def test_the_model_is_as_it_was():
@@ -72,15 +114,7 @@ def test_the_model_is_as_it_was():
     assert model.training
     assert not model.norm.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert not any(layer._forward_hooks for layer in model.modules())
-
-
-@pytest.mark.parametrize("model", [Branching(), InPlace()], ids=["branching", "in_place"])
-def test_what_cannot_be_restarted_is_run_whole(model):
-    auto = sensitivity(model, batches(), accuracy)
-    assert auto.values == sensitivity(model, batches(), accuracy, method="whole").values
-    with pytest.raises(ValueError, match="use method='whole'"):
-        sensitivity(model, batches(), accuracy, method="prefix")
+    assert not any("forward" in vars(layer) for layer in model.modules())
 
 
 def test_any_compression_can_be_scanned():

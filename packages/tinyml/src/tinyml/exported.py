@@ -7,13 +7,14 @@ no tensor among its outputs, such as a cache, is left out.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from tinyml.layers import plain_copy
 
 _MODEL = "model."
 
@@ -34,7 +35,7 @@ class Exported:
 
 def exported(model: nn.Module, inputs: tuple[Any, ...]) -> Exported:
     """The graph of `model(*inputs)` in evaluation mode; ValueError where there is none."""
-    wrapped = _TensorsOnly(copy.deepcopy(model)).eval()
+    wrapped = _TensorsOnly(plain_copy(model)).eval()
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

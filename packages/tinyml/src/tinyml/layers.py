@@ -216,6 +216,15 @@ def plain_copy(model: nn.Module) -> nn.Module:
     return with_modules(model, made)
 
 
+def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)) -> nn.Module:
+    """A plain copy in which layers of these kinds have a dense weight, a parameter, again."""
+    model = plain_copy(model)
+    for layer in list(model.modules()):
+        if is_of(layer, kinds) and compressed_weight(layer) is not None:
+            make_dense(model, layer)
+    return model
+
+
 def with_modules(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
     """`model` with other modules in the place of some, itself perhaps among them."""
     if model in made:

@@ -92,6 +92,12 @@ class LoRA(nn.Module):
         weight = cast(Tensor, self.base.weight)
         return weight if self.merged else weight + self.update
 
+    def __getattr__(self, name: str) -> Any:
+        # Code that computes with a layer's tensors itself, as attention does, reads these too.
+        if name in ("bias", "in_features", "out_features", "num_embeddings", "embedding_dim"):
+            return getattr(self.base, name)
+        return super().__getattr__(name)
+
     def forward(self, inputs: Tensor) -> Tensor:
         """(..., in) -> (..., out), or indices -> (..., out) for an embedding."""
         outputs: Tensor = self.base(inputs)
@@ -108,7 +114,7 @@ class LoRA(nn.Module):
         """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
         self.check_mergeable()
         before = cast(nn.Parameter, self.base.weight)
-        self.base.weight = nn.Parameter(before + self.update, requires_grad=False)
+        self.base.weight = nn.Parameter((before + self.update).to(before), requires_grad=False)
         self._before = (before,)
 
     @torch.no_grad()

@@ -11,11 +11,12 @@ Notable (Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tunin
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 IGNORED = -100  # the target that torch's cross entropy leaves out
 
@@ -81,41 +82,31 @@ class PrefixCache:
         """
         if batch < 1:
             raise ValueError(f"a batch of {batch} sequences; give 1 or more")
-        return _rebuilt(self.past, lambda tensor: _for_batch(tensor, batch), {})
+        with _Expanding(batch):
+            return copy.deepcopy(self.past)
 
 
-def _for_batch(tensor: Tensor, batch: int) -> Tensor:
-    if not tensor.dim() or batch == 1:
-        return tensor.clone()
-    if tensor.shape[0] != 1:
-        raise ValueError(
-            f"a cached tensor is {tuple(tensor.shape)}; batch first, size 1, is needed"
-        )
-    return tensor.expand(batch, *tensor.shape[1:])
+class _Expanding(TorchFunctionMode):
+    """What a deep copy makes of a tensor: one for so many sequences."""
 
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self._batch = batch
 
-def _rebuilt(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
-    """`value` with every container and object made anew, and its tensors changed."""
-    if id(value) in done:
-        return done[id(value)]
-    made: Any
-    if isinstance(value, Tensor):
-        made = change(value)
-    elif isinstance(value, tuple):
-        parts = [_rebuilt(part, change, done) for part in value]
-        made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    elif isinstance(value, dict | list):
-        made = done[id(value)] = copy.copy(value)
-        for key in value if isinstance(value, dict) else range(len(value)):
-            made[key] = _rebuilt(value[key], change, done)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | Callable):
-        made = done[id(value)] = copy.copy(value)
-        for key, part in vars(value).items():
-            made.__dict__[key] = _rebuilt(part, change, done)
-    else:
-        made = value
-    done[id(value)] = made
-    return made
+    def __torch_function__(
+        self, function: Any, _: Any, arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        if function is not Tensor.__deepcopy__:
+            return function(*arguments, **(options or {}))
+        tensor: Tensor = arguments[0]
+        if not tensor.dim() or self._batch == 1:
+            return tensor.clone()
+        if tensor.shape[0] != 1:
+            raise ValueError(
+                f"a cached tensor is {tuple(tensor.shape)}; batch first, size 1, is needed"
+            )
+        return tensor.expand(self._batch, *tensor.shape[1:])
 
 
 def adapt(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tinyml.export.whole_file import whole_file
-from tinyml.layers import CompressedWeight, compressed_weight
+from tinyml.layers import compressed_weight
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Embedding, Int8Linear
@@ -37,12 +37,12 @@ _FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the me
 def save(model: nn.Module, path: str | Path) -> None:
     """Write every tensor of `model` once, compressed as it is."""
     tensors: dict[str, Tensor] = {}
-    names: dict[tuple[int, torch.Size], str] = {}
+    names: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
-        key = (tensor.data_ptr(), tensor.shape)
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if key in names:
             same[name] = names[key]
             continue
@@ -70,7 +70,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     shapes = json.loads(metadata["shapes"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}
-    shared: dict[str, CompressedWeight] = {}
+    made: dict[str, nn.Module] = {}
     for name, how in json.loads(metadata["layers"]).items():
         try:
             layer = model.get_submodule(name)
@@ -79,7 +79,12 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"the file has a layer {name!r} that the model lacks; load into the model it was "
                 "made from"
             ) from error
-        _compress_as(model, name, layer, how, state, shared)
+        layer = _as_stored(model, name, layer, how, state, made)
+        parent, _, child = name.rpartition(".")
+        if name:
+            setattr(model.get_submodule(parent), child, layer)
+        else:  # the model is one layer
+            model = layer
     # A weight that is not kept has no elements, so it is in the model but not in the file.
     empty = {
         name: t
@@ -120,56 +125,37 @@ def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     return layers
 
 
-def _compress_as(
-    model: nn.Module,
-    name: str,
-    layer: nn.Module,
-    how: dict[str, Any],
-    state: dict[str, Tensor],
-    shared: dict[str, CompressedWeight],
-) -> None:
-    if how["kind"].startswith("int8"):
-        parent, _, child = name.rpartition(".")
-        new: nn.Module
-        if how["kind"] == "int8 embedding":
-            new = Int8Embedding(cast(Int8Linear, model.get_submodule(how["table"])))
-        elif how.get("same", name) != name:
-            new = model.get_submodule(how["same"])
-        else:
-            over = state.get(f"{name}.divide")
-            new = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
-        setattr(model.get_submodule(parent), child, new)
-        return
-    weight = layer.get_parameter("weight").detach()
-    key = f"{name}.parametrizations.weight"
-    if how["kind"] == "int4":
-        key = f"{name}.grid"
-        state = state | {
-            f"{key}.0.{part}": state[f"{key}.{part}"]
-            for part in ("codes", "scale", "zero", "divide")
-            if f"{key}.{part}" in state
-        }
-    if how["same"] not in shared:
-        made = Palette if how["kind"] == "palette" else GridWeight
-        zero = state.get(f"{key}.0.zero")
-        keys = ("bits", "rows", "low", "transposed")
-        arguments: dict[str, Any] = {k: how[k] for k in keys if k in how}
-        if made is GridWeight:
-            arguments["zero"] = zero
-            arguments["scale"] = state[f"{key}.0.scale"]
-            arguments["divide"] = state.get(f"{key}.0.divide")
-        else:
-            arguments["palette"] = state[f"{key}.original"]
-        shared[how["same"]] = made.restore(weight, state[f"{key}.0.codes"], **arguments)
-    if how["kind"] == "int4":
-        parent, _, child = name.rpartition(".")
-        grid = cast(GridWeight, shared[how["same"]])
-        setattr(model.get_submodule(parent), child, Int4Linear(grid, cast(nn.Linear, layer).bias))
-        return
-    parametrize.register_parametrization(layer, "weight", shared[how["same"]], unsafe=True)
-    if how["same"] != name:
-        other = cast(Any, model.get_submodule(how["same"])).parametrizations.weight
-        cast(Any, layer).parametrizations.weight.original = other.original
+def _as_stored(
+    model: nn.Module, name: str, layer: Any, how: dict[str, Any], state: dict[str, Tensor],
+    made: dict[str, nn.Module],
+) -> nn.Module:  # fmt: skip
+    """A layer in the form that `how` tells; layers of one weight share what was `made` first."""
+    kind, first = how["kind"], how.get("same", name)
+    start = f"{name}." if name else ""
+    place = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
+    names = ("codes", "scale", "zero", "divide")
+    parts = {part: state[place + part] for part in names if place + part in state}
+    settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
+    if kind == "int8 embedding":
+        return Int8Embedding(cast(Int8Linear, made[how["table"]]))
+    if kind == "int8":
+        if first not in made:
+            over = state.get(f"{start}divide")
+            made[first] = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
+        return made[first]
+    if first not in made:
+        weight = layer.get_parameter("weight").detach()
+        if kind == "palette":
+            parts["palette"] = state[f"{start}parametrizations.weight.original"]
+        restore: Any = Palette.restore if kind == "palette" else GridWeight.restore
+        made[first] = restore(weight, **parts, **settings)
+    if kind == "int4":
+        return Int4Linear(cast(GridWeight, made[first]), layer.bias)
+    parametrize.register_parametrization(layer, "weight", made[first], unsafe=True)
+    if first != name:
+        other: Any = model.get_submodule(first)
+        layer.parametrizations.weight.original = other.parametrizations.weight.original
+    return cast(nn.Module, layer)
 
 
 def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:

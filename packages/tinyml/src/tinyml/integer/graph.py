@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tinyml.exported import Exported, described, exported, operator_name
+from tinyml.quantization.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Step:
     shape: tuple[int, ...]
     weight: Tensor | None = None
     bias: Tensor | None = None
+    grid: Grid | None = None
+    """Of the weight, a row for each output."""
     geometry: Geometry | None = None
     signs: tuple[float, ...] = ()
     function: Callable[[Tensor], Tensor] | None = None
@@ -51,20 +54,23 @@ class Step:
 
     def run(self, *values: Tensor) -> Tensor:
         """The float value."""
-        result = self._run(*values)
+        result = self.uncut(*values)
         for cut in self.cuts:
             result = cut(result)
         return result
 
-    def _run(self, *values: Tensor) -> Tensor:
+    def product(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution or linear layer with this weight."""
+        if (g := self.geometry) is None:
+            return F.linear(values, weight, bias)
+        return F.conv2d(values, weight, bias, g.stride, g.padding, g.dilation, g.groups)
+
+    def uncut(self, *values: Tensor) -> Tensor:
+        """The float value before its range is cut."""
         first, g = values[0], self.geometry
         if self.kind == "product":
             assert self.weight is not None
-            if g is None:
-                return F.linear(first, self.weight, self.bias)
-            return F.conv2d(
-                first, self.weight, self.bias, g.stride, g.padding, g.dilation, g.groups
-            )
+            return self.product(first, self.weight, self.bias)
         if self.kind == "sum":
             return sum(
                 (value * sign for value, sign in zip(values, self.signs, strict=True)),
@@ -137,7 +143,11 @@ class _Walk:
             return self._step("table", node, [arguments[0]], function=function, operator=name)
         if make is None:
             raise self._unknown(node)
-        return make(node, *arguments, **options)
+        try:
+            result: Step = make(node, *arguments, **options)
+        except (TypeError, AttributeError) as error:  # called in a way that has no rule
+            raise self._unknown(node, "these arguments") from error
+        return result
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(

@@ -22,27 +22,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.integer.convolution import Int8Filters
-from tinyml.integer.graph import Geometry
-from tinyml.quantization.grid import Grid, grid_of
+from tinyml.integer.graph import Geometry, Step
+from tinyml.quantization.grid import Grid
 from tinyml.quantization.products import Int8Weights
 
-LOW, HIGH = -128, 127
 SUM_BITS = 22
 """Bits of the multipliers of a sum: 255 times as much, from 16 inputs, still fits in 34 bits."""
 
 
 class Scale(nn.Module):
-    """The meaning of int8 codes: r = scale (q - zero), in the state dict like any weight."""
+    """The meaning of int8 codes: r = scale (q - zero), in the state dict like any weight.
+
+    Codes of fewer than 8 bits are int8 all the same, from `low` to `high`.
+    """
 
     bits_of_scale: Tensor
     code_of_zero: Tensor
+    bits_of_code: Tensor
 
-    def __init__(self, scale: float, zero: int) -> None:
+    def __init__(self, scale: float, zero: int, bits: int = 8) -> None:
         super().__init__()
         # The float64 is kept as its 64 bits, so that model.half() leaves it as it is.
-        bits = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
-        self.register_buffer("bits_of_scale", bits)
+        as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
+        self.register_buffer("bits_of_scale", as_whole)
         self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
+        self.register_buffer("bits_of_code", torch.tensor(bits, dtype=torch.int32))
 
     @property
     def scale(self) -> float:
@@ -54,10 +58,25 @@ class Scale(nn.Module):
         """The code of 0.0."""
         return int(self.code_of_zero)
 
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return int(self.bits_of_code)
+
+    @property
+    def low(self) -> int:
+        """The least code."""
+        return -(1 << (self.bits - 1))
+
+    @property
+    def high(self) -> int:
+        """The largest code."""
+        return -1 - self.low
+
     def codes(self, values: Tensor) -> Tensor:
         """Values as codes, int8."""
-        codes = (values.double() / self.scale).round() + self.zero
-        return codes.clamp(LOW, HIGH).to(torch.int8)
+        codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
+        return codes.clamp(self.low, self.high).to(torch.int8)
 
 
 class IntegerProduct(nn.Module):
@@ -68,12 +87,12 @@ class IntegerProduct(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, geometry: Geometry | None, before: Scale,
-        after: Scale,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: Step, before: Scale, after: Scale) -> None:
         super().__init__()
-        self.geometry, self.before, self.after = geometry, before, after
+        self.geometry, self.before, self.after = step.geometry, before, after
+        weight, bias, grid = step.weight, step.bias, step.grid
+        assert weight is not None
+        assert grid is not None
         rows = weight.detach().double().reshape(len(weight), -1)
         if rows.shape[1] * 128 * 128 >= 2**31:
             raise ValueError(
@@ -82,17 +101,12 @@ class IntegerProduct(nn.Module):
         exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
         if not torch.isfinite(exact).all():
             raise ValueError("a bias or batch normalization holds nan or inf")
-        grid = grid_of(rows, 8)
-        # The bias is a whole number of steps: of so many that 30 bits hold it, however small the
-        # weights are; and a filter of zeros has its bias alone, which no step may round away.
-        least = exact.abs().view(-1, 1) / before.scale / 2**30
-        fine = torch.full_like(least, after.scale / before.scale / 2**12)
-        scale = torch.where(rows.any(1, keepdim=True), torch.maximum(grid.scale, least), fine)
+        scale = scales_for_bias(rows, grid.scale.double(), exact, before, after)
         codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
-        step = before.scale * scale.view(-1)
+        unit = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
-        whole = (exact / step).round() - before.zero * codes.sum(1)
-        multiplier, shift = fixed_point(step / after.scale)
+        whole = (exact / unit).round() - before.zero * codes.sum(1)
+        multiplier, shift = fixed_point(unit / after.scale)
         self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
         self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
         self.register_buffer("multiplier", multiplier)
@@ -129,14 +143,14 @@ class IntegerProduct(nn.Module):
             whole = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
             return shifted(
                 whole * self.multiplier.long().view(shape), self.shift.long().view(shape),
-                self.after.zero,
+                self.after,
             )  # fmt: skip
         # The same in float64, which is exact here: a result that is not clamped is below 2^8, so
         # it has at most 8 + 44 bits before the rounding; m / 2^s is a float64 as it stands.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
-        return scaled.clamp_(LOW, HIGH).to(torch.int8)
+        return scaled.clamp_(self.after.low, self.after.high).to(torch.int8)
 
 
 class Mixed(nn.Module):
@@ -167,7 +181,7 @@ class Mixed(nn.Module):
 
     def back(self, total: Tensor) -> Tensor:
         """int8: Z + (total + 2^(s-1)) >> s."""
-        return shifted(total, self.shift.long(), self.after.zero)
+        return shifted(total, self.shift.long(), self.after)
 
 
 class IntegerSum(Mixed):
@@ -221,7 +235,7 @@ class IntegerPool(nn.Module):
         g = self.geometry
         rows, columns = g.padding
         if rows or columns:
-            fill = LOW if self.largest else self.scale.zero
+            fill = -128 if self.largest else self.scale.zero
             codes = F.pad(codes, (columns, columns, rows, rows), value=fill)
         if self.largest:  # pairwise: a few comparisons of whole planes
             return self._over_windows(codes, torch.maximum)
@@ -253,10 +267,24 @@ class IntegerReshape(nn.Module):
         return codes.reshape(len(codes), *self.shape)
 
 
-def shifted(scaled: Tensor, shift: Tensor, zero: int) -> Tensor:
-    """zero + round(scaled / 2^shift), halves up, clamped to int8."""
+def scales_for_bias(
+    rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
+) -> Tensor:
+    """The scales (rows, 1) of a weight, no finer than its bias allows: it counts S_w S_in.
+
+    30 bits hold it, however small the weights are; a filter of zeros has its bias alone, which no
+    scale may round away.
+    """
+    least = bias.abs().view(-1, 1) / before.scale / 2**30
+    fine = torch.full_like(least, after.scale / before.scale / 2**12)
+    return torch.maximum(scale, least).where(rows.any(1, keepdim=True), fine)
+
+
+def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
+    """Z + round(scaled / 2^shift), halves up, clamped to the codes that there are."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
-    return (((scaled + half) >> shift) + zero).clamp(LOW, HIGH).to(torch.int8)
+    codes = ((scaled + half) >> shift) + after.zero
+    return codes.clamp(after.low, after.high).to(torch.int8)
 
 
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from tinyml.integer import layers as made_of
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
+from tinyml.layers import check_bits
 from tinyml.quantization.grid import Observer, grid_of
 
 
@@ -29,23 +30,31 @@ class IntegerModel(nn.Module):
     The model is traced by `torch.export`, whatever its class. It may hold Conv2d, Linear,
     BatchNorm, sums and products of values, concatenation along channels, pooling by maximum or
     mean, flattening, dropout, and any activation that is a function of one number (as a table).
-    `batches` are what the ranges are taken from; the first dimension is the batch.
+    `batches` are what the ranges are taken from; the first dimension is the batch. Weights have
+    `bits`, values `activation_bits`, in a byte each.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Tensor], *, observer: Observer = "minmax"
-    ) -> None:
+        self, model: nn.Module, batches: Sequence[Tensor], *, bits: int = 8,
+        activation_bits: int = 8, observer: Observer = "minmax",
+    ) -> None:  # fmt: skip
         super().__init__()
-        if not batches:
-            raise ValueError("an integer model needs at least one batch of inputs to calibrate on")
-        values = torch.cat([batch.detach() for batch in batches])
-        steps = trace(model, values)
-        scales, shapes = _calibrate(steps, values, observer)
-        self.shape = tuple(values.shape[1:])
+        self._build(*calibrated(model, batches, bits, activation_bits, observer))
+
+    @classmethod
+    def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
+        """The integers of a graph whose values have these scales."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._build(steps, scales)
+        return made
+
+    def _build(self, steps: list[Step], scales: list[Scale]) -> None:
+        self.shapes = [step.shape[1:] for step in steps]
+        self.shape = self.shapes[0]
         """Of one input, without the batch."""
         self.sources: list[list[int]] = []
         """For each layer, which values it reads: 0 is the input, i + 1 what layer i makes."""
-        self.shapes = shapes
         self.scales = nn.ModuleList(scales)
         self.layers = nn.ModuleList()
         number = {step: i for i, step in enumerate(steps)}
@@ -115,38 +124,46 @@ class IntegerModel(nn.Module):
 
 
 @torch.no_grad()
-def _calibrate(
-    steps: list[Step], values: Tensor, observer: Observer
-) -> tuple[list[Scale], list[tuple[int, ...]]]:
-    """The scale of every step's value, and the shapes without the batch."""
+def calibrated(
+    model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int, observer: Observer
+) -> tuple[list[Step], list[Scale]]:
+    """The steps of `model`, their weights with a grid, and the scale of every step's value."""
+    if not batches:
+        raise ValueError("an integer model needs at least one batch of inputs to calibrate on")
+    for each, what in ((bits, "weights have"), (activation_bits, "activations have")):
+        check_bits(each, what, least=2)
+    values = torch.cat([batch.detach() for batch in batches])
+    steps = trace(model, values)
     made: dict[Step, Tensor] = {steps[0]: values}
-    scales: dict[Step, Scale] = {steps[0]: scale_of(values, observer)}
+    scales: dict[Step, Scale] = {}
     last = {source: step for step in steps for source in step.sources}
-    for step in steps[1:]:
-        made[step] = step.run(*(made[source] for source in step.sources))
-        if step.kind in ("largest", "mean", "reshape"):  # the codes mean what they meant
-            scales[step] = scales[step.sources[0]]
-        else:
-            try:
-                scales[step] = scale_of(made[step], observer)
-            except ValueError as error:
-                raise ValueError(f"{step.name}: {error}") from error
+    for step in steps:
+        try:
+            if step.weight is not None:
+                step.grid = grid_of(step.weight.double().flatten(1), bits)
+            if step.sources:
+                made[step] = step.run(*(made[source] for source in step.sources))
+            if step.kind in ("largest", "mean", "reshape"):  # the codes mean what they meant
+                scales[step] = scales[step.sources[0]]
+            else:
+                scales[step] = scale_of(made[step], activation_bits, observer)
+        except ValueError as error:
+            raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
             if last[source] is step:
                 del made[source]
-    return [scales[step] for step in steps], [step.shape[1:] for step in steps]
+    return steps, [scales[step] for step in steps]
 
 
-def scale_of(values: Tensor, observer: Observer) -> Scale:
-    """The scale of 8-bit codes for these values."""
-    grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False, observer=observer)
-    return Scale(float(grid.scale), int(grid.zero))
+def scale_of(values: Tensor, bits: int, observer: Observer) -> Scale:
+    """The scale of codes for these values."""
+    grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False, observer=observer)
+    return Scale(float(grid.scale), int(grid.zero), bits)
 
 
 def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
     if step.kind == "product":
-        assert step.weight is not None
-        return IntegerProduct(step.weight, step.bias, step.geometry, before[0], after)
+        return IntegerProduct(step, before[0], after)
     if step.kind == "sum":
         factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
         return made_of.IntegerSum(before, factors, after)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -49,8 +50,11 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     """
     if not isinstance(model, IntegerModel):
         raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is no name of a C function")
+    kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name in [
+        "main", "arena", "input", "output", *re.findall(r"\w+", kernels)
+    ]:  # fmt: skip
+        raise ValueError(f"{name!r} is no name of a C function, or one that the program uses")
     sizes = [math.prod(shape) for shape in model.shapes]
     places, arena = _places(model, sizes)
     arrays = _Arrays()
@@ -68,7 +72,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        files("tinyml.integer").joinpath("kernels.c").read_text(),
+        kernels,
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
@@ -129,11 +133,12 @@ def _layer(
         given = ", ".join([inputs[0], out, *parts])
         if layer.geometry is None:
             rows, width = math.prod(before[0][:-1]), before[0][-1]
-            return [f"multiply({given}, {layer.after.zero}, {rows}, {width}, {after[-1]});"]
+            numbers = [layer.after.zero, layer.after.high, rows, width, after[-1]]
+            return [f"multiply({given}, {_comma(numbers)});"]
         g = layer.geometry
         numbers = [
-            layer.before.zero, layer.after.zero, *before[0], after[0], *g.kernel, *g.stride,
-            *g.padding, *g.dilation, g.groups, *after[1:],
+            layer.before.zero, layer.after.zero, layer.after.high, *before[0], after[0],
+            *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
         ]  # fmt: skip
         return [f"convolve({given}, {_comma(numbers)});"]
     if isinstance(layer, made_of.IntegerPool):
@@ -166,7 +171,8 @@ def _layer(
 
 def _each(count: int, out: str, term: str, layer: made_of.Mixed) -> str:
     loop = f"for (int i = 0; i < {count}; i++)"
-    return f"{loop} ({out})[i] = requantized({term}, {int(layer.shift)}, {layer.after.zero});"
+    numbers = _comma([int(layer.shift), layer.after.zero, layer.after.high])
+    return f"{loop} ({out})[i] = requantized({term}, {numbers});"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:

@@ -17,13 +17,11 @@ from tinyml.adapters.lora import LoRA
 from tinyml.exported import tensors_in
 from tinyml.layers import (
     check_finite,
-    compressed_weight,
+    dense_copy,
     evaluating,
     guarded,
     is_conv1d,
-    make_dense,
     nearest,
-    plain_copy,
 )
 from tinyml.pruning.units import Group, Walk
 
@@ -201,8 +199,4 @@ def _dense_copy(model: nn.Module) -> nn.Module:
         raise ValueError(
             "the model has adapters, whose rank would change; merge them, or prune first"
         )
-    model = plain_copy(model)
-    for layer in list(model.modules()):
-        if compressed_weight(layer) is not None:
-            make_dense(model, layer)
-    return model
+    return dense_copy(model)

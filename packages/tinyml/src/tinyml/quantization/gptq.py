@@ -20,17 +20,16 @@ from tinyml.layers import (
     check_bits,
     check_finite,
     compress_weights,
+    dense_copy,
     evaluating,
     guarded,
     identity,
     is_conv1d,
     layers_of,
-    make_dense,
     outputs_first,
-    plain_copy,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, grid_of
+from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, granularity_of, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.in_step import second_moment, visit_in_step
 from tinyml.quantization.int8 import with_int8_linears
@@ -65,7 +64,7 @@ def gptq(
         codes = gptq_codes(first, hessian, grid, damping=damping).view(rows.shape)
         return GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
 
-    kind = granularity or ("group" if group_size else "channel")
+    kind = granularity_of(granularity, group_size)
     check_bits(bits, "a grid has")
     return round_in_step(model, batches, rounded, protect)
 
@@ -100,7 +99,7 @@ def awq(
         for step in range(steps):
             divide = size ** (step / steps)
             divide = divide / (divide.max() * divide.min()).sqrt()
-            rows = as_rows(first * divide, "group" if group_size else "channel", group_size)
+            rows = as_rows(first * divide, kind, group_size)
             grid = grid_of(rows, bits, symmetric=symmetric, observer=observer)
             grid = grid.stored_as(weight.dtype)
             made = GridWeight(
@@ -114,6 +113,7 @@ def awq(
         assert best is not None
         return best
 
+    kind = granularity_of(None, group_size)
     check_bits(bits, "a grid has")
     if steps < 1:
         raise ValueError(f"{steps} steps; one or more shares are tried")
@@ -137,8 +137,8 @@ def smoothquant(
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; a share from 0 to 1")
-    model, divide = plain_copy(model), {}
-    layers = layers_of(_with_dense(model), (nn.Linear,), protect)
+    model, divide = dense_copy(model, (nn.Linear,)), {}
+    layers = layers_of(model, (nn.Linear,), protect)
     shared = [identity(module) for module in model.modules()]
 
     def note(name: str, inputs: list[Tensor]) -> None:
@@ -167,7 +167,7 @@ def round_in_step(
 
     A layer that never runs gets no inputs: an empty list.
     """
-    model = _with_dense(plain_copy(model))
+    model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
     for name, layer in layers.items():
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
@@ -183,12 +183,6 @@ def round_in_step(
     for name in layers.keys() - done.keys():
         visit(name, [])
     return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
-
-
-def _with_dense(model: nn.Module) -> nn.Module:
-    for layer in list(layers_of(model, (nn.Linear,)).values()):
-        make_dense(model, layer)
-    return model
 
 
 def _some(batches: Sequence[Any]) -> Sequence[Any]:

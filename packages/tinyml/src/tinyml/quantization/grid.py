@@ -110,6 +110,18 @@ def _least_error(rows: Tensor, low: int, high: int, symmetric: bool) -> Grid:
     return best
 
 
+def granularity_of(granularity: Granularity | None, group_size: int | None) -> Granularity:
+    """What has one scale: groups where a size is given, or else output channels."""
+    kind: Granularity = granularity or ("channel" if group_size is None else "group")
+    if kind not in ("tensor", "channel", "group"):
+        raise ValueError(f"granularity is {kind!r}; 'tensor', 'channel' or 'group'")
+    if (kind == "group") != (group_size is not None):
+        raise ValueError(
+            f"granularity={kind!r} with group_size={group_size}; groups have a size, others none"
+        )
+    return kind
+
+
 def as_rows(weight: Tensor, granularity: Granularity, group_size: int | None = None) -> Tensor:
     """A weight as the rows that have a scale each."""
     if granularity == "tensor":

@@ -50,7 +50,7 @@ class GridWeight(CompressedWeight):
         rows: Sequence[int],
         low: int,
         scale: Tensor,
-        zero: Tensor | None,
+        zero: Tensor | None = None,
         transposed: bool = False,
         divide: Tensor | None = None,
     ) -> GridWeight:

@@ -20,7 +20,7 @@ from tinyml.layers import (
     plain_copy,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Observer, as_rows, grid_of
+from tinyml.quantization.grid import Granularity, Observer, as_rows, granularity_of, grid_of
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import with_int4_linears
 from tinyml.quantization.int8 import with_int8_linears
@@ -48,12 +48,12 @@ def quantize(
     that is fastest here. "auto" does so only where it is measured to be faster than float32 here.
     Weights alone are only smaller.
     """
-    granularity = granularity or ("group" if group_size else "channel")
+    granularity = granularity_of(granularity, group_size)
     model = plain_copy(model)
     if activations == "auto" and bits == 4:
         return with_int4_linears(
             quantize(
-                model, 4, granularity="group", group_size=group_size or 32, symmetric=symmetric,
+                model, 4, group_size=32 if group_size is None else group_size, symmetric=symmetric,
                 observer=observer, layers=layers, protect=protect,
             )
         )  # fmt: skip

@@ -96,8 +96,8 @@ class Exact:
 
     def way(self, inputs: Tensor) -> str:
         """The name of the way for inputs like these; see `choice`."""
-        if torch.compiler.is_compiling():  # nothing can be timed inside a compiled graph
-            return "float64"
+        if torch.compiler.is_compiling() or not inputs.numel():
+            return "float64"  # nothing can be timed inside a compiled graph
         if self._chosen_from is not _chosen:
             self._ways, self._chosen_from = {}, _chosen
         count = (len(inputs) - 1).bit_length()

@@ -1,11 +1,11 @@
 """Train with the rounding in place, so that the weights settle where rounding does no harm.
 
 Notable:
-- the forward pass sees rounded weights, the gradient passes the rounding as if it were not there
-  (the straight-through estimator; Bengio et al., 2013) and is zero where the range cuts off;
-- with `learn_scale` the step is a parameter too (Esser et al., "Learned Step Size Quantization",
-  2020, equation 3 and section 2.2), from autograd rather than a formula of its own;
-- what is trained is what is stored: `convert` gives the same outputs to the bit.
+- without `batches` layers act with rounded weights; with them every value is rounded too, where an
+  `IntegerModel` rounds it (see `integer.training`);
+- with `learn_scale` the steps are parameters too;
+- what is trained is what is stored: `convert` gives the same outputs to the bit, or integers within
+  one step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tinyml.integer.training import IntegerTraining
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
@@ -27,8 +28,9 @@ from tinyml.layers import (
     plain_copy,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+from tinyml.quantization.grid import Granularity, granularity_of
 from tinyml.quantization.grid_weight import GridWeight
+from tinyml.quantization.rounded_weight import RoundedWeight
 
 
 def prepare_qat(
@@ -40,10 +42,24 @@ def prepare_qat(
     learn_scale: bool = False,
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
+    batches: Sequence[Tensor] | None = None,
+    activation_bits: int = 8,
 ) -> nn.Module:
-    """A copy of `model` to train, whose layers act with rounded weights. See `convert`."""
-    kind = granularity or ("group" if group_size else "channel")
+    """A copy of `model` to train, whose layers act with rounded weights. See `convert`.
+
+    With `batches` of inputs, from which ranges are taken, values are rounded too, to
+    `activation_bits`: the copy is the model's graph as an `IntegerModel` has it, all of its weights
+    rounded by channel, batch normalization folded in and dropout left out.
+    """
+    kind = granularity_of(granularity, group_size)
     check_bits(bits, "symmetric training takes", least=2)
+    if batches is not None:
+        if kind != "channel" or protect or layers is not QUANTIZABLE:
+            raise ValueError(
+                "with batches the whole network becomes integers, with one scale a channel: no "
+                "granularity, no groups, no layers and nothing to protect"
+            )
+        return IntegerTraining(model, batches, bits, activation_bits, learn_scale)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
@@ -54,7 +70,12 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """A copy of a model from `prepare_qat` that stores whole numbers instead of the weights."""
+    """A copy of a model from `prepare_qat` that stores whole numbers instead of the weights.
+
+    One that was prepared with batches becomes an `IntegerModel`.
+    """
+    if isinstance(model, IntegerTraining):
+        return model.integers()
     model = copy.deepcopy(model)
     layers = {
         name: layer
@@ -78,81 +99,3 @@ def convert(model: nn.Module) -> nn.Module:
         slot[0] = stored[id(rounded)]
         slot.original = nn.Parameter(slot[0].right_inverse(weight), weight.requires_grad)
     return model
-
-
-class RoundedWeight(CompressedWeight):
-    """A dense weight that the layer sees rounded."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bits: int,
-        granularity: Granularity,
-        group_size: int | None,
-        learn_scale: bool,
-        transposed: bool = False,
-    ) -> None:
-        super().__init__()
-        self.transposed = transposed
-        self.bits, self.granularity, self.group_size = bits, granularity, group_size
-        rows = self._rows(weight.detach())
-        high = 2 ** (bits - 1) - 1
-        step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
-        self.step = nn.Parameter(step.clamp(min=1e-8)) if learn_scale else None
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """The dense weight, which is what is trained."""
-        return weight
-
-    def format(self) -> list[int]:
-        """Bits and the width of the rows with a scale each (0: a channel, -1: the tensor)."""
-        return [self.bits, self.group_size or -(self.granularity == "tensor")]
-
-    def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
-        """The weight as rows, and their grid now."""
-        rows = self._rows(weight)
-        grid = grid_of(rows.detach(), self.bits)
-        if self.step is not None:
-            scale = self.step.detach().abs().clamp(min=1e-8)
-            grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
-        return rows, grid
-
-    def _rows(self, weight: Tensor) -> Tensor:
-        weight = weight.t() if self.transposed else weight
-        return as_rows(weight, self.granularity, self.group_size)
-
-    def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
-        return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """The rounded weight, differentiable in the weight and, if it learns, the step."""
-        rows, grid = self.grid(weight)
-        if self.step is None:
-            rounded = round_through(rows, grid.scale, grid.low, grid.high)
-            return self._shaped(rounded, weight)
-        # Esser et al.: the step's gradient is a sum over many weights, so it is scaled down.
-        share = (rows.shape[1] * grid.high) ** -0.5
-        step = self.step.abs().clamp(min=1e-8)
-        step = _same_value(step, step * share)
-        return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
-
-
-def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    """scale * round(rows / scale) in range, with the rounding invisible to the gradient."""
-    clipped = (rows / scale).clamp(low, high)
-    return scale * _same_value(clipped.round(), clipped)
-
-
-def _same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """`value`, to the bit, with the gradient of `gradient_of`."""
-    return _ValueOf.apply(value.detach(), gradient_of)
-
-
-class _ValueOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
-        return None, gradients[0]

@@ -1,0 +1,127 @@
+"""An integer network while it is trained: floats, rounded wherever the integers will be.
+
+Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018, section 3):
+- it runs the steps that `IntegerModel` is built of, on the same scales, so the two cannot round at
+  different places. No activation that only cuts a range off is computed: the range is the cut;
+- halves go up, as a shift rounds them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.integer.graph import Step
+from tinyml.integer.layers import Scale, scales_for_bias
+from tinyml.integer.model import IntegerModel, calibrated
+from tinyml.quantization.rounded_weight import RoundedWeight, learned, same_value
+
+
+class Rounding(nn.Module):
+    """Values on the codes of a scale, whose step may learn."""
+
+    def __init__(self, scale: Scale, learn: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = scale
+        self.step = nn.Parameter(torch.tensor(scale.scale, dtype=dtype)) if learn else None
+
+    def now(self) -> Scale:
+        """The scale as it has become."""
+        scale = self.scale
+        step = scale.scale if self.step is None else float(_positive(self.step.detach()))
+        return Scale(step, scale.zero, scale.bits)
+
+    def forward(self, values: Tensor, windows: int = 0) -> Tensor:
+        """S (q - Z), of means over `windows` values of this scale if that is not 0."""
+        low, high = (end - self.scale.zero for end in (self.scale.low, self.scale.high))
+        step = values.new_tensor(self.scale.scale)
+        if self.step is not None:
+            step = learned(_positive(self.step), max(1, values[:1].numel() * high))
+        clipped = (values / step).clamp(low, high)
+        # Many means of codes are halves, which rounding in float must not take for less.
+        up = 0.5 + (0.25 / windows if windows else 0.0)
+        return step * same_value((clipped + up).floor(), clipped)
+
+
+def _positive(step: Tensor) -> Tensor:
+    return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
+
+
+class Product(nn.Module):
+    """The weight and bias of a convolution or a linear layer, acting as its int8 codes will."""
+
+    def __init__(self, step: Step, bits: int, learn_scale: bool) -> None:
+        super().__init__()
+        assert step.weight is not None
+        self.weight = nn.Parameter(step.weight.detach().clone())
+        self.bias = None if step.bias is None else nn.Parameter(step.bias.detach().clone())
+        self.rounded = RoundedWeight(self.weight, bits, "channel", None, learn_scale)
+
+    def forward(self, step: Step, values: Tensor, before: Scale, after: Scale) -> Tensor:
+        """The step's value with these numbers; the bias counts what the products of codes do."""
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            rows, grid = self.rounded.grid(self.weight.detach())
+            scale = scales_for_bias(rows, grid.scale, bias.detach(), before, after)
+            unit = before.scale * scale.view(-1)
+            bias = unit * same_value((bias / unit).round(), bias / unit)
+        return step.product(values, self.rounded(self.weight), bias)
+
+
+class IntegerTraining(nn.Module):
+    """Train it like any model; `integers` is the `IntegerModel` that it has become."""
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int,
+        learn_scale: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.steps, scales = calibrated(model, batches, bits, activation_bits, "minmax")
+        dtype = next((s.weight.dtype for s in self.steps if s.weight is not None), batches[0].dtype)
+        unique = {scale: Rounding(scale, learn_scale, dtype) for scale in scales}
+        self.roundings = nn.ModuleList(unique[scale] for scale in scales)
+        self.products = nn.ModuleDict()
+        for number, step in enumerate(self.steps):
+            if step.kind == "product":
+                self.products[str(number)] = Product(step, bits, learn_scale)
+                step.weight = step.bias = step.grid = None  # trained here, put back for integers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Float inputs -> float outputs, each value on its way as its int8 code says it."""
+        values: dict[Step, Tensor] = {self.steps[0]: self.roundings[0](inputs)}
+        for number, step in enumerate(self.steps[1:], 1):
+            values[step] = self.value(number, [values[source] for source in step.sources])
+        return values[self.steps[-1]]
+
+    def value(self, number: int, sources: Sequence[Tensor]) -> Tensor:
+        """What a step makes of the values that it reads."""
+        step, rounding = self.steps[number], self.roundings[number]
+        if step.kind == "product":
+            before = self.roundings[self.steps.index(step.sources[0])]
+            scales = (cast(Rounding, each).now() for each in (before, rounding))
+            result: Tensor = rounding(self.products[str(number)](step, *sources, *scales))
+            return result
+        result = step.uncut(*sources)
+        if step.kind == "mean":
+            assert step.geometry is not None
+            return rounding(result, math.prod(step.geometry.kernel))
+        return result if step.kind in ("largest", "reshape") else rounding(result)
+
+    @torch.no_grad()
+    def integers(self) -> IntegerModel:
+        """The network of whole numbers with the outputs of this one."""
+        steps = copy.deepcopy(self.steps)
+        for key, product in self.products.items():
+            assert isinstance(product, Product)
+            step = steps[int(key)]
+            step.weight = product.weight.detach().clone()
+            step.bias = None if product.bias is None else product.bias.detach().clone()
+            step.grid = product.rounded.grid(step.weight)[1]
+        now = {rounding: cast(Rounding, rounding).now() for rounding in self.roundings}
+        return IntegerModel.of(steps, [now[rounding] for rounding in self.roundings])

@@ -1,0 +1,96 @@
+"""Rounding that trains: forward the values on a grid, backward as if they had not been rounded.
+
+Notable: the gradient passes the rounding (the straight-through estimator; Bengio et al., 2013) and
+is zero where the range cuts off; that of the step follows from autograd (Esser et al., "Learned
+Step Size Quantization", 2020, equation 3 and section 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinyml.layers import CompressedWeight
+from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
+
+
+class RoundedWeight(CompressedWeight):
+    """A dense weight that the layer sees rounded."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bits: int,
+        granularity: Granularity,
+        group_size: int | None,
+        learn_scale: bool,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.transposed = transposed
+        self.bits, self.granularity, self.group_size = bits, granularity, group_size
+        rows = self._rows(weight.detach())
+        high = 2 ** (bits - 1) - 1
+        step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
+        self.step = nn.Parameter(step.clamp(min=1e-8)) if learn_scale else None
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """The dense weight, which is what is trained."""
+        return weight
+
+    def format(self) -> list[int]:
+        """Bits and the width of the rows with a scale each (0: a channel, -1: the tensor)."""
+        return [self.bits, self.group_size or -(self.granularity == "tensor")]
+
+    def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
+        """The weight as rows, and their grid now."""
+        rows = self._rows(weight)
+        grid = grid_of(rows.detach(), self.bits)
+        if self.step is not None:
+            scale = self.step.detach().abs().clamp(min=1e-8)
+            grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
+        return rows, grid
+
+    def _rows(self, weight: Tensor) -> Tensor:
+        weight = weight.t() if self.transposed else weight
+        return as_rows(weight, self.granularity, self.group_size)
+
+    def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
+        return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The rounded weight, differentiable in the weight and, if it learns, the step."""
+        rows, grid = self.grid(weight)
+        if self.step is None:
+            rounded = round_through(rows, grid.scale, grid.low, grid.high)
+            return self._shaped(rounded, weight)
+        step = learned(self.step.abs().clamp(min=1e-8), rows.shape[1] * grid.high)
+        return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
+
+
+def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    """scale * round(rows / scale) in range, with the rounding invisible to the gradient."""
+    clipped = (rows / scale).clamp(low, high)
+    return scale * same_value(clipped.round(), clipped)
+
+
+def learned(step: Tensor, count: int) -> Tensor:
+    """A step that `count` values share: its gradient, a sum over them, is scaled down."""
+    return same_value(step, step * count**-0.5)
+
+
+def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """`value`, to the bit, with the gradient of `gradient_of`."""
+    return _ValueOf.apply(value.detach(), gradient_of)
+
+
+class _ValueOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
