@@ -17,8 +17,8 @@ from ddp.bench.measure import bench
 from torch import nn
 from worker_pool import run_ranks
 
-# Of tuned torch's step, in time and in processor time. Over gloo both wait for the same sums; with
-# those and gradients that lie in their buckets at no cost, 0.97 of the processor time would be left.
+# Of tuned torch's step, in time and in processor time. Over gloo both wait for the same sums; were
+# gradients in their buckets at no cost, 0.97 of the processor time would be left.
 # `SHARED` lies above the 0.80 that were hoped for: without any communication a step takes 0.76 of
 # tuned torch's, and the gradients move once into memory that ranks share.
 WHOLE, WHOLE_CPU, SHARED, SHARED_CPU = 1.05, 1.04, 0.87, 0.9
