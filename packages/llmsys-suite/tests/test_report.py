@@ -97,8 +97,8 @@ def a_run(path):
         "precision": {"accumulation": [{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                       "autocast_dtypes": {"logits": "bfloat16"}, "timing": [], "clocks": rounds},
-        "memory": {"models": {s: {"peaks": [peaks], "training_timeline": line, "largest": []}
-                              for s in sizes}, "mixed": []},
+        "memory": {"models": {s: {"peaks": [peaks], "training_timeline": line, "largest": [],
+                                  "held": []} for s in sizes}, "mixed": []},
         "scale": {"runs": runs, "law": {"exponent": 0.4, "scale": 1.0}, "doubts": ["few"],
                   "extrapolated": {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3,
                                    "high": 1.2e4}},
