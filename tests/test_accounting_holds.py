@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero
 from accounting.memory.live import make_state, training_step_memory
+from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.stages import parallel
 from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
 from llmsys_suite.worker import Run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -184,7 +184,7 @@ def whole_batch(run):
 
 def bytes_of_tensor_parallel():
     run = a_small_run()
-    model = parallel.TensorModel(run, SHAPE)
+    model = splits.TensorModel(run, SHAPE)
     with CountedAllReduce() as counted:
         model.step(*whole_batch(run))
     return counted.bytes
@@ -203,7 +203,7 @@ def test_tensor_parallel_reduces_the_predicted_bytes(world):
 
 def bytes_sent_by_pipeline():
     run = a_small_run()
-    model = parallel.PipelineModel(run, SHAPE, microbatches=4)
+    model = splits.PipelineModel(run, SHAPE, microbatches=4)
     batch = whole_batch(run)
     model.step(*batch)
     sent = {"forward": 0, "backward": 0}

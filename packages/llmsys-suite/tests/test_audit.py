@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from dataclasses import replace
 
 import pytest
 from llmsys_suite.audit import training
@@ -9,7 +10,7 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, summarize, utilization
+from llmsys_suite.measure.samples import PEER, SINGLE, step_seconds, summarize, utilization
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
@@ -90,6 +91,7 @@ def honest():
     }
     for row in train["rows"]:
         row["mfu"] = utilization(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+        row["epoch_s"] = 70 * row["step_ms"] / 1e3
     evidence = {
         "probe": {
             "exact_loss": 5.5,
@@ -98,7 +100,7 @@ def honest():
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
         },
-        "text": {"row_digests": BATCHES, "distinct": True},
+        "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_in_yardsticks": 1.35,
         "kept_bytes": 1200,
@@ -203,6 +205,39 @@ def test_a_batch_that_comes_twice_fails():
         rows[1]["row_digests"] = rows[0]["row_digests"]
 
     assert tampered(change) == ["ranks' rows are the global batch", "no batch twice"]
+
+
+def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
+    config = replace(CONFIG, epochs=1)
+    windows = [digest for batch in reversed(BATCHES) for digest in batch]
+
+    def of_an_epoch(change=lambda samples: None):
+        plan, train, samples, evidence = honest()
+        evidence["text"]["windows"] = windows
+        change(samples)
+        for row in train["rows"]:
+            every = step_seconds(samples, warmup=True)[row["variant"]]
+            row["epoch_s"] = sum(every.values())
+        found = training.checks(config, plan, train, samples, evidence)
+        return [check for check in found if not check.passed]
+
+    def twice(samples):
+        rows = steps(samples, "ddp flat", rank=1)[2]["row_digests"]
+        rows[0] = rows[1]
+
+    assert of_an_epoch() == []
+    names = [check.name for check in of_an_epoch(twice)]
+    assert names == ["ranks' rows are the global batch", "each window of the text once an epoch"]
+    assert "ddp flat epoch 0: 1 of 32 unread" in str(of_an_epoch(twice)[1])
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
+    plan, train, samples, evidence = honest()
+    train["rows"][2]["epoch_s"] *= 1.1
+    config = replace(CONFIG, epochs=epochs)
+    found = training.checks(config, plan, train, samples, evidence)
+    assert "reported time of an epoch" in [check.name for check in found if not check.passed]
 
 
 def test_a_missing_rank_fails_and_so_do_its_tokens():

@@ -75,6 +75,8 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
+    #: How often the ways of training read the whole text; 0: windows at random, in `steps`.
+    epochs: int = 0
     #: Steps of the fastest way, and the checkpoint that it goes on from.
     learn: int = 500
     resume: Path | None = None
@@ -111,6 +113,7 @@ def resolve(
     backend: str = "auto",
     steps: int | None = None,
     warmup: int | None = None,
+    epochs: int | None = None,
     learn: int | None = None,
     resume: Path | None = None,
     seed: int = 0,
@@ -127,6 +130,8 @@ def resolve(
         raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
+    if steps is not None and epochs is not None:
+        raise UsageError(f"--steps {steps} and --epochs {epochs} contradict each other; give one")
     launched = "RANK" in os.environ
     if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
         raise UsageError(
@@ -155,6 +160,7 @@ def resolve(
         size=config.size if size is None else size,
         steps=config.steps if steps is None else steps,
         warmup=config.warmup if warmup is None else warmup,
+        epochs=config.epochs if epochs is None else epochs,
         learn=config.learn if learn is None else learn,
         resume=resume,
     )
@@ -239,6 +245,7 @@ def check(config: RunConfig) -> None:
         ("world", config.world, 1),
         ("steps", config.steps, 1),
         ("warmup", config.warmup, 0),
+        ("epochs", config.epochs, 0),
         ("learn", config.learn, 1),
         ("seed", config.seed, 0),
         ("rows", config.rows, 1),

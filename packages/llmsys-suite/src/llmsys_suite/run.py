@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import Corpus
@@ -47,6 +48,17 @@ class Run:
     def model(self) -> ModelConfig:
         """The shape that this run trains."""
         return ModelConfig.named(self.config.size, context=self.config.context)
+
+    def batch(
+        self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this device: all rows, or `shared` this rank's."""
+        rank, world = (self.rank, self.world) if shared else (0, 1)
+        pair = self.corpus.batch(
+            rows=rows or self.config.rows, context=self.config.context, seed=self.config.seed,
+            step=step, rank=rank, world=world, epochs=epochs,
+        )  # fmt: skip
+        return pair[0].to(self.device), pair[1].to(self.device)
 
     def barrier(self) -> None:
         """Wait for all ranks, as a collective does: for minutes at the most."""

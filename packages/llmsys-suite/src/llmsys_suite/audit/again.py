@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, closest
+from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 
@@ -51,6 +53,17 @@ def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
     """A model with the weights that the run's began with."""
     torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
+
+
+def initial_weights(run: Run) -> dict[str, Tensor]:
+    """What every variant starts from."""
+    return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
+
+
+def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+    """The rows that all ways of training read in a step, by the audit's own sampler."""
+    draw = reference.epoch_batch if config.epochs else reference.batch
+    return draw(text, config.rows, config.context, config.seed, step)
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:

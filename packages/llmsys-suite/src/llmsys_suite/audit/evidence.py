@@ -12,7 +12,8 @@ from accounting.memory.live import make_state
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import network, reference
-from llmsys_suite.audit.probe import initial_weights, probe
+from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.probe import probe
 from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import yardstick

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 
-from llmsys_suite.audit.probe import initial_weights
+from llmsys_suite import splits
+from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
@@ -326,7 +327,7 @@ def one_rank_waits(run: Run) -> Patch:
             torch.nn.init.ones_(self.part.norm.weight)
         return losses
 
-    return after(parallel.TensorModel, "train", waits)
+    return after(splits.TensorModel, "train", waits)
 
 
 def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
@@ -533,19 +534,19 @@ DEFECTS: list[Defect] = [
         after(Turns, "median_ms", lambda ms, *_: ms / 1e3)),
     # Parallel.
     Defect("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
-        split(parallel.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
+        split(splits.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
     Defect("parallel", "the pipeline's head has no gradient", lambda run:
-        split(parallel.PipelineModel, headless)),
+        split(splits.PipelineModel, headless)),
     Defect("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
-        split(parallel.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
+        split(splits.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
     Defect("parallel", "the pipeline's last stage does not train its head", lambda run:
-        around(parallel.PipelineModel, "train", last_stage_waits)),
+        around(splits.PipelineModel, "train", last_stage_waits)),
     Defect("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
     Defect("parallel", "the splits train at twice the rate", lambda run:
-        around(parallel.Split, "train", lambda original, self, run_: original(
+        around(splits.Split, "train", lambda original, self, run_: original(
             self, replace(run_, config=replace(run_.config, learning_rate=2 * run_.config.learning_rate))))),
     Defect("parallel", "one microbatch is missing from the loss", lambda run:
-        after(parallel.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
+        after(splits.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
     Defect("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
     # Profile and precision.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmsys_suite import splits
 from llmsys_suite.audit import models, reference
 from llmsys_suite.audit.again import (
     SUMS,
@@ -31,9 +32,9 @@ from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
 from llmsys_suite.run import Run
+from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import memory as memory_stage
-from llmsys_suite.stages import parallel as parallel_stage
 from llmsys_suite.step.case import PHASES, STEPS
 
 MIB = 2**20
@@ -126,7 +127,7 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
     skipped = run.gather("skipped" in result)
     if any(skipped):
         return
-    heads, total = run.model.num_heads, parallel_stage.TRAINED
+    heads, total = run.model.num_heads, TRAINED
     text, config = read_text(run.config.data).train, run.config
     batches = [
         on_device(run, reference.batch(text, config.rows, config.context, config.seed, step))
@@ -141,7 +142,7 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
         slopes.append(slope)
     moved = {name: trained[name] - w for name, w in start.items()}
     for row in run.gather(result.get("rows"))[0]:
-        name, split = row["split"], parallel_stage.SPLITS[row["split"]](run, run.model)
+        name, split = row["split"], splits.SPLITS[row["split"]](run, run.model)
         split.step(*batches[0])
         first = reference.furthest(split.gradients(), slopes[0])
         split.train(run)
@@ -171,9 +172,9 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
                     whole / 200, 2 * whole)  # fmt: skip
 
 
-def _bubble(split: parallel_stage.Split, ranks: int) -> float:
+def _bubble(split: splits.Split, ranks: int) -> float:
     """Idle slots over all: each rank begins one after the last, and ends one after the last."""
-    if not isinstance(split, parallel_stage.PipelineModel):
+    if not isinstance(split, splits.PipelineModel):
         return 0.0
     work = split.microbatches * split.stages_a_rank
     begun = [range(rank, rank + work) for rank in range(ranks)]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from llmsys_suite.audit import reference
+from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
@@ -97,15 +98,18 @@ def _data(
     config: RunConfig, train: dict[str, Any], steps: Records, text: dict[str, Any]
 ) -> Iterator[Check]:
     total = config.warmup + config.steps
-    missing, foreign, twice, tokens = [], [], [], []
+    missing, foreign, twice, tokens, uneven = [], [], [], [], []
     for row in train["rows"]:
         name = row["variant"]
         seen: dict[str, int] = {}
+        read: list[str] = []
+        ranks = range(ranks_of(name, config.world))
+        by_step: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+        for rank in ranks:
+            for s in steps[name, rank]:
+                by_step[rank, s["step"]].append(s)
         for step in range(total):
-            records = [
-                [s for s in steps[name, rank] if s["step"] == step]
-                for rank in range(ranks_of(name, config.world))
-            ]
+            records = [by_step[rank, step] for rank in ranks]
             missing += [
                 f"{name} step {step} rank {rank}"
                 for rank, found in enumerate(records)
@@ -118,6 +122,12 @@ def _data(
             if (before := seen.setdefault("".join(rows), step)) != step:
                 twice.append(f"{name} steps {before} and {step}")
             tokens.append(sum(s["tokens"] for s in there))
+            read += rows
+        windows = text["windows"]
+        for epoch in range(config.epochs):
+            mine = read[epoch * len(windows) : (epoch + 1) * len(windows)]
+            if unread := (Counter(windows) - Counter(mine)).total():
+                uneven.append(f"{name} epoch {epoch}: {unread} of {len(windows)} unread")
     yield none(
         "every step of every rank", "samples", "the configuration's ranks and steps", missing
     )
@@ -127,6 +137,9 @@ def _data(
     )  # fmt: skip
     if text["distinct"]:
         yield none("no batch twice", "digests of each variant's batches", "each other", twice)
+    if config.epochs:
+        yield none("each window of the text once an epoch", "digests of the ranks' rows",
+                   "the text, cut in order", uneven)  # fmt: skip
     each = config.rows * config.context
     yield equal(
         "tokens", "samples", "rows x context of every step and variant",
@@ -214,6 +227,15 @@ def _times(
         for row in train["rows"]
     ]
     yield closest("reported step time", "summary", "the slowest rank by the other clock",
+                pairs, CLOCK)  # fmt: skip
+    every, epoch = slowest_seconds(steps, warmup=True), evidence["text"]["epoch_steps"]
+    pairs = [
+        (sum(every[row["variant"]].values()) / config.epochs if config.epochs
+         else statistics.median(slowest[row["variant"]].values()) * epoch,
+         row["epoch_s"], row["variant"])
+        for row in train["rows"]
+    ]  # fmt: skip
+    yield closest("reported time of an epoch", "summary", "the other clock, over its steps",
                 pairs, CLOCK)  # fmt: skip
     pairs = []
     for row in train["rows"]:
@@ -342,7 +364,7 @@ def _steps(samples: list[Sample]) -> Records:
     return steps
 
 
-def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
+def slowest_seconds(steps: Records, *, warmup: bool = False) -> dict[str, dict[int, float]]:
     """Variant -> measured step -> seconds of its slowest rank, by the clock outside.
 
     A core that was lost between the two clocks' readings is no part of the step: what they differ
@@ -351,7 +373,7 @@ def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, _), found in steps.items():
         for s in found:
-            if not s["warmup"]:
+            if warmup >= s["warmup"]:
                 seconds = s["ended"] - s["began"]
                 seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
                 slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
@@ -373,7 +395,16 @@ def _too_early(steps: Records) -> Iterator[str]:
 def text_evidence(config: RunConfig, text: bytes) -> dict[str, Any]:
     """The digests of every global batch, as a sampler of the audit's own draws them."""
     batches = [
-        reference.row_digests(text, config.rows, config.context, config.seed, step)
+        reference.row_digests(global_batch(text, config, step))
         for step in range(config.warmup + config.steps)
     ]
-    return {"row_digests": batches, "distinct": len({"".join(b) for b in batches}) == len(batches)}
+    # The text cut in order, whatever order an epoch reads it in; what fills no step is left out.
+    steps = (len(text) - 1) // (config.rows * config.context)
+    ends = range(config.context, 1 + config.context * config.rows * steps, config.context)
+    cut = (text[end - config.context : end + 1] for end in ends if config.epochs)
+    return {
+        "row_digests": batches,
+        "distinct": len({"".join(batch) for batch in batches}) == len(batches),
+        "epoch_steps": steps,
+        "windows": [reference.digest(window[:-1], window[1:]) for window in cut],
+    }

@@ -58,11 +58,11 @@ def utilization(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
     return float(plan["step_flops_causal"] / (step_ms / 1e3) / (ranks * plan["peak"]))
 
 
-def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
-    """Variant -> step -> seconds of its slowest rank, warm-up left out."""
+def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:
+    """Variant -> step -> seconds of its slowest rank, warm-up left out unless asked for."""
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for s in samples:
-        if s["phase"] == WHOLE_STEP and not s["warmup"]:
+        if s["phase"] == WHOLE_STEP and warmup >= s["warmup"]:
             steps = slowest[s["variant"]]
             steps[s["step"]] = max(steps.get(s["step"], 0.0), s["seconds"])
     return dict(slowest)

@@ -154,7 +154,10 @@ def _train(train: Row, _: Row, folder: RunFolder) -> Section:
     shown = pick(train["rows"], variant="way", step_ms="step, ms", ratio_p50="of DDP's",
                  ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
                  final_loss="loss")  # fmt: skip
-    return Section("train", fastest(folder), shown, plots.phases(train["rows"]))
+    how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
+    epochs = pick(train["rows"], variant="way", epoch_s=how, final_loss="loss")
+    picture = plots.phases(train["rows"])
+    return Section("train", fastest(folder), shown, picture, [("time of an epoch", epochs)])
 
 
 def _learn(learn: Row, _: Row, __: RunFolder) -> Section:
@@ -222,6 +225,10 @@ def _memory(memory: Row, _: Row, __: RunFolder) -> Section:
                  training_peak_mib="training, MiB", checkpointed_peak_mib="checkpointed, MiB",
                  residual_stream_mib="residual stream, MiB")  # fmt: skip
     folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory["models"].items()]
+    folded += [
+        (f"held for the backward pass, {s}, by line of model.py", m["held"])
+        for s, m in memory["models"].items()
+    ]
     folded += [("held for the backward pass in mixed precision", memory["mixed"])]
     return Section("memory", finding, shown, plots.timeline(memory["models"]), folded)
 

@@ -110,9 +110,7 @@ def layer_yardsticks(run: Run) -> list[float]:
     from llmsys_suite.measure import yardstick
     from llmsys_suite.measure.shallow import Shallow
 
-    config = run.config
-    whole = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
-    tokens, targets = (part.to(run.device) for part in whole)
+    tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)
     cores, ones, further = [], [], []
     for turn in range(1 + STEPS_TIMED):
@@ -140,14 +138,12 @@ def measured_peak_bytes(run: Run) -> int:
     import torch
     from accounting.memory.live import training_step_memory
 
-    from llmsys_suite.model import Decoder, ModelConfig
+    from llmsys_suite.model import Decoder
 
     config, device = run.config, run.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = Decoder(ModelConfig.named(config.size, context=config.context)).to(device)
-    rows = config.rows // config.parts
-    batch = run.corpus.batch(rows=rows, context=config.context, seed=config.seed, step=0)
-    tokens, targets = (part.to(device) for part in batch)
+    model = Decoder(run.model).to(device)
+    tokens, targets = run.batch(0, rows=config.rows // config.parts)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:

@@ -81,14 +81,9 @@ def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> di
 
 def timing(run: Run) -> dict[str, Any]:
     """Forward and backward of this run's model, float32 and bf16 autocast taking turns."""
-    config = run.model
     torch.manual_seed(run.config.seed)
-    model = Decoder(config).to(run.device)
-    rows = max(1, run.config.rows // run.world)
-    tokens, targets = (
-        t.to(run.device)
-        for t in run.corpus.batch(rows=rows, context=config.context, seed=run.config.seed, step=0)
-    )
+    model = Decoder(run.model).to(run.device)
+    tokens, targets = run.batch(0, rows=run.config.rows // run.world)
     losses = {}
 
     def step(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 
@@ -31,8 +32,10 @@ HELDOUT_ROWS = 64
 
 def run(run: Run) -> dict[str, Any]:
     """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
+    # An epoch may be of any length.
+    steps = RunConfig.steps if run.config.epochs else run.config.steps
     todo = [
-        (run.config.steps * budget * APART**i, width, run.config.seed + i)
+        (steps * budget * APART**i, width, run.config.seed + i)
         for i in range(SEEDS)
         for budget, widths in GRID
         for width in widths
