@@ -39,8 +39,8 @@ def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
         tokens = torch.zeros(2, 64, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model.loss(tokens, tokens).backward()
-    assert predicted["parameters"] == sum(p.numel() for p in model.parameters())
-    assert predicted["step_flops_full"] == counter.get_total_flops()
+    assert predicted.parameters == sum(p.numel() for p in model.parameters())
+    assert predicted.step_flops_full == counter.get_total_flops()
 
 
 def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
@@ -102,7 +102,7 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
 def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
     config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
     found = measured_peak_bytes(a_run(config))
-    assert predict(config)["training_peak_bytes"] == pytest.approx(found, rel=0.05)
+    assert predict(config).training_peak_bytes == pytest.approx(found, rel=0.05)
 
 
 def decoder():

@@ -102,7 +102,7 @@ def test_a_tampered_record_is_red_and_fails(finished):
     from llmsys_suite.folder import RunFolder
 
     folder = RunFolder.open(out)
-    stages, samples = folder.summary["stages"], folder.samples()
+    stages, samples = folder.results, folder.samples()
     victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
     victim["loss"] *= 1.001
     evidence = folder.read_json("evidence.json")

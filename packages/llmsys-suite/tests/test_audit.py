@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from llmsys_suite.audit import training
@@ -10,11 +10,19 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, step_seconds, summarize, utilization
+from llmsys_suite.measure.samples import (
+    PEER,
+    SINGLE,
+    loss_curves,
+    step_seconds,
+    summarize,
+    utilization,
+)
+from llmsys_suite.stages.results import Audit, Plan, Train
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
-PLAN = {
+PLAN = Plan(**dict.fromkeys((field.name for field in fields(Plan)), 0) | {
     "parameters": 100,
     "step_flops_full": 600,
     "step_flops_causal": 500,
@@ -27,7 +35,7 @@ PLAN = {
     "yardstick_flops_per_second": 8e5,
     "layer_yardsticks": 50.0,
     "step_yardsticks": 95.0,
-}
+})  # fmt: skip
 BATCHES = [
     [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
 ]
@@ -83,14 +91,11 @@ def probed(ranks, wire=400):
 def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
-    train = summarize(samples) | {
-        "gradient_bytes": {"ddp flat": 400.0},
-        "final_weights": {
-            n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES
-        },
-    }
-    for row in train["rows"]:
-        row["mfu"] = utilization(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+    ends = {n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES}
+    train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0}, ends)
+    for row in train.rows:
+        ranks = 1 if row["variant"] == SINGLE else 2
+        row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
         row["epoch_s"] = 70 * row["step_ms"] / 1e3
     evidence = {
         "probe": {
@@ -145,7 +150,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
 )
 def test_a_wrong_prediction_fails(key, value, name):
     plan, *rest = honest()
-    assert name in red(plan | {key: value}, *rest)
+    assert name in red(replace(plan, **{key: value}), *rest)
 
 
 def tampered(change):
@@ -173,21 +178,21 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
 
 def test_ranks_whose_weights_differ_in_a_bit_fail():
     def change(train, samples, evidence):
-        train["final_weights"]["ddp flat"]["differ"].append("rank 1 norm.weight")
+        train.final_weights["ddp flat"]["differ"].append("rank 1 norm.weight")
 
     assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
 
 
 def test_a_rank_without_weights_fails():
     def change(train, samples, evidence):
-        train["final_weights"]["ddp flat"]["ranks"] = 1
+        train.final_weights["ddp flat"]["ranks"] = 1
 
     assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
 
 
 def test_training_that_went_elsewhere_fails():
     def change(train, samples, evidence):
-        train["final_weights"][PEER]["from_one_process"] = [0.04, "q"]
+        train.final_weights[PEER]["from_one_process"] = [0.04, "q"]
 
     assert tampered(change) == [f"{PEER}: what training moved"]
 
@@ -215,7 +220,7 @@ def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
         plan, train, samples, evidence = honest()
         evidence["text"]["windows"] = windows
         change(samples)
-        for row in train["rows"]:
+        for row in train.rows:
             every = step_seconds(samples, warmup=True)[row["variant"]]
             row["epoch_s"] = sum(every.values())
         found = training.checks(config, plan, train, samples, evidence)
@@ -234,7 +239,7 @@ def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
     plan, train, samples, evidence = honest()
-    train["rows"][2]["epoch_s"] *= 1.1
+    train.rows[2]["epoch_s"] *= 1.1
     config = replace(CONFIG, epochs=epochs)
     found = training.checks(config, plan, train, samples, evidence)
     assert "reported time of an epoch" in [check.name for check in found if not check.passed]
@@ -264,14 +269,14 @@ def test_a_rank_that_reports_half_its_time_fails():
 
 def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
-        train["rows"][2]["step_ms"] *= 0.9
+        train.rows[2]["step_ms"] *= 0.9
 
     assert {"reported step time", "utilization"} >= set(tampered(change)) >= {"reported step time"}
 
 
 def test_a_ratio_upside_down_fails():
     def change(train, samples, evidence):
-        train["rows"][0]["ratio_p50"] = 1 / train["rows"][0]["ratio_p50"]
+        train.rows[0]["ratio_p50"] = 1 / train.rows[0]["ratio_p50"]
 
     assert tampered(change) == ["reported ratio to the peer"]
 
@@ -339,13 +344,13 @@ def test_steps_that_take_longer_than_their_stage_fail():
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()
-    wrong = plan | {"step_yardsticks": factor * plan["step_yardsticks"]}
+    wrong = replace(plan, step_yardsticks=factor * plan.step_yardsticks)
     assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
 
 
 def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
-        train["rows"][1]["mfu"] *= 2
+        train.rows[1]["mfu"] *= 2
 
     assert tampered(change) == ["utilization"]
 
@@ -361,7 +366,7 @@ def test_a_thread_busier_than_the_step_is_long_fails():
 @pytest.mark.parametrize("nbytes", [1200.0, 396.0])
 def test_bytes_that_were_not_handed_over_fail(nbytes):
     def change(train, samples, evidence):
-        train["gradient_bytes"]["ddp flat"] = nbytes
+        train.gradient_bytes["ddp flat"] = nbytes
 
     assert tampered(change) == ["gradient bytes handed over"]
 
@@ -417,7 +422,7 @@ def finished(path, change=lambda samples: None):
     folder.write_json("evidence.json", evidence)
     checks = training.checks(CONFIG, *honest())
     folder.write_json("checks.json", [check.to_json() for check in checks])
-    folder.add_stage("audit", {"checks": 0, "red": []})
+    folder.add_stage("audit", Audit(0, []))
     folder.finish()
     return folder
 

@@ -36,7 +36,10 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
+    #: What each stage handed on, see `stages.results`; None on ranks that had no part in it.
     results: dict[str, Any] = field(default_factory=dict)
+    #: How long each stage took on this rank.
+    seconds: dict[str, float] = field(default_factory=dict)
     # The model that `train` leaves to the stages that look into it.
     trained: torch.nn.Module | None = None
     store: Any = None

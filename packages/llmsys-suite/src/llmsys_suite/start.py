@@ -40,7 +40,7 @@ def execute(config: RunConfig) -> int:
 def _require_memory(config: RunConfig) -> None:
     from llmsys_suite.stages.plan import predict
 
-    needed = predict(config)["host_peak_bytes"]
+    needed = predict(config).host_peak_bytes
     available = available_memory_bytes(config.device)
     if needed > available:
         raise UsageError(

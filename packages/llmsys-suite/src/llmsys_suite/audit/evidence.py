@@ -61,7 +61,7 @@ def counted(run: Run) -> dict[str, int]:
 
 def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
     """(stage, rank, seconds by that rank's clock, seconds by the launcher's)."""
-    own = run.gather({stage: result["stage_seconds"] for stage, result in run.results.items()})
+    own = run.gather(run.seconds)
     stamps = run.stamps()
     return [
         (stage, rank, seconds, stamps[rank, f"{stage} ends"] - stamps[rank, f"{stage} begins"])

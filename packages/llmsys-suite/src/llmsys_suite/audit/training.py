@@ -18,6 +18,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE, WHOLE_STEP, loss_curves, ranks_of
+from llmsys_suite.stages.results import Plan, Train
 
 #: A gradient in float32 beside float64, per parameter: 8e-7 at the most. Times six.
 GRADIENT = 5e-6
@@ -44,8 +45,8 @@ Records = dict[tuple[str, int], list[Sample]]
 
 def checks(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
@@ -60,46 +61,42 @@ def checks(
     yield from _wire(config, plan, train, evidence)
 
 
-def _plan(config: RunConfig, plan: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[Check]:
     counted, parameters = evidence["counted"], evidence["counted"]["parameters"]
-    yield equal("parameters", "plan", "the reference's weights", parameters, plan["parameters"])
+    yield equal("parameters", "plan", "the reference's weights", parameters, plan.parameters)
     yield equal(
         "FLOPs a step, full attention", "plan", "torch's counter on the reference",
-        counted["flops_full"], plan["step_flops_full"],
+        counted["flops_full"], plan.step_flops_full,
     )  # fmt: skip
     yield equal(
         "FLOPs a step, causal", "plan", "torch's counter, half of attention's products left out",
-        counted["flops_causal"], plan["step_flops_causal"], 1e-9,
+        counted["flops_causal"], plan.step_flops_causal, 1e-9,
     )  # fmt: skip
     yield equal(
         "peak memory of a step", "plan", "live bytes of a real step",
-        plan["measured_peak_bytes"], plan["training_peak_bytes"], PEAK_BYTES[config.device],
+        plan.measured_peak_bytes, plan.training_peak_bytes, PEAK_BYTES[config.device],
     )  # fmt: skip
-    kept = sum(plan["training_bytes_by_part"][part] for part in ("weights", "optimizer"))
+    kept = sum(plan.training_bytes_by_part[part] for part in ("weights", "optimizer"))
     yield equal(
         "weights and moments", "plan", "a real optimizer's tensors", evidence["kept_bytes"], kept
     )
-    yield equal(
-        "gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan["gradient_bytes"]
-    )
+    yield equal("gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan.gradient_bytes)
     share = 2 * (config.world - 1) / config.world
     yield equal(
         "DDP's wire bytes a rank", "plan", "2 (n - 1) / n of the gradients",
-        share * 4 * parameters, plan["ddp_wire_bytes_per_rank"], 1e-6,
+        share * 4 * parameters, plan.ddp_wire_bytes_per_rank, 1e-6,
     )  # fmt: skip
     yield within(
         "rate of a matrix product, in yardsticks'", "plan", "both timed in the audit",
         evidence["product_in_yardsticks"],
-        plan["peak"] / plan["yardstick_flops_per_second"], BAND,
+        plan.peak / plan.yardstick_flops_per_second, BAND,
     )  # fmt: skip
 
 
-def _data(
-    config: RunConfig, train: dict[str, Any], steps: Records, text: dict[str, Any]
-) -> Iterator[Check]:
+def _data(config: RunConfig, train: Train, steps: Records, text: dict[str, Any]) -> Iterator[Check]:
     total = config.warmup + config.steps
     missing, foreign, twice, tokens, uneven = [], [], [], [], []
-    for row in train["rows"]:
+    for row in train.rows:
         name = row["variant"]
         seen: dict[str, int] = {}
         read: list[str] = []
@@ -143,12 +140,12 @@ def _data(
     each = config.rows * config.context
     yield equal(
         "tokens", "samples", "rows x context of every step and variant",
-        each * total * len(train["rows"]), sum(tokens),
+        each * total * len(train.rows), sum(tokens),
     )  # fmt: skip
 
 
 def _losses(
-    config: RunConfig, train: dict[str, Any], samples: list[Sample], evidence: dict[str, Any]
+    config: RunConfig, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     curves = loss_curves(samples)
     for name, expected in (("first losses", evidence["probe"]["replayed_losses"]),):
@@ -169,7 +166,7 @@ def _losses(
     yield furthest("all losses", "each variant", "one process", off, tolerance)
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
-        for row in train["rows"]
+        for row in train.rows
     ]
     yield furthest("reported final loss", "summary", "one process's last", off, tolerance)
     yield Check(
@@ -177,9 +174,9 @@ def _losses(
     )
 
 
-def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Iterator[Check]:
     total = config.warmup + config.steps
-    for row in train["rows"]:
+    for row in train.rows:
         name = row["variant"]
         found = evidence["probe"]["variants"][name]
         for key, what in (("gradients", "averaged gradients"), ("weights", "what SGD moved")):
@@ -194,7 +191,7 @@ def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any])
         yield equal(f"{name}: loss", "the ranks' mean", "float64", exact, loss, REPLAYED_LOSS)
         if name == SINGLE:
             continue
-        final = train["final_weights"][name]
+        final = train.final_weights[name]
         yield none(
             f"{name}: trained weights, bit by bit", "every rank", "rank 0",
             final["differ"] + ["ranks are missing"] * (final["ranks"] != config.world),
@@ -208,8 +205,8 @@ def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any])
 
 def _times(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     steps: Records,
     evidence: dict[str, Any],
@@ -224,7 +221,7 @@ def _times(
     slowest = slowest_seconds(steps)
     pairs = [
         (statistics.median(slowest[row["variant"]].values()) * 1e3, row["step_ms"], row["variant"])
-        for row in train["rows"]
+        for row in train.rows
     ]
     yield closest("reported step time", "summary", "the slowest rank by the other clock",
                 pairs, CLOCK)  # fmt: skip
@@ -233,12 +230,12 @@ def _times(
         (sum(every[row["variant"]].values()) / config.epochs if config.epochs
          else statistics.median(slowest[row["variant"]].values()) * epoch,
          row["epoch_s"], row["variant"])
-        for row in train["rows"]
+        for row in train.rows
     ]  # fmt: skip
     yield closest("reported time of an epoch", "summary", "the other clock, over its steps",
                 pairs, CLOCK)  # fmt: skip
     pairs = []
-    for row in train["rows"]:
+    for row in train.rows:
         if "ratio_p50" in row:
             both = slowest[row["variant"]].keys() & slowest[PEER].keys()
             ours = statistics.median(
@@ -298,17 +295,17 @@ def _phases(samples: list[Sample]) -> Iterator[Check]:
 
 def _work(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     steps: Records,
     slowest: dict[str, dict[int, float]],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
     pairs = []
-    for row in train["rows"]:
+    for row in train.rows:
         ranks = ranks_of(row["variant"], config.world)
         seconds = statistics.median(slowest[row["variant"]].values())
-        reach = ranks * plan["peak"] * seconds
+        reach = ranks * plan.peak * seconds
         pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
     yield closest("utilization", "summary", "counted FLOPs, the other clock, the rate",
                 pairs, CLOCK)  # fmt: skip
@@ -316,7 +313,7 @@ def _work(
     measured = statistics.median(s["core_s"] / s["one_layer_s"] for s in alone)
     yield within(
         "time of one process's step, over one layer's", "plan, from one and three layers",
-        "samples", measured, plan["step_yardsticks"] / plan["layer_yardsticks"], BAND,
+        "samples", measured, plan.step_yardsticks / plan.layer_yardsticks, BAND,
     )  # fmt: skip
     pairs = [
         (1.0, statistics.median(s["core_s"] / s["seconds"] for s in found), f"{name} rank {rank}")
@@ -327,14 +324,12 @@ def _work(
                 "one", 1.0, share, 0.0, 1 + CLOCK, where)  # fmt: skip
 
 
-def _wire(
-    config: RunConfig, plan: dict[str, Any], train: dict[str, Any], evidence: dict[str, Any]
-) -> Iterator[Check]:
-    handed = [(plan["gradient_bytes"], b, n) for n, b in train["gradient_bytes"].items()]
+def _wire(config: RunConfig, plan: Plan, train: Train, evidence: dict[str, Any]) -> Iterator[Check]:
+    handed = [(plan.gradient_bytes, b, n) for n, b in train.gradient_bytes.items()]
     if handed:
         # Shards of equal length may carry a few elements of padding.
         yield closest("gradient bytes handed over", "each package's count", "plan",
-                    handed, 1e-3 if plan["gradient_bytes"] < 1e6 else 1e-4)  # fmt: skip
+                    handed, 1e-3 if plan.gradient_bytes < 1e6 else 1e-4)  # fmt: skip
     for name, found in evidence["probe"]["variants"].items():
         for rank, (planned, summed) in enumerate(
             zip(found["planned_shared"], found["shared"], strict=True)

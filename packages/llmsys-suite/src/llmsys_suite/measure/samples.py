@@ -32,8 +32,8 @@ VARIANT_NAMES = (
 )
 
 
-def summarize(samples: list[Sample]) -> dict[str, Any]:
-    """Per variant: step time of the slowest rank, its parts, its ratio to the peer, its losses."""
+def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
+    """A row a variant: time of the slowest rank, its parts, its ratio to the peer, its loss."""
     whole = step_seconds(samples)
     losses = loss_curves(samples)
     rows = []
@@ -45,7 +45,7 @@ def summarize(samples: list[Sample]) -> dict[str, Any]:
         row |= {f"{phase}_share": shares.get(phase, 0.0) for phase in PHASES}
         row["final_loss"] = losses[name][-1]
         rows.append(row)
-    return {"rows": rows, "losses": losses}
+    return rows
 
 
 def ranks_of(variant: str, world: int) -> int:
@@ -53,9 +53,9 @@ def ranks_of(variant: str, world: int) -> int:
     return 1 if variant == SINGLE else world
 
 
-def utilization(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
+def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
     """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
-    return float(plan["step_flops_causal"] / (step_ms / 1e3) / (ranks * plan["peak"]))
+    return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
 def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Memory
 
 ROWS = 4
 #: Drawn besides the run's own size, at the contexts that the course asks for.
@@ -31,7 +32,7 @@ MIB = 2**20
 MODEL = Decoder.forward.__code__.co_filename
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Memory | None:
     """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
     context = run.config.context
     wanted = {run.config.size: (context // 2, context, 2 * context)} | DRAWN_BESIDE
@@ -39,17 +40,15 @@ def run(run: Run) -> dict[str, Any]:
     mine = {case: profile(*case) for case in cases[run.rank :: run.world]}
     gathered = run.gather(mine)
     if run.rank != 0:
-        return {}
+        return None
     found = {key: profile for share in gathered for key, profile in share.items()}
-    result: dict[str, Any] = {
-        "models": {
-            size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
-            | found[size, lengths[1]]["drawn"]
-            for size, lengths in wanted.items()
-        }
+    models = {
+        size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
+        | found[size, lengths[1]]["drawn"]
+        for size, lengths in wanted.items()
     }
     size, lengths = list(wanted.items())[-1]
-    result["mixed"] = [
+    mixed = [
         {
             "model": size,
             "context": lengths[1],
@@ -58,9 +57,8 @@ def run(run: Run) -> dict[str, Any]:
         }
         for autocast in (False, True)
     ]
-    if run.device.type == "cuda" and run.folder is not None:
-        result["snapshot"] = _snapshot(run)
-    return result
+    on_gpu = run.device.type == "cuda" and run.folder is not None
+    return Memory(models, mixed, _snapshot(run) if on_gpu else "")
 
 
 def profile(size: str, context: int) -> dict[str, Any]:

@@ -16,17 +16,18 @@ from torch import Tensor
 from llmsys_suite.run import Run
 from llmsys_suite.splits import SPLITS, PipelineModel, Split
 from llmsys_suite.splits.split import whole_model
+from llmsys_suite.stages.results import Parallel, Skipped
 
 ITERATIONS = 10
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Parallel | Skipped:
     """Ten iterations of each, timed, with the loss of each beside one process's; a few trained."""
     if run.world < 2:
-        return {"skipped": "splitting a model needs at least two ranks"}
+        return Skipped("splitting a model needs at least two ranks")
     possible = {name: make for name, make in SPLITS.items() if not make.why_not(run, run.model)}
     if not possible:
-        return {"skipped": PipelineModel.why_not(run, run.model)}
+        return Skipped(PipelineModel.why_not(run, run.model))
     tokens, targets = run.batch(0)
     reference = float(whole_model(run, run.model).loss(tokens, targets).detach())
     rows = []
@@ -34,7 +35,7 @@ def run(run: Run) -> dict[str, Any]:
         split = make(run, run.model)
         row = _timed(name, split, tokens, targets) | {"single_loss": reference}
         rows.append(row | {"trained_loss": split.train(run)[-1]})
-    return {"rows": rows}
+    return Parallel(rows)
 
 
 def _timed(name: str, model: Split, tokens: Tensor, targets: Tensor) -> dict[str, Any]:

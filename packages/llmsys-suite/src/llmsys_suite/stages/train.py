@@ -19,18 +19,26 @@ from llmsys_suite.audit.reference import digest
 from llmsys_suite.data import epoch_steps
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others, yardstick
-from llmsys_suite.measure.samples import SINGLE, ranks_of, step_seconds, summarize, utilization
+from llmsys_suite.measure.samples import (
+    SINGLE,
+    loss_curves,
+    ranks_of,
+    step_seconds,
+    summarize,
+    utilization,
+)
 from llmsys_suite.measure.shallow import Shallow
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Plan, Train
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Train | None:
     """Train every variant; medians and ratios, losses, and the bytes each handed over."""
-    plan = run.results["plan"]
+    plan: Plan = run.results["plan"]
     names = variants_here(run.device, run.config.epochs)
-    groups = [names] if plan["variants_fit_together"] else [[name] for name in names]
+    groups = [names] if plan.variants_fit_together else [[name] for name in names]
     handed: dict[str, float] = {}
     sending: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
@@ -45,16 +53,17 @@ def run(run: Run) -> dict[str, Any]:
             finals[name] = final_weights(run, start, variant)
             variant.close()
     if run.folder is None:
-        return {}
+        return None
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
-    result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
-    for row in result["rows"]:
-        row["mfu"] = utilization(plan, row["step_ms"], ranks_of(row["variant"], run.world))
+    rows = summarize(samples)
+    for row in rows:
+        ranks = ranks_of(row["variant"], run.world)
+        row["mfu"] = utilization(plan.step_flops_causal, plan.peak, row["step_ms"], ranks)
         row |= {
             f"{k.replace('seconds', 'ms')}": 1e3 * v for k, v in sending[row["variant"]].items()
         }
         row["epoch_s"] = _epoch_seconds(run, samples, row)
-    return result
+    return Train(rows, loss_curves(samples), handed, finals)
 
 
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
