@@ -204,8 +204,10 @@ def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
         f"{worst['softmax_share']:.1%}."
     )
     shown = pick(operators, phase="phase", timer_ms="timer, ms", total_ms="operators, ms",
-                 top_operator="top", top_calls="calls", top_share="share",
-                 product_share="products", softmax_share="softmax")  # fmt: skip
+                 top_operator="top", top_share="its share", product_share="products",
+                 softmax_share="softmax")  # fmt: skip
+    for row, said in zip(shown, operators, strict=True):
+        row["top"] = f"{said['top_operator'].removeprefix('aten::')} x {said['top_calls']}"
     plan, picture = results.get("plan"), ""
     if products and isinstance(plan, of.Plan):
         picture = plots.roofline(products, profile.bytes_per_second, plan.peak)
