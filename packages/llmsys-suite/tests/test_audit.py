@@ -11,6 +11,7 @@ from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import (
+    LOCAL,
     PEER,
     SINGLE,
     loss_curves,
@@ -21,7 +22,7 @@ from llmsys_suite.measure.samples import (
 from llmsys_suite.stages.results import Audit, Plan, Train
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
-NAMES = (SINGLE, PEER, "ddp flat", "parameter server")
+NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)
 PLAN = Plan(**dict.fromkeys((field.name for field in fields(Plan)), 0) | {
     "parameters": 100,
     "step_flops_full": 600,
@@ -68,6 +69,7 @@ def honest_samples():
                         "ended": clock + seconds,
                         "core_s": 0.9 * seconds,
                         "queued_s": 0.0,
+                        "received": {SINGLE: 0, LOCAL: 1}.get(variant, 400),
                         "one_layer_s": 0.05,
                         "row_digests": BATCHES[step][rank * share : (rank + 1) * share],
                     }
@@ -92,7 +94,7 @@ def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
     ends = {n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES}
-    train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0}, ends)
+    train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0, LOCAL: 1.0}, ends)
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
@@ -101,6 +103,7 @@ def honest():
         "probe": {
             "exact_loss": 5.5,
             "replayed_losses": [5.0, 4.0, 3.0],
+            "rounds": [[1e-5, "q"]] * 2,
             "variants": {
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
@@ -271,7 +274,8 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
         train.rows[2]["step_ms"] *= 0.9
 
-    assert {"reported step time", "utilization"} >= set(tampered(change)) >= {"reported step time"}
+    found = {"reported step time", "utilization", "computing over a slow link"}
+    assert found >= set(tampered(change)) >= {"reported step time"}
 
 
 def test_a_ratio_upside_down_fails():
@@ -376,7 +380,7 @@ def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):
         evidence["probe"]["variants"]["ddp flat"]["received"][1] = nbytes
 
-    assert tampered(change) == ["ddp flat: bytes received, rank 1"]
+    assert tampered(change)[-1] == "ddp flat: bytes received, rank 1"
 
 
 @pytest.mark.parametrize("nbytes", [0, 200, 1800])
@@ -385,6 +389,42 @@ def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
         evidence["probe"]["variants"]["ddp flat"]["shared"][0] = nbytes
 
     assert tampered(change) == ["ddp flat: bytes summed in shared memory, rank 0"]
+
+
+@pytest.mark.parametrize("distance", [0.04, float("nan")])
+def test_rounds_of_local_steps_that_end_elsewhere_fail(distance):
+    def change(train, samples, evidence):
+        evidence["probe"]["rounds"][1] = [distance, "q"]
+
+    assert tampered(change) == [f"{LOCAL}: what rounds moved"]
+
+
+def test_local_steps_may_drift_apart_but_not_far():
+    def drift(loss):
+        def change(train, samples, evidence):
+            for s in steps(samples, LOCAL)[2:]:
+                s["loss"] = loss
+            train.rows[-1]["final_loss"] = loss
+
+        return change
+
+    assert tampered(drift(2.1)) == []
+    assert tampered(drift(3.0)) == [f"{LOCAL}: final loss"]
+
+
+def test_bytes_over_a_slow_link_that_nobody_counted_fail():
+    def pushed(train, samples, evidence):
+        train.gradient_bytes[LOCAL] = 1e3
+
+    def received(train, samples, evidence):
+        train.rows[2]["wire_bytes"] = 700.0
+
+    def computed(train, samples, evidence):
+        train.rows[2]["link_computing_share"] = 0.99
+
+    assert tampered(pushed) == [f"{LOCAL}: bytes pushed a step"]
+    assert "ddp flat: bytes received a step of training" in tampered(received)
+    assert tampered(computed) == ["computing over a slow link"]
 
 
 @pytest.mark.parametrize("loss", [5.01, float("nan")])

@@ -75,10 +75,14 @@ def join_part_of_a_group(steps):
     module = model()
     with join(module, ADAMW, group=part) as worker:
         train(worker, steps)
+        assert worker.finish() == worker.finish() == steps  # and once more by itself
+        for late in (worker.push, worker.pull):
+            with pytest.raises(RuntimeError, match="has finished; it can neither pull nor push"):
+                late()
     return {name: p.detach() for name, p in module.named_parameters()}
 
 
-def test_part_of_the_ranks_can_train():
+def test_part_of_the_ranks_can_train_and_finish_before_they_have_to():
     first, outside, third = run_ranks(join_part_of_a_group, 3, 3)
     assert outside is None
     for parameters in (first, third):

@@ -72,8 +72,8 @@ class Worker:
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
         self.bytes_pushed = self.bytes_pulled = 0
         """Bytes of gradients and of parameters that went to and came from the servers."""
-        self.loss = math.nan
-        """What `push` was told last."""
+        self.loss = math.nan  # what `push` was told last
+        self._finished = False
         self._local = local
         self._optimizer = optimizer(self._parameters.values()) if local and optimizer else None
         self._steps = 0  # of its own
@@ -151,6 +151,8 @@ class Worker:
 
         Returns their version. However long the others take: only one that is silent ends the wait.
         """
+        if self._finished:
+            return self.version
         if self._courier and self._steps and self._due is not None:
             self._take()  # what still travels
         while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
@@ -159,6 +161,7 @@ class Worker:
             self._send()  # what has changed of this fragment since it was sent
         self._together(lambda: self._drive(self._session.finish()))
         self._load()
+        self._finished = True
         return self.version
 
     def leave(self) -> None:
@@ -189,6 +192,8 @@ class Worker:
 
     def _drive(self, steps: Steps[T]) -> T:
         """Send the requests of a session to their servers, and the answers to the session."""
+        if self._finished:
+            raise RuntimeError(f"worker {self.rank} has finished; it can neither pull nor push")
         map_all = self._threads.map if self._threads else map
         answers: list[Message] | None = None
         while True:

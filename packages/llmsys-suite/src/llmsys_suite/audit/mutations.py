@@ -30,7 +30,7 @@ from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.measure.samples import PEER, SINGLE
+from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.run import Run
 from llmsys_suite.stages import (
@@ -120,6 +120,12 @@ def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
         return result
 
     return after(next(base for base in cls.__mro__ if method in vars(base)), method, changed)
+
+
+def local_steps(**changed: Any) -> Patch:
+    """DiLoCo by another policy."""
+    policy = replace(VARIANTS[LOCAL].policy, **changed)  # type: ignore[attr-defined]
+    return mock.patch.object(VARIANTS[LOCAL], "policy", policy)
 
 
 def instead(name: str, method: str, wrapper: Callable[..., Any]) -> Patch:
@@ -440,6 +446,12 @@ DEFECTS: list[Defect] = [
         then("fsdp", "communicate", lambda v: gradients(v.model, lambda g: g.div_(run.world))), ("fsdp",)),
     Defect("train", "a gradient is handed over twice", lambda run:
         then(SERVER, "forward_backward", lambda v: gradients(v.decoder, lambda g: g.mul_(2))), (SERVER,)),
+    Defect("train", "DiLoCo's outer optimizer has no momentum", lambda run:
+        local_steps(outer=functools.partial(torch.optim.SGD, lr=0.7)), (LOCAL,)),
+    Defect("train", "DiLoCo's ranks train on without the others' changes", lambda run:
+        mock.patch.object(VARIANTS[LOCAL], "weights", lambda v: Variant.weights(v)), (LOCAL,)),
+    Defect("train", "what DiLoCo exchanges is not compressed", lambda run:
+        local_steps(compression=None), (LOCAL,)),
     # Weights.
     Defect("train", "the last element of each shard is not updated", lambda run:
         instead("zero 1", "update", drops_last_elements), ("zero 1",)),
@@ -495,6 +507,8 @@ DEFECTS: list[Defect] = [
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
     Defect("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
+    Defect("train", "a slow link is taken to carry so many bytes a second", lambda run:
+        mock.patch.object(samples, "LINK_RATE", 8 * samples.LINK_RATE)),
     # Plan.
     Defect("plan", "parameters without the head", lambda run:
         predicts("parameters", lambda n: n - 256 * run.model.d_model)),

@@ -8,6 +8,7 @@ A second step counts what the kernel's sockets received, and what was announced 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,18 @@ from torch import Tensor
 from llmsys_suite.audit import network, reference
 from llmsys_suite.audit.again import global_batch, initial_weights, on_device
 from llmsys_suite.data import read_text
+from llmsys_suite.measure.samples import LOCAL
 from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS, variants_here
+from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant
 
 #: So large that rounding the weights hides nothing of the gradient.
 RATE = 16.0
 #: How many steps of the run are trained once more in float64.
 REPLAYED = 3
+#: Of DiLoCo: rounds, and local steps in each.
+ROUNDS, LOCAL_STEPS = 2, 2
 
 Weights = dict[str, Tensor]
 
@@ -45,9 +50,12 @@ def probe(run: Run) -> dict[str, Any]:
         found[name] = {
             key: [share[key] for share in taken] for key in taken[0] if taken[0][key] is not None
         }
+    rounds = probe_rounds(run, start) if LOCAL in found else []
     losses = replay(run, start) if run.rank == 0 else []
     run.meet()
-    return {"exact_loss": exact_loss, "variants": found, "replayed_losses": losses}
+    return {
+        "exact_loss": exact_loss, "variants": found, "rounds": rounds, "replayed_losses": losses,
+    }  # fmt: skip
 
 
 def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
@@ -90,6 +98,32 @@ def _observe(
         "shared": sum(shared),
         "planned_shared": variant.planned_shared_bytes(size),
     }
+
+
+def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
+    """How far what DiLoCo's rounds moved lies from float64's, on every rank; a row for each.
+
+    Whole and unrounded: four bits of a change are not the change.
+    """
+    policy = replace(DiLoCo.policy, steps=LOCAL_STEPS, fragments=1, compression=None)
+    variant, config = DiLoCo(run, run.model, policy=policy), run.config
+    for step in range(ROUNDS * LOCAL_STEPS):
+        variant.step(*run.batch(step, rows=run.world, shared=True))
+    after = {name: w.double() - start[name] for name, w in variant.weights().items()}
+    variant.close()
+    run.recorder.take()
+    text = read_text(config.data).train
+    batches = [
+        on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
+        for step in range(ROUNDS * LOCAL_STEPS)
+    ]
+    each = [
+        [(tokens[rank : rank + 1], targets[rank : rank + 1]) for tokens, targets in batches]
+        for rank in range(run.world)
+    ]
+    exact = reference.diloco(start, each, run.model.num_heads, config.learning_rate, LOCAL_STEPS)
+    moved = {name: w - start[name] for name, w in exact.items()}
+    return run.gather(reference.furthest(after, moved))
 
 
 def replay(run: Run, weights: Weights) -> list[float]:

@@ -42,6 +42,33 @@ def gradients(
     return total, summed
 
 
+def diloco(
+    weights: Weights,
+    batches: list[list[tuple[Tensor, Tensor]]],
+    heads: int,
+    rate: float,
+    steps: int,
+) -> Weights:
+    """Douillard et al. 2023, algorithm 1: worker by worker, after all `batches` of each.
+
+    After `steps` of AdamW the mean of what they changed is a gradient for Nesterov's momentum.
+    """
+    inner = [AdamW(weights, rate) for _ in batches]
+    velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for begin in range(0, len(batches[0]), steps):
+        ended = []
+        for optimizer, rows in zip(inner, batches, strict=True):
+            own = weights
+            for some in rows[begin : begin + steps]:
+                own = optimizer.step(own, gradients(own, *some, heads)[1])
+            ended.append(own)
+        for name, w in weights.items():
+            change = sum(w - own[name] for own in ended) / len(ended)
+            velocity[name] = 0.9 * velocity[name] + change
+            weights = weights | {name: w - 0.7 * (change + 0.9 * velocity[name])}
+    return weights
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(K)) v over positions not after the query's; (B, H, T, K)."""
     rows = []

@@ -17,7 +17,16 @@ from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.samples import PEER, SERVER, SINGLE, WHOLE_STEP, loss_curves, ranks_of
+from llmsys_suite.measure.samples import (
+    LINK_RATE,
+    LOCAL,
+    PEER,
+    SERVER,
+    SINGLE,
+    WHOLE_STEP,
+    loss_curves,
+    ranks_of,
+)
 from llmsys_suite.stages.results import Plan, Train
 
 #: A gradient in float32 beside float64, per parameter: 8e-7 at the most. Times six.
@@ -37,6 +46,10 @@ CLOCK = 0.02
 BAND = 1.6
 #: What Python does between two phases, in seconds of its thread.
 BETWEEN_S = 2e-3
+#: DiLoCo's last loss over one process's: what ranks that drift apart may lose in a few rounds.
+DRIFTED = 1.1
+#: Of four bits an element what coding leaves.
+CODED = 0.5
 #: Messages have heads, and some say which gradients are there.
 HEAD_BYTES = 1024
 
@@ -58,7 +71,7 @@ def checks(
     yield from _weights(config, train, evidence)
     yield from _losses(config, train, samples, evidence)
     yield from _times(config, plan, train, samples, steps, evidence)
-    yield from _wire(config, plan, train, evidence)
+    yield from _wire(config, plan, train, samples, evidence)
 
 
 def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[Check]:
@@ -148,6 +161,10 @@ def _losses(
     config: RunConfig, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     curves = loss_curves(samples)
+    alone, local = curves[SINGLE], curves.get(LOCAL)
+    if local is not None:
+        # Until its ranks drift apart it is one process too.
+        curves[LOCAL] = local[:1]
     for name, expected in (("first losses", evidence["probe"]["replayed_losses"]),):
         off = [
             (abs(curve[step] / value - 1), f"{variant} step {step}: {curve[step]:.9g}, {value:.9g}")
@@ -156,7 +173,6 @@ def _losses(
             if step < len(curve)
         ]
         yield furthest(name, "samples", "float64 and AdamW written out", off, REPLAYED_LOSS)
-    alone = curves[SINGLE]
     off = [
         (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
         for variant, curve in curves.items()
@@ -167,8 +183,15 @@ def _losses(
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
         for row in train.rows
+        if row["variant"] != LOCAL
     ]
     yield furthest("reported final loss", "summary", "one process's last", off, tolerance)
+    for row in train.rows:
+        if row["variant"] == LOCAL and local:
+            yield equal(f"{LOCAL}: reported final loss", "summary", "the ranks' mean", local[-1],
+                        row["final_loss"], 1e-9)  # fmt: skip
+            yield Check(f"{LOCAL}: final loss", "summary", "one process's", alone[-1],
+                        row["final_loss"], alone[-1] / DRIFTED, alone[-1] * DRIFTED)  # fmt: skip
     yield Check(
         "the loss falls", "one process, last over first", "one", 1.0, alone[-1] / alone[0], 0.0, 1.0
     )
@@ -196,6 +219,12 @@ def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Itera
             f"{name}: trained weights, bit by bit", "every rank", "rank 0",
             final["differ"] + ["ranks are missing"] * (final["ranks"] != config.world),
         )  # fmt: skip
+        if name == LOCAL:
+            rounds = enumerate(evidence["probe"]["rounds"])
+            moved = [(away, f"rank {rank} {where}") for rank, (away, where) in rounds]
+            yield furthest(f"{LOCAL}: what rounds moved", "every rank", "written out in float64",
+                           moved, 2 * MOVED)  # fmt: skip
+            continue
         distance, where = final["from_one_process"]
         tolerance = MOVED * math.sqrt(total)
         yield near(
@@ -324,8 +353,17 @@ def _work(
                 "one", 1.0, share, 0.0, 1 + CLOCK, where)  # fmt: skip
 
 
-def _wire(config: RunConfig, plan: Plan, train: Train, evidence: dict[str, Any]) -> Iterator[Check]:
-    handed = [(plan.gradient_bytes, b, n) for n, b in train.gradient_bytes.items()]
+def _wire(
+    config: RunConfig,
+    plan: Plan,
+    train: Train,
+    samples: list[Sample],
+    evidence: dict[str, Any],
+) -> Iterator[Check]:
+    counts = dict(train.gradient_bytes)
+    if LOCAL in counts:
+        yield from _streamed(config, plan.gradient_bytes, counts.pop(LOCAL))
+    handed = [(plan.gradient_bytes, b, n) for n, b in counts.items()]
     if handed:
         # Shards of equal length may carry a few elements of padding.
         yield closest("gradient bytes handed over", "each package's count", "plan",
@@ -341,6 +379,7 @@ def _wire(config: RunConfig, plan: Plan, train: Train, evidence: dict[str, Any])
                 )  # fmt: skip
     if not evidence["sockets_count"]:
         return
+    yield from _link(config, plan, train, samples, evidence)
     heads = HEAD_BYTES * evidence["counted"]["tensors"]
     for name, found in evidence["probe"]["variants"].items():
         for rank, received in enumerate(found["received"]):
@@ -349,6 +388,54 @@ def _wire(config: RunConfig, plan: Plan, train: Train, evidence: dict[str, Any])
                 f"{name}: bytes received, rank {rank}", "the kernel's sockets", "plan",
                 low, received, 0.99 * low - 64, 1.01 * high + heads,
             )  # fmt: skip
+
+
+def _streamed(config: RunConfig, gradient_bytes: int, counted: float) -> Iterator[Check]:
+    """Of DiLoCo: a tenth of the model every fifth step, at most four bits of 32 and the scales."""
+    steps = config.warmup + config.steps
+    most = _fragment(gradient_bytes) * (steps // 5) / steps
+    yield Check(f"{LOCAL}: bytes pushed a step", "the worker's count", "four bits of 32", most,
+                counted, CODED * most, 1.01 * most + 64)  # fmt: skip
+
+
+def _fragment(gradient_bytes: int) -> float:
+    return gradient_bytes / 10 * (1 / 8 + 1 / 1024)
+
+
+def _link(
+    config: RunConfig,
+    plan: Plan,
+    train: Train,
+    samples: list[Sample],
+    evidence: dict[str, Any],
+) -> Iterator[Check]:
+    """Bytes a step as the probe's were; the share of computing from the samples themselves."""
+    pairs, wall = [], defaultdict[tuple[str, str], float](float)
+    for s in samples:
+        if not s["warmup"]:
+            wall[s["variant"], s["phase"]] += s["seconds"]
+    for row in train.rows:
+        if "link_ms" not in row:
+            continue
+        name, received = row["variant"], row["wire_bytes"]
+        heads = HEAD_BYTES * (1 if name == LOCAL else evidence["counted"]["tensors"])
+        low = high = max(evidence["probe"]["variants"][name]["received"])
+        if name == LOCAL:
+            # A pull follows each fifth step; pushes to a server may come after the step.
+            pulls = (config.warmup + config.steps - 1) // 5 - (config.warmup - 1) // 5
+            low = CODED * _fragment(plan.gradient_bytes) * pulls / config.steps
+            high = _fragment(plan.gradient_bytes) * (config.steps // 5 + 1) / config.steps
+            high = high * max(1, config.world - 1) + (not config.warmup) * plan.gradient_bytes
+        yield Check(f"{name}: bytes received a step of training", "the kernel's sockets",
+                    "four bits of 32" if name == LOCAL else "the probe's", high, received,
+                    0.98 * low - heads, 1.02 * high + heads)  # fmt: skip
+        whole = wall[name, WHOLE_STEP]
+        computing = row["step_ms"] / 1e3 * (1 - wall[name, "communication"] / whole)
+        share = computing / (computing + received / (LINK_RATE / 8))
+        pairs.append((share, row["link_computing_share"], name))
+    if pairs:
+        yield closest("computing over a slow link", "summary", "bytes counted, over the rate",
+                      pairs, 1e-6)  # fmt: skip
 
 
 def _steps(samples: list[Sample]) -> Records:
@@ -380,7 +467,7 @@ def _too_early(steps: Records) -> Iterator[str]:
     for (name, _), found in steps.items():
         for s in found:
             # A push to the server does not wait for the other workers'; the next pull does.
-            if name != SERVER:
+            if name not in (SERVER, LOCAL):
                 by_step[name, s["step"]].append(s)
     for (name, step), found in by_step.items():
         if min(s["ended"] for s in found) < max(s["began"] for s in found):

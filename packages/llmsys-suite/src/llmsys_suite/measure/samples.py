@@ -15,6 +15,9 @@ SINGLE = "single process"
 # What the others are compared with, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
+SHARED = "ddp shared memory"
+# Whose ranks train apart from one another, and agree now and then.
+LOCAL = "DiLoCo"
 # In the order of their turns; `variants.VARIANTS` says what each does.
 VARIANT_NAMES = (
     SINGLE,
@@ -23,13 +26,16 @@ VARIANT_NAMES = (
     "ddp flat",
     "ddp overlapped",
     "ddp bucketed",
-    "ddp shared memory",
+    SHARED,
     "zero 1",
     "zero 2",
     "fsdp",
     "torch FSDP2",
     SERVER,
+    LOCAL,
 )
+#: Bits a second of a link between hosts that are far apart.
+LINK_RATE = 100e6
 
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
@@ -44,6 +50,7 @@ def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
         shares = phase_shares(samples, name)
         row |= {f"{phase}_share": shares.get(phase, 0.0) for phase in PHASES}
         row["final_loss"] = losses[name][-1]
+        row |= over_link(row, wire_bytes(samples, name))
         rows.append(row)
     return rows
 
@@ -56,6 +63,32 @@ def ranks_of(variant: str, world: int) -> int:
 def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
     """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
+
+
+def wire_bytes(samples: list[Sample], variant: str) -> float | None:
+    """What the sockets of a rank received in a step, of the rank that received the most.
+
+    None where no sockets are counted. A server's own rank may get a push after its step.
+    """
+    by_rank: dict[int, list[int]] = defaultdict(list)
+    for s in samples:
+        if s["variant"] == variant and "received" in s and not s["warmup"]:
+            by_rank[s["rank"]].append(s["received"])
+    return max((statistics.mean(counts) for counts in by_rank.values()), default=None)
+
+
+def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
+    """What a step would wait for a link of LINK_RATE, and the share of it that is computing.
+
+    Bytes over the rate: both directions at once, and nothing of it hidden behind computing. Who is
+    alone has no link, and memory is not shared over one.
+    """
+    if received is None or row["variant"] in (SINGLE, SHARED):
+        return {}
+    computing = row["step_ms"] * (1 - row["communication_share"])
+    waiting = 8e3 * received / LINK_RATE
+    share = computing / (computing + waiting)
+    return {"wire_bytes": received, "link_ms": waiting, "link_computing_share": share}
 
 
 def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:

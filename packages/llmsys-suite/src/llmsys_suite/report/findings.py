@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, step_seconds
+from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE, step_seconds
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report import plots
 from llmsys_suite.stages import results as of
@@ -89,7 +89,7 @@ def fastest(folder: RunFolder) -> str:
     ratios = {
         name: [steps[i] / seconds[PEER][i] for i in steps if i in seconds[PEER]]
         for name, steps in seconds.items()
-        if name not in (PEER, SINGLE)
+        if name not in (PEER, SINGLE, LOCAL)
     }
     best = min(ratios, key=lambda name: statistics.median(ratios[name]), default="")
     return against(best, PEER, ratios[best], len(ratios)) if best else ""
@@ -166,8 +166,20 @@ def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
                  final_loss="loss")  # fmt: skip
     how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
     epochs = pick(train.rows, variant="way", epoch_s=how, final_loss="loss")
-    picture = plots.phases(train.rows)
-    return Section("train", fastest(folder), shown, picture, [("time of an epoch", epochs)])
+    finding, folded = fastest(folder), [("time of an epoch", epochs)]
+    link = pick([row for row in train.rows if "link_ms" in row], variant="way",
+                wire_bytes="bytes received a step", link_ms="on the link, ms",
+                link_computing_share="computing")  # fmt: skip
+    if link:
+        shares = {row["way"]: row["computing"] for row in link}
+        name = f"over {LINK_RATE / 1e6:.0f} Mbit/s"
+        if LOCAL in shares and PEER in shares:
+            finding += (
+                f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
+                f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
+            )
+        folded += [(f"each way {name}: bytes over the rate, nothing hidden", link)]
+    return Section("train", finding, shown, plots.phases(train.rows), folded)
 
 
 def _learn(learn: of.Learn, *_: Any) -> Section:

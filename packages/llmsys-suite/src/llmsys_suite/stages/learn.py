@@ -21,7 +21,7 @@ import zero
 from torch import Tensor
 
 from llmsys_suite.config import UsageError, restarts
-from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
+from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
 from llmsys_suite.stages.results import Learn
@@ -32,7 +32,7 @@ RATE, WARM = 2.0, 0.05
 #: How often the held-out text is looked at, how many rows of it, and how often a checkpoint is.
 LOOKS, HELDOUT_ROWS, SAVES = 8, 128, 4
 #: Those whose optimizer each rank can steer, and whose state a checkpoint of zero holds.
-LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, "torch FSDP2"))
+LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
 CHECKPOINT = "checkpoint"
 PROMPT, LETTERS = 64, 240
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmsys_suite.audit import network
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import final_weights
 from llmsys_suite.audit.reference import digest
@@ -70,6 +71,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     total = run.config.warmup + run.config.steps
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world
+    sockets = network.available() and run.config.backend == "gloo"
     for step in range(total):
         for name, variant in trained.items():
             run.barrier()
@@ -80,6 +82,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             )
             rows = _digests(tokens, targets)
             warmup = step < run.config.warmup
+            heard = network.Received() if sockets else None
             queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
             began = time.time()
             with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
@@ -89,6 +92,8 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             sample |= {"began": began, "ended": time.time(), "row_digests": rows}
             sample["core_s"] = yardstick.clock(run.device) - core_began
             sample["queued_s"] = yardstick.queued_seconds() - queued
+            if heard:
+                sample["received"] = heard.bytes()
             if one_machine:
                 sample |= others.clocks()
             if shallow and name == SINGLE:  # the plan says how many of these it takes

@@ -1,22 +1,31 @@
-"""A parameter server: workers pull the parameters and push their gradients, in lock step."""
+"""Parameter servers: gradients in lock step, or what local steps have changed, for slow links."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import paramserver
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmsys_suite.model import ModelConfig
 from llmsys_suite.variants.single import Variant
+
+if TYPE_CHECKING:
+    from llmsys_suite.run import Run
 
 
 class ParameterServer(Variant):
     """Workers that pull parameters from a server on rank 0 and push gradients."""
 
     alone = False
+    policy: Any = paramserver.BulkSynchronous()
 
     def build(self) -> None:
         """Join as a worker; rank 0 serves too."""
-        self.joined = paramserver.join(self.model, self.make, paramserver.BulkSynchronous())
+        self.joined = paramserver.join(self.model, self.make, self.policy)
         self.worker = self.joined.__enter__()
 
     def prepare(self) -> None:
@@ -48,3 +57,46 @@ class ParameterServer(Variant):
         """Parameters; where the server is, the others' gradients, which may come after the step."""
         others = gradient_bytes * (dist.get_world_size() - 1)
         return (0, others) if dist.get_rank() == 0 else (gradient_bytes, gradient_bytes)
+
+
+class DiLoCo(ParameterServer):
+    """Each rank takes steps by itself; every fifth, a tenth of what changed is averaged (streamed).
+
+    With an optimizer of the probe's each step is a round, whose outer optimizer takes the mean as
+    it is: that is bulk-synchronous, and so held against one process.
+    """
+
+    policy = paramserver.LocalSteps(50, compression=paramserver.Integers(4), fragments=10)
+
+    def __init__(
+        self, run: Run, config: ModelConfig, optimizer: partial[Any] | None = None,
+        policy: paramserver.LocalSteps | None = None,
+    ) -> None:  # fmt: skip
+        if optimizer is not None:
+            policy = paramserver.LocalSteps(1, partial(torch.optim.SGD, lr=1.0))
+        self.policy = policy or self.policy
+        self.taken = 0
+        super().__init__(run, config, optimizer)
+
+    def communicate(self) -> None:
+        """The rank's own step, and at an interval's end what it has changed."""
+        self.taken += 1
+        sends = self.taken % self.policy.interval == 0
+        with self.phase("communication" if sends else "optimizer"):
+            self.worker.push()
+
+    def gradient_bytes(self, steps: int) -> float:
+        """What went to the server, as the worker counts it."""
+        return self.worker.bytes_pushed / steps
+
+    def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
+        """Changes where the server is; elsewhere what became of them, with the next step's pull."""
+        return 0, gradient_bytes * max(1, dist.get_world_size() - 1)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What all agree on; where rounds are longer than a step, that ends the training."""
+        if self.policy.steps > 1:
+            self.worker.finish()
+        else:
+            self.worker.pull()
+        return Variant.weights(self)

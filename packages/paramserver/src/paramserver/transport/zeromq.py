@@ -28,9 +28,7 @@ from paramserver.protocol.messages import Kind, Message, PeerLost, failure, rais
 from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import SENDS, used
 
-_BEAT = 1.0  # seconds
-_SIGN_OF_LIFE = 1.0  # between two words to a worker that is kept waiting
-_GREETING = 5.0
+_BEAT = _SIGN_OF_LIFE = 1.0  # seconds; the latter to a worker that is kept waiting
 _RETRY = 2.5  # without a word: the request, or its answer, is lost
 
 
@@ -64,8 +62,8 @@ class ZeroMQServer:
         # A new connection with a worker's name is that worker, come back; the old one is dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        # Who greets more slowly only takes up a place.
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(_GREETING * 1000))
+        # Who greets more slowly (in milliseconds) only takes up a place.
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, core.replica.shard.buffer_bytes + 2**20)
         self._guard = _guard(self._context, self._socket, keys) if keys else None
         self._socket.bind(address)
@@ -295,13 +293,12 @@ def _tensor(frame: Any) -> Tensor:
 def _guard(context: Any, socket: Any, keys: Keys) -> Any:
     """Let those in whose keys are known, and nobody else."""
     from zmq.auth.thread import ThreadAuthenticator
+    from zmq.utils import z85
 
     known = {key.encode() for key in keys.peers}
 
     class Known:
         def callback(self, domain: str, key: bytes) -> bool:
-            from zmq.utils import z85
-
             return z85.encode(key) in known or key in known
 
     guard = ThreadAuthenticator(context)
@@ -316,7 +313,5 @@ def _zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        raise RuntimeError(
-            "this transport needs ZeroMQ: pip install 'paramserver[zeromq]'"
-        ) from error
+        raise RuntimeError("ZeroMQ is missing: pip install 'paramserver[zeromq]'") from error
     return zmq
