@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero
 from accounting.memory.live import make_state, training_step_memory
+from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.stages import parallel
 from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
 from llmsys_suite.worker import Run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,8 +39,8 @@ def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
         tokens = torch.zeros(2, 64, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model.loss(tokens, tokens).backward()
-    assert predicted["parameters"] == sum(p.numel() for p in model.parameters())
-    assert predicted["step_flops_full"] == counter.get_total_flops()
+    assert predicted.parameters == sum(p.numel() for p in model.parameters())
+    assert predicted.step_flops_full == counter.get_total_flops()
 
 
 def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
@@ -102,7 +102,7 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
 def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
     config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
     found = measured_peak_bytes(a_run(config))
-    assert predict(config)["training_peak_bytes"] == pytest.approx(found, rel=0.05)
+    assert predict(config).training_peak_bytes == pytest.approx(found, rel=0.05)
 
 
 def decoder():
@@ -184,7 +184,7 @@ def whole_batch(run):
 
 def bytes_of_tensor_parallel():
     run = a_small_run()
-    model = parallel.TensorModel(run, SHAPE)
+    model = splits.TensorModel(run, SHAPE)
     with CountedAllReduce() as counted:
         model.step(*whole_batch(run))
     return counted.bytes
@@ -203,7 +203,7 @@ def test_tensor_parallel_reduces_the_predicted_bytes(world):
 
 def bytes_sent_by_pipeline():
     run = a_small_run()
-    model = parallel.PipelineModel(run, SHAPE, microbatches=4)
+    model = splits.PipelineModel(run, SHAPE, microbatches=4)
     batch = whole_batch(run)
     model.step(*batch)
     sent = {"forward": 0, "backward": 0}

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+from dataclasses import fields, replace
 
 import pytest
 from llmsys_suite.audit import training
@@ -9,11 +10,20 @@ from llmsys_suite.audit.check import Check, closest, furthest, none, within
 from llmsys_suite.audit.records import check_again
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE, summarize, utilization
+from llmsys_suite.measure.samples import (
+    LOCAL,
+    PEER,
+    SINGLE,
+    loss_curves,
+    step_seconds,
+    summarize,
+    utilization,
+)
+from llmsys_suite.stages.results import Audit, Plan, Train
 
 CONFIG = RunConfig(world=2, rows=8, context=16, steps=3, warmup=1)
 NAMES = (SINGLE, PEER, "ddp flat", "parameter server", LOCAL)
-PLAN = {
+PLAN = Plan(**dict.fromkeys((field.name for field in fields(Plan)), 0) | {
     "parameters": 100,
     "step_flops_full": 600,
     "step_flops_causal": 500,
@@ -26,7 +36,7 @@ PLAN = {
     "yardstick_flops_per_second": 8e5,
     "layer_yardsticks": 50.0,
     "step_yardsticks": 95.0,
-}
+})  # fmt: skip
 BATCHES = [
     [hashlib.sha256(f"{s} {r}".encode()).hexdigest()[:12] for r in range(8)] for s in range(4)
 ]
@@ -83,14 +93,12 @@ def probed(ranks, wire=400):
 def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
-    train = summarize(samples) | {
-        "gradient_bytes": {"ddp flat": 400.0, LOCAL: 1.0},
-        "final_weights": {
-            n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES
-        },
-    }
-    for row in train["rows"]:
-        row["mfu"] = utilization(PLAN, row["step_ms"], 1 if row["variant"] == SINGLE else 2)
+    ends = {n: {"ranks": 2, "differ": [], "from_one_process": [1e-5, "q"]} for n in NAMES}
+    train = Train(summarize(samples), loss_curves(samples), {"ddp flat": 400.0, LOCAL: 1.0}, ends)
+    for row in train.rows:
+        ranks = 1 if row["variant"] == SINGLE else 2
+        row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
+        row["epoch_s"] = 70 * row["step_ms"] / 1e3
     evidence = {
         "probe": {
             "exact_loss": 5.5,
@@ -100,7 +108,7 @@ def honest():
                 n: probed(1 if n == SINGLE else 2, 0 if n == SINGLE else 400) for n in NAMES
             },
         },
-        "text": {"row_digests": BATCHES, "distinct": True},
+        "text": {"row_digests": BATCHES, "distinct": True, "epoch_steps": 70, "windows": []},
         "counted": {"parameters": 100, "tensors": 0, "flops_full": 600, "flops_causal": 500},
         "product_in_yardsticks": 1.35,
         "kept_bytes": 1200,
@@ -145,7 +153,7 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
 )
 def test_a_wrong_prediction_fails(key, value, name):
     plan, *rest = honest()
-    assert name in red(plan | {key: value}, *rest)
+    assert name in red(replace(plan, **{key: value}), *rest)
 
 
 def tampered(change):
@@ -173,21 +181,21 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
 
 def test_ranks_whose_weights_differ_in_a_bit_fail():
     def change(train, samples, evidence):
-        train["final_weights"]["ddp flat"]["differ"].append("rank 1 norm.weight")
+        train.final_weights["ddp flat"]["differ"].append("rank 1 norm.weight")
 
     assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
 
 
 def test_a_rank_without_weights_fails():
     def change(train, samples, evidence):
-        train["final_weights"]["ddp flat"]["ranks"] = 1
+        train.final_weights["ddp flat"]["ranks"] = 1
 
     assert tampered(change) == ["ddp flat: trained weights, bit by bit"]
 
 
 def test_training_that_went_elsewhere_fails():
     def change(train, samples, evidence):
-        train["final_weights"][PEER]["from_one_process"] = [0.04, "q"]
+        train.final_weights[PEER]["from_one_process"] = [0.04, "q"]
 
     assert tampered(change) == [f"{PEER}: what training moved"]
 
@@ -205,6 +213,39 @@ def test_a_batch_that_comes_twice_fails():
         rows[1]["row_digests"] = rows[0]["row_digests"]
 
     assert tampered(change) == ["ranks' rows are the global batch", "no batch twice"]
+
+
+def test_an_epoch_that_reads_a_window_twice_and_another_never_fails():
+    config = replace(CONFIG, epochs=1)
+    windows = [digest for batch in reversed(BATCHES) for digest in batch]
+
+    def of_an_epoch(change=lambda samples: None):
+        plan, train, samples, evidence = honest()
+        evidence["text"]["windows"] = windows
+        change(samples)
+        for row in train.rows:
+            every = step_seconds(samples, warmup=True)[row["variant"]]
+            row["epoch_s"] = sum(every.values())
+        found = training.checks(config, plan, train, samples, evidence)
+        return [check for check in found if not check.passed]
+
+    def twice(samples):
+        rows = steps(samples, "ddp flat", rank=1)[2]["row_digests"]
+        rows[0] = rows[1]
+
+    assert of_an_epoch() == []
+    names = [check.name for check in of_an_epoch(twice)]
+    assert names == ["ranks' rows are the global batch", "each window of the text once an epoch"]
+    assert "ddp flat epoch 0: 1 of 32 unread" in str(of_an_epoch(twice)[1])
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_time_of_an_epoch_that_is_not_its_steps_fails(epochs):
+    plan, train, samples, evidence = honest()
+    train.rows[2]["epoch_s"] *= 1.1
+    config = replace(CONFIG, epochs=epochs)
+    found = training.checks(config, plan, train, samples, evidence)
+    assert "reported time of an epoch" in [check.name for check in found if not check.passed]
 
 
 def test_a_missing_rank_fails_and_so_do_its_tokens():
@@ -231,7 +272,7 @@ def test_a_rank_that_reports_half_its_time_fails():
 
 def test_a_step_time_that_is_not_the_slowest_ranks_fails():
     def change(train, samples, evidence):
-        train["rows"][2]["step_ms"] *= 0.9
+        train.rows[2]["step_ms"] *= 0.9
 
     found = {"reported step time", "utilization", "computing over a slow link"}
     assert found >= set(tampered(change)) >= {"reported step time"}
@@ -239,7 +280,7 @@ def test_a_step_time_that_is_not_the_slowest_ranks_fails():
 
 def test_a_ratio_upside_down_fails():
     def change(train, samples, evidence):
-        train["rows"][0]["ratio_p50"] = 1 / train["rows"][0]["ratio_p50"]
+        train.rows[0]["ratio_p50"] = 1 / train.rows[0]["ratio_p50"]
 
     assert tampered(change) == ["reported ratio to the peer"]
 
@@ -307,13 +348,13 @@ def test_steps_that_take_longer_than_their_stage_fail():
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_step_predicted_wrong_by_a_factor_of_two_fails(factor):
     plan, *rest = honest()
-    wrong = plan | {"step_yardsticks": factor * plan["step_yardsticks"]}
+    wrong = replace(plan, step_yardsticks=factor * plan.step_yardsticks)
     assert red(wrong, *rest) == ["time of one process's step, over one layer's"]
 
 
 def test_a_doubled_utilization_fails():
     def change(train, samples, evidence):
-        train["rows"][1]["mfu"] *= 2
+        train.rows[1]["mfu"] *= 2
 
     assert tampered(change) == ["utilization"]
 
@@ -329,7 +370,7 @@ def test_a_thread_busier_than_the_step_is_long_fails():
 @pytest.mark.parametrize("nbytes", [1200.0, 396.0])
 def test_bytes_that_were_not_handed_over_fail(nbytes):
     def change(train, samples, evidence):
-        train["gradient_bytes"]["ddp flat"] = nbytes
+        train.gradient_bytes["ddp flat"] = nbytes
 
     assert tampered(change) == ["gradient bytes handed over"]
 
@@ -363,7 +404,7 @@ def test_local_steps_may_drift_apart_but_not_far():
         def change(train, samples, evidence):
             for s in steps(samples, LOCAL)[2:]:
                 s["loss"] = loss
-            train["rows"][-1]["final_loss"] = loss
+            train.rows[-1]["final_loss"] = loss
 
         return change
 
@@ -373,13 +414,13 @@ def test_local_steps_may_drift_apart_but_not_far():
 
 def test_bytes_over_a_slow_link_that_nobody_counted_fail():
     def pushed(train, samples, evidence):
-        train["gradient_bytes"][LOCAL] = 1e3
+        train.gradient_bytes[LOCAL] = 1e3
 
     def received(train, samples, evidence):
-        train["rows"][2]["wire_bytes"] = 700.0
+        train.rows[2]["wire_bytes"] = 700.0
 
     def computed(train, samples, evidence):
-        train["rows"][2]["link_computing_share"] = 0.99
+        train.rows[2]["link_computing_share"] = 0.99
 
     assert tampered(pushed) == [f"{LOCAL}: bytes pushed a step"]
     assert "ddp flat: bytes received a step of training" in tampered(received)
@@ -421,7 +462,7 @@ def finished(path, change=lambda samples: None):
     folder.write_json("evidence.json", evidence)
     checks = training.checks(CONFIG, *honest())
     folder.write_json("checks.json", [check.to_json() for check in checks])
-    folder.add_stage("audit", {"checks": 0, "red": []})
+    folder.add_stage("audit", Audit(0, []))
     folder.finish()
     return folder
 

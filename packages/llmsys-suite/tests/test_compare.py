@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,15 @@ from llmsys_suite.report.compare import (
     too_slow,
     warnings,
 )
+from llmsys_suite.stages.results import Plan, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 OURS = ("ddp flat", "zero 1", "fsdp")
+
+
+def a_plan(parameters, peak, measured):
+    rest = dict.fromkeys((field.name for field in fields(Plan)), 0)
+    return Plan(**rest | {"parameters": parameters, "peak": peak, "measured_peak_bytes": measured})
 
 
 def make_run(
@@ -54,8 +61,8 @@ def make_run(
                 if others_work is not None:  # each turn is a second's work of both ranks
                     rows[-1] |= {"process_s": taken / 2, "machine_s": taken / (1 - others_work)}
     folder.append_samples(rows)
-    folder.add_stage("train", {"rows": []})
-    folder.add_stage("plan", {"parameters": 7, "peak": 1e9 * load, "measured_peak_bytes": seed})
+    folder.add_stage("train", Train([], {}, {}, {}))
+    folder.add_stage("plan", a_plan(7, 1e9 * load, seed))
     if finish:
         folder.finish()
     return folder
@@ -331,7 +338,7 @@ def test_other_losses_counts_and_lengths_are_differences(tmp_path):
     found = " ".join(differences(a, b))
     assert "ddp flat, loss of step 0: 3 and 3.1" in found
     assert "steps: 30 and 29" in found
-    b.add_stage("plan", {"parameters": 8})
+    b.add_stage("plan", a_plan(8, 1e9, 0))
     b.finish()
     assert "plan.parameters: 7 and 8" in " ".join(differences(a, b))
 

@@ -124,7 +124,7 @@ def test_the_gpu_preset_fits_eighty_gigabytes_at_any_world_size(monkeypatch, wor
     monkeypatch.setattr("llmsys_suite.config.count_gpus", lambda: world)
     config = resolve([], preset="gpu")
     assert config.world == world
-    assert predict(config)["host_peak_bytes"] < 79e9
+    assert predict(config).host_peak_bytes < 79e9
     assert config.rows % config.parts == config.rows % world == 0
     # Two nodes of eight read more than the standard library holds: more than once, then.
     require_text(read_text(), context=config.context)

@@ -5,6 +5,8 @@ import json
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
+from llmsys_suite.measure.turns import Turns
+from llmsys_suite.stages.results import Compress, Failed, Skipped
 
 
 @pytest.fixture
@@ -23,9 +25,25 @@ def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
 
 
 def test_finished_stages_stay(folder):
-    folder.add_stage("plan", {"parameters": 7})
-    folder.add_stage("train", {"rows": []})
-    assert folder.summary["stages"] == {"plan": {"parameters": 7}, "train": {"rows": []}}
+    results = {
+        "links": Failed("rank 1: no"),
+        "parallel": Skipped("one rank"),
+        "compress": Compress([{"method": "a", "size_bytes": 3}], Turns({"a": [0.5]}, 0.6)),
+    }
+    for stage, result in results.items():
+        folder.add_stage(stage, result, 2.0, 3.0)
+    folder.add_stage("report", None)
+    assert folder.results == results
+    assert folder.summary["stages"]["links"] == {
+        "failed": "rank 1: no", "stage_seconds": 2.0, "peak_process_mib": 3.0,
+    }  # fmt: skip
+
+
+def test_results_of_another_version_are_said(folder):
+    summary = {"status": "complete", "stages": {"compress": {"rows": []}}}
+    folder.write_json("summary.json", summary)
+    with pytest.raises(UsageError, match="stage compress is of another version: 'turns'"):
+        _ = folder.results
 
 
 def test_samples_cut_short_by_a_kill_lose_their_last_line_only(folder):

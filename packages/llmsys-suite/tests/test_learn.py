@@ -15,6 +15,7 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
 from llmsys_suite.stages import learn
+from llmsys_suite.stages.results import Train
 from llmsys_suite.variants import VARIANTS
 from worker_pool import run_ranks
 
@@ -30,7 +31,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
     run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
               recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
-    run.results["train"] = {"rows": [{"variant": variant, "ratio_p50": 0.5}]}
+    run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {}, {})
     cls, steps = VARIANTS[variant if world > 1 else learn.SINGLE], []
 
     def step(self, tokens, targets, original=cls.step):
@@ -44,7 +45,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
             result = learn.run(run)
         except KeyboardInterrupt:
             return "stopped", len(steps)
-    return result.get("losses"), len(steps)
+    return result and result.losses, len(steps)
 
 
 @pytest.mark.parametrize("variant", ["ddp bucketed", "zero 2", "fsdp"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmsys_suite import splits
 from llmsys_suite.audit import reference
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
@@ -12,7 +13,6 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
-from llmsys_suite.stages import parallel
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)
@@ -32,7 +32,7 @@ def a_run(config=CONFIG):
 def far_from_one_process():
     run = a_run()
     trained = []
-    for make in parallel.SPLITS.values():
+    for make in splits.SPLITS.values():
         if make.why_not(run, SHAPE):
             continue
         split = make(run, SHAPE)
@@ -43,7 +43,7 @@ def far_from_one_process():
     optimizer = torch.optim.AdamW(alone.parameters(), lr=CONFIG.learning_rate)
     expected = []
     for step in range(STEPS):
-        loss = alone.loss(*parallel.batch(run, step))
+        loss = alone.loss(*run.batch(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -63,12 +63,12 @@ def test_a_split_trains_the_weights_of_one_process(world):
 @pytest.mark.parametrize(
     ("make", "change", "complaint"),
     [
-        (parallel.TensorModel, {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
-        (parallel.TensorModel, {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (parallel.SequenceModel, {"context": 15}, "context 15 does not split over 2 ranks"),
-        (parallel.DataTensorModel, {}, "2 ranks make no two pairs"),
-        (parallel.PipelineModel, {"num_layers": 1}, "1 layers do not make 2 stages"),
-        (parallel.Interleaved, {"num_layers": 3}, "3 layers do not make 4 stages"),
+        (splits.TensorModel, {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
+        (splits.TensorModel, {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
+        (splits.SequenceModel, {"context": 15}, "context 15 does not split over 2 ranks"),
+        (splits.DataTensorModel, {}, "2 ranks make no two pairs"),
+        (splits.PipelineModel, {"num_layers": 1}, "1 layers do not make 2 stages"),
+        (splits.Interleaved, {"num_layers": 3}, "3 layers do not make 4 stages"),
     ],
 )
 def test_what_does_not_split_is_refused(monkeypatch, make, change, complaint):

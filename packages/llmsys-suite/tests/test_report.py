@@ -7,14 +7,17 @@ import re
 import shutil
 import statistics
 import subprocess
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report.findings import against, interval
 from llmsys_suite.report.page import headline, write_report
+from llmsys_suite.stages import results as of
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -59,8 +62,8 @@ def a_run(path):
     row = {"step_ms": 80.0, "ratio_p50": 1.0, "forward_share": 0.3, "backward_share": 0.6,
            "communication_share": 0.05, "optimizer_share": 0.05, "hidden_ms": 8.0,
            "exposed_ms": 2.0, "mfu": 0.4, "final_loss": 2.6}  # fmt: skip
-    rounds = {"rounds_s": {k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(
-        ("float32", "bfloat16", "SDPA", "plain"))}, "clocked_s": 9.0}  # fmt: skip
+    contenders = ("float32", "bfloat16", "SDPA", "plain")
+    turns = Turns({k: [1.0 + 0.1 * i] * 7 for i, k in enumerate(contenders)}, 9.0)
     said = {"prompt": "def f(", "written": "x" * 120 + "<b>"}
     sizes = ("tiny", "2.7B")
     peaks = {"context": 128, "inference_peak_mib": 1.0, "training_peak_mib": 3.0,
@@ -69,51 +72,53 @@ def a_run(path):
     runs = [{"compute_flops": c, "width": w, "parameters": w * 500, "tokens": 9, "steps": 3,
              "loss": 3 - c / 1e11 + (w - 12) ** 2 / 500}
             for c in (1e9, 2e9, 4e9) for w in (8, 12, 16)]  # fmt: skip
+    rest = dict.fromkeys((field.name for field in fields(of.Plan)), 0)
     results = {
-        "plan": {"parameters": 918656, "step_flops_full": 10**9, "training_peak_bytes": 2**26,
+        "plan": of.Plan(**rest | {"parameters": 918656, "step_flops_full": 10**9,
+                 "training_peak_bytes": 2**26,
                  "measured_peak_bytes": 2**26, "ddp_wire_bytes_per_rank": 2**21, "step_ms": 100.0,
                  "training_bytes_by_part": {"weights": 2**22, "optimizer": 2**23}, "peak": 1e11,
-                 "derivation": "one\ntwo"},
-        "links": {"rows": [
+                 "derivation": "one\ntwo"}),
+        "links": of.Links([
             {"case": "all_reduce", "algorithm": a, "size_bytes": n, "time_us": 9.0, "wrong": 0,
              "busbw_gbps": n / 1e6, "wire_bytes": n, "ratio_p50": 1, "ratio_p10": 1, "ratio_p90": 1}
-            for a in ("gloo", "ring", "halving_doubling") for n in (2**10, 2**16, 2**20)]},
-        "attention": {"rows": [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
-                                "max_error": 1e-7} for k in ("plain", "SDPA")],
-                      "explain": "because", "clocks": rounds},
-        "train": {"rows": [row | {"variant": way} for way in ways],
-                  "losses": {"single process": [5.0, 3.0]}},
-        "learn": {"variant": "zero 1", "losses": [5.0, 3.0, 2.0], "heldout": [[1, 4.0], [3, 1.7]],
-                  "tokens": 3072, "before": said, "after": said},
-        "parallel": {"rows": [{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
+            for a in ("gloo", "ring", "halving_doubling") for n in (2**10, 2**16, 2**20)]),
+        "attention": of.Attention(
+            [1], [{"kernel": k, "forward_backward_ms": 2.0, "ratio_to_sdpa_p50": 1.0,
+                   "max_error": 1e-7} for k in ("plain", "SDPA")], "because", turns),
+        "train": of.Train([row | {"variant": way} for way in ways],
+                          {"single process": [5.0, 3.0]}, {}, {}),
+        "learn": of.Learn("zero 1", 0, [5.0, 3.0, 2.0], [(1, 4.0), (3, 1.7)], 3072, said, said),
+        "parallel": of.Parallel([{"split": s, "iteration_ms": 9.0, "loss": 5.0, "single_loss": 5.0,
                                "trained_loss": 4.0, "bubble": 0.2, "waiting": 0.3}
-                              for s in ("pipeline (GPipe)", "tensor")]},
-        "profile": {"operators": [
+                              for s in ("pipeline (GPipe)", "tensor")]),
+        "profile": of.Profile([], [
             {"phase": p, "timer_ms": 9.0, "total_ms": 8.0, "top_operator": "aten::mm",
              "top_calls": 3, "top_share": 0.5, "product_share": 0.6, "softmax_share": 0.1}
-            for p in ("forward", "backward")], "protocol": [],
-            "roofline": {"rows": [{"operator": "mm 1 x 2 x 3", "calls": 3, "flops_per_byte": 9.0,
-                                   "gflops": 30.0}], "bytes_per_second": 1e10}},
-        "precision": {"accumulation": [{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
+            for p in ("forward", "backward")],
+            [{"operator": "mm 1 x 2 x 3", "calls": 3, "flops_per_byte": 9.0, "gflops": 30.0}],
+            1e10),
+        "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
-                      "autocast_dtypes": {"logits": "bfloat16"}, "timing": [], "clocks": rounds},
-        "memory": {"models": {s: {"peaks": [peaks], "training_timeline": line, "largest": []}
-                              for s in sizes}, "mixed": []},
-        "scale": {"runs": runs, "law": {"exponent": 0.4, "scale": 1.0}, "doubts": ["few"],
-                  "extrapolated": {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3,
-                                   "high": 1.2e4}},
-        "inspect": {"heads": [{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
-                               "chance": 0.1, "by_chance": False}],
-                    "patterns": {f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
-                    "induction": {"whole": 1.0, "ablated": 0.1, "all_cut": 0.1, "restored": 0.9},
-                    "lens": [], "attribution": []},
-        "compress": {"rows": [{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
+                                  {"logits": "bfloat16"}, [], turns),
+        "memory": of.Memory({s: {"peaks": [peaks], "training_timeline": line, "largest": [],
+                                  "held": []} for s in sizes}, []),
+        "scale": of.Scale(
+            runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
+            {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
+        "inspect": of.Inspect(
+            page="", ablation={}, heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
+                                          "chance": 0.1, "by_chance": False}],
+                    patterns={f"{k}: layer {i}": [[i] * 24] * 24 for i, k in enumerate("abcd")},
+                    induction={"whole": 1.0, "ablated": 0.1, "all_cut": 0.1, "restored": 0.9},
+                    lens=[], attribution=[]),
+        "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
-                              for i in range(7)]},
-        "audit": {"checks": 1, "red": [], "passed": True},
+                              for i in range(7)], turns),
+        "audit": of.Audit(1, []),
     }  # fmt: skip
     for stage, result in results.items():
-        folder.add_stage(stage, result | {"stage_seconds": 1.0, "peak_process_mib": 500.0})
+        folder.add_stage(stage, result, 1.0, 500.0)
     check = {"name": "n", "source": "s", "actual": 1, "against": "a", "expected": 1, "low": 0,
              "high": 2, "where": "", "passed": True}  # fmt: skip
     folder.write_json("checks.json", [check])
@@ -186,7 +191,7 @@ def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell(
 
 def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
-    folder.add_stage("plan", {"skipped": "no", "stage_seconds": 0.0, "peak_process_mib": 0.0})
+    folder.add_stage("plan", of.Skipped("no"))
     write_report(folder)
     assert "cut off before links, attention, train, learn" in headline(folder.path)
 
@@ -194,8 +199,7 @@ def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path):
 def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     for stage, why in (("train", "rank 1: ValueError: no"), ("audit", "rank 0: OSError: full")):
-        failed = {"failed": why, "stage_seconds": 0.0, "peak_process_mib": 0.0}
-        folder.add_stage(stage, failed)
+        folder.add_stage(stage, of.Failed(why))
     assert "This stage failed: rank 1: ValueError: no" in write_report(folder)
     lines = headline(folder.path)
     assert "FAILED stage train: rank 1: ValueError: no" in lines

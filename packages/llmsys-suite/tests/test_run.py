@@ -1,6 +1,7 @@
 """Ranks wait for each other as long as it takes; a stage that fails does not end the others."""
 
 import os
+import random
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,13 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import worker
-from llmsys_suite.config import RunConfig
-from llmsys_suite.data import load_corpus
+from llmsys_suite.config import RunConfig, resolve
+from llmsys_suite.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import Run
 from llmsys_suite.stages import attention, links, memory
+from llmsys_suite.stages.results import Links
+from llmsys_suite.start import run as start
+from llmsys_suite.variants import IN_EPOCHS
 from worker_pool import run_ranks
 
 
@@ -54,7 +58,7 @@ def test_a_stage_that_one_rank_works_at_may_outlast_the_timeout_of_collectives()
 def summed(run):
     total = torch.ones(1)
     dist.all_reduce(total)
-    return {"sum": float(total)}
+    return Links([{"sum": float(total)}])
 
 
 def stages_of_which_one_fails(folder, where, failing):
@@ -66,7 +70,7 @@ def stages_of_which_one_fails(folder, where, failing):
             raise ValueError("no such thing")
         if where == "in a collective":
             return summed(run)
-        return {}
+        return None
 
     with mock.patch.object(links, "run", fails), mock.patch.object(attention, "run", summed):
         worker.try_stage(run, "links")
@@ -81,12 +85,12 @@ def test_a_stage_that_fails_is_recorded_and_the_next_goes_on(tmp_path, where, fa
         stages_of_which_one_fails, 2, str(tmp_path / "run"), where, failing, backend=""
     )
     for results, failures in ranks:
-        assert results["links"]["failed"] == f"rank {failing}: ValueError: no such thing"
-        assert results["attention"]["sum"] == 2.0
+        assert results["links"].failed == f"rank {failing}: ValueError: no such thing"
+        assert results["attention"].rows[0]["sum"] == 2.0
         assert failures == 1
     kept = RunFolder(tmp_path / "run").summary["stages"]
     assert kept["links"]["failed"] == f"rank {failing}: ValueError: no such thing"
-    assert kept["attention"]["sum"] == 2.0
+    assert kept["attention"]["rows"][0]["sum"] == 2.0
 
 
 def a_stage_that_needs_one_that_failed():
@@ -98,7 +102,7 @@ def a_stage_that_needs_one_that_failed():
         mock.patch.object(memory, "run", side_effect=AssertionError("it ran")),
     ):
         worker.try_stage(run, "memory")
-    return run.results["memory"]["failed"], run.failures
+    return run.results["memory"].failed, run.failures
 
 
 def test_what_needs_a_stage_that_failed_says_so():
@@ -106,3 +110,20 @@ def test_what_needs_a_stage_that_failed_says_so():
         run_ranks(a_stage_that_needs_one_that_failed, 2, backend="")
         == [("it needs links, which failed", 1)] * 2
     )
+
+
+@pytest.mark.exhaustive
+def test_an_epoch_is_trained_with_ddp_fsdp_and_torchs_own_and_audited(tmp_path):
+    words = random.Random(0).choices(["def", "return", "for", "in", "x", "\n    "], k=20_000)
+    (tmp_path / "text").write_text(" ".join(words))
+    config = resolve(["train", "audit"], preset="cpu", world=2, size="mini", epochs=1, warmup=2,
+                     data=tmp_path / "text", out=tmp_path / "run")  # fmt: skip
+    folder = start(config)
+    assert tuple(row["variant"] for row in folder.results["train"].rows) == IN_EPOCHS
+    names = {check["name"] for check in folder.read_json("checks.json") if check["passed"]}
+    assert {"each window of the text once an epoch", "reported time of an epoch"} <= names
+    text = read_text(tmp_path / "text").train
+    steps = epoch_steps(len(text), config.rows, config.context)
+    for name in IN_EPOCHS:
+        read = [s["tokens"] for s in folder.samples() if s["variant"] == name and "tokens" in s]
+        assert sum(read) == steps * config.rows * config.context > len(text) - 1025

@@ -42,6 +42,9 @@ def run(
         int | None, typer.Option(help="Measured steps a variant; scale's budgets follow them.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Steps before those.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="DDP and FSDP read all text so often, in place of --steps.")
+    ] = None,
     learn: Annotated[int | None, typer.Option(help="Steps of the fastest way, for real.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Learn on from RUN/checkpoint.")] = None,
     seed: Annotated[int, typer.Option(help="Weights and batches follow from it.")] = 0,
@@ -62,6 +65,7 @@ def run(
         backend=backend,
         steps=steps,
         warmup=warmup,
+        epochs=epochs,
         learn=learn,
         resume=resume,
         seed=seed,

@@ -8,7 +8,10 @@ import os
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accounting import Transformer
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,18 @@ class Size:
     d_ff: int
     num_layers: int
     num_heads: int
+
+    def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
+        """The decoder, as accounting describes it."""
+        import accounting
+
+        return accounting.Transformer(
+            layers=layers or self.num_layers,
+            d_model=self.d_model,
+            heads=self.num_heads,
+            vocab_size=vocabulary,
+            d_ff=self.d_ff,
+        )
 
 
 # "xl" has meant two models in print: this one, and the one that is called 2.7B here.
@@ -75,6 +90,8 @@ class RunConfig:
     context: int = 128
     steps: int = 20
     warmup: int = 5
+    #: How often the ways of training read the whole text; 0: windows at random, in `steps`.
+    epochs: int = 0
     #: Steps of the fastest way, and the checkpoint that it goes on from.
     learn: int = 500
     resume: Path | None = None
@@ -106,18 +123,12 @@ def resolve(
     stages: list[str],
     *,
     preset: str | None = None,
-    size: str | None = None,
     world: int | None = None,
     backend: str = "auto",
-    steps: int | None = None,
-    warmup: int | None = None,
-    learn: int | None = None,
-    resume: Path | None = None,
-    seed: int = 0,
-    data: Path | None = None,
     out: Path | None = None,
+    **asked: Any,
 ) -> RunConfig:
-    """Fill in what was left open from what this machine has.
+    """Fill in what was left open, or is None in `asked`, from what this machine has.
 
     Raises UsageError where the machine, the names or the numbers do not allow the run.
     """
@@ -127,6 +138,10 @@ def resolve(
         raise UsageError(f"preset {preset!r} is unknown; choose cpu or gpu")
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if asked.keys() >= {"steps", "epochs"}:
+        both = f"--steps {asked['steps']} and --epochs {asked['epochs']}"
+        raise UsageError(f"{both} contradict each other; give one")
     launched = "RANK" in os.environ
     if launched and world not in (None, int(os.environ["WORLD_SIZE"])):
         raise UsageError(
@@ -142,22 +157,13 @@ def resolve(
         world=world,
         backend=_backend(backend, preset, gpus, world, launched),
         device="cuda" if preset == "gpu" else "cpu",
-        seed=seed,
-        data=data,
         out=out or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"),
     )
     if preset == "gpu":
         config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
     else:
         config = replace(config, rows=4 * world)
-    config = replace(
-        config,
-        size=config.size if size is None else size,
-        steps=config.steps if steps is None else steps,
-        warmup=config.warmup if warmup is None else warmup,
-        learn=config.learn if learn is None else learn,
-        resume=resume,
-    )
+    config = replace(config, **asked)
     check(config)
     return config
 
@@ -239,6 +245,7 @@ def check(config: RunConfig) -> None:
         ("world", config.world, 1),
         ("steps", config.steps, 1),
         ("warmup", config.warmup, 0),
+        ("epochs", config.epochs, 0),
         ("learn", config.learn, 1),
         ("seed", config.seed, 0),
         ("rows", config.rows, 1),

@@ -10,11 +10,12 @@ Notable: reading needs no torch, so that a run without enough to read is refused
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmsys_suite.config import UsageError
+from llmsys_suite.config import RunConfig, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,15 +38,18 @@ class Corpus:
     heldout: Tensor
 
     def batch(
-        self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
-    ) -> tuple[Tensor, Tensor]:
+        self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1,
+        epochs: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """This rank's rows of the global batch: tokens and targets (rows / world, context).
 
+        They begin anywhere; with `epochs` each window of the text comes once in `epoch_steps`.
         ValueError where the ranks' shares would differ: a mean of their means is no mean of rows.
         """
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
-        starts = _starts(len(self.train), rows, context, seed, step)
+        draw = _starts_in_epochs if epochs else _starts
+        starts = draw(len(self.train), rows, context, seed, step)
         mine = starts[rank * rows // world : (rank + 1) * rows // world]
         return _shifted(self.train, mine, context)
 
@@ -87,6 +91,24 @@ def require_text(text: Text, *, context: int) -> None:
         )
 
 
+def epoch_steps(length: int, rows: int, context: int) -> int:
+    """The steps that read a text's windows once; what fills no step at its end is left out."""
+    return (length - 1) // context // rows
+
+
+def in_epochs(config: RunConfig, text: Text) -> RunConfig:
+    """With as many steps as its epochs take, where it has any; UsageError where those are none."""
+    if not config.epochs:
+        return config
+    steps = config.epochs * epoch_steps(len(text.train), config.rows, config.context)
+    if steps <= config.warmup:
+        raise UsageError(
+            f"--epochs {config.epochs} are {steps} steps of {config.rows} x {config.context} bytes,"
+            f" and --warmup {config.warmup} takes them all; give more text with --data"
+        )
+    return replace(config, steps=steps - config.warmup)
+
+
 def load_corpus(path: Path | None = None) -> Corpus:
     """The text of `path`, or the standard library's, as tokens; UsageError where there is none."""
     import torch
@@ -111,3 +133,20 @@ def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts: list[int] = torch.randint(length - context - 1, (rows,), generator=generator).tolist()
     return starts
+
+
+def _starts_in_epochs(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
+    steps = epoch_steps(length, rows, context)
+    epoch, at = divmod(step, steps)
+    order = _order(steps * rows, seed * 1_000_003 + epoch)
+    return [context * window for window in order[at * rows : (at + 1) * rows]]
+
+
+@lru_cache(maxsize=2)
+def _order(windows: int, seed: int) -> list[int]:
+    """Another for each epoch: by a number that is drawn for each window."""
+    import torch
+
+    drawn = torch.randint(2**24, (windows,), generator=torch.Generator().manual_seed(seed))
+    order: list[int] = drawn.argsort(stable=True).tolist()
+    return order

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.stages.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Raised when what the files hold changes.
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 #: What every run writes.
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
@@ -91,10 +92,17 @@ class RunFolder:
         """Whether the run got to its end."""
         return bool(self.summary["status"] == "complete")
 
-    def add_stage(self, stage: str, result: dict[str, Any]) -> None:
-        """Keep one finished stage's results."""
-        summary = self.summary
-        summary["stages"][stage] = result
+    @property
+    def results(self) -> dict[str, Any]:
+        """What each finished stage handed on, as it did."""
+        return from_json(self.summary["stages"])
+
+    def add_stage(
+        self, stage: str, result: Any, seconds: float = 0.0, peak_mib: float = 0.0
+    ) -> None:
+        """Keep what one stage handed on, how long it took, and the most that a process held."""
+        summary, spent = self.summary, {"stage_seconds": seconds, "peak_process_mib": peak_mib}
+        summary["stages"][stage] = to_json(result) | spent
         self.write_json("summary.json", summary)
 
     def finish(self) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import SIZES, Size
+from llmsys_suite.config import SIZES
 
 Attention = Callable[..., Any]
 
@@ -52,15 +52,7 @@ class ModelConfig:
     @classmethod
     def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
         """The shape that `size` stands for."""
-        shape: Size = SIZES[size]
-        return cls(
-            d_model=shape.d_model,
-            d_ff=shape.d_ff,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            vocabulary=vocabulary,
-            context=context,
-        )
+        return cls(**vars(SIZES[size]), vocabulary=vocabulary, context=context)
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:

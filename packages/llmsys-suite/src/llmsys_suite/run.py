@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import Corpus
@@ -35,7 +36,10 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
+    #: What each stage handed on, see `stages.results`; None on ranks that had no part in it.
     results: dict[str, Any] = field(default_factory=dict)
+    #: How long each stage took on this rank.
+    seconds: dict[str, float] = field(default_factory=dict)
     # The model that `train` leaves to the stages that look into it.
     trained: torch.nn.Module | None = None
     store: Any = None
@@ -47,6 +51,17 @@ class Run:
     def model(self) -> ModelConfig:
         """The shape that this run trains."""
         return ModelConfig.named(self.config.size, context=self.config.context)
+
+    def batch(
+        self, step: int, *, rows: int | None = None, shared: bool = False, epochs: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this device: all rows, or `shared` this rank's."""
+        rank, world = (self.rank, self.world) if shared else (0, 1)
+        pair = self.corpus.batch(
+            rows=rows or self.config.rows, context=self.config.context, seed=self.config.seed,
+            step=step, rank=rank, world=world, epochs=epochs,
+        )  # fmt: skip
+        return pair[0].to(self.device), pair[1].to(self.device)
 
     def barrier(self) -> None:
         """Wait for all ranks, as a collective does: for minutes at the most."""

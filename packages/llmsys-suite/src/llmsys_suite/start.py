@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig, UsageError, check
-from llmsys_suite.data import read_text, require_text
+from llmsys_suite.data import in_epochs, read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
 from llmsys_suite.folder import RunFolder
 
@@ -22,7 +22,9 @@ def run(config: RunConfig) -> RunFolder:
 def execute(config: RunConfig) -> int:
     """Do the run; its exit status. Raises UsageError, with nothing written, if it cannot be."""
     check(config)
-    require_text(read_text(config.data), context=config.context)
+    text = read_text(config.data)
+    require_text(text, context=config.context)
+    config = in_epochs(config, text)
     _require_memory(config)
     if os.environ.get("RANK", "0") == "0":
         _require_writable(config.out)
@@ -38,7 +40,7 @@ def execute(config: RunConfig) -> int:
 def _require_memory(config: RunConfig) -> None:
     from llmsys_suite.stages.plan import predict
 
-    needed = predict(config)["host_peak_bytes"]
+    needed = predict(config).host_peak_bytes
     available = available_memory_bytes(config.device)
     if needed > available:
         raise UsageError(

@@ -30,6 +30,7 @@ from llmsys_suite.launch import STORE
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.run import OtherRankFailed, Run
+from llmsys_suite.stages.results import Failed
 
 #: Stages that are wings of their own.
 ELSEWHERE = {"audit": "llmsys_suite.audit.run", "report": "llmsys_suite.report.page"}
@@ -53,8 +54,8 @@ def work(config: RunConfig) -> int:
                 try_stage(run, stage)
         if run.folder is not None:
             run.folder.finish()
-        audit = run.results.get("audit", {})
-        return 0 if audit.get("passed", True) and not run.failures else 1
+        audit = run.results.get("audit")
+        return 1 if run.failures or (audit is not None and not audit.passed) else 0
     except KeyboardInterrupt:
         return 1
     except Exception as error:
@@ -123,23 +124,22 @@ def _store(rank: int, world: int) -> dist.Store:
 
 def try_stage(run: Run, stage: str) -> None:
     """One stage; if it fails on any rank, say so in the folder and let the others go on."""
-    broken = [needed for needed in STAGES[stage] if "failed" in run.results.get(needed, {})]
+    broken = [needed for needed in STAGES[stage] if isinstance(run.results.get(needed), Failed)]
     broken = [] if stage == "audit" else broken
     try:
         if broken:
-            run.results[stage] = {"failed": f"it needs {broken[0]}, which failed"}
+            run.results[stage] = Failed(f"it needs {broken[0]}, which failed")
         else:
             run_stage(run, stage)
             return
     except Exception as error:
         if not isinstance(error, OtherRankFailed):
             traceback.print_exc()
-        run.results[stage] = {"failed": run.fail(error)}
+        run.results[stage] = Failed(run.fail(error))
         run.recorder.take()
         make_group(run)
-    run.results[stage] |= {"stage_seconds": 0.0, "peak_process_mib": 0.0}
     if run.folder is not None:
-        print(f"{stage} failed: {run.results[stage]['failed']}", file=sys.stderr)
+        print(f"{stage} failed: {run.results[stage].failed}", file=sys.stderr)
         run.folder.add_stage(stage, run.results[stage])
 
 
@@ -148,17 +148,16 @@ def run_stage(run: Run, stage: str) -> None:
     run.witness(f"{stage} begins")
     begin = time.perf_counter()
     module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
-    result: dict[str, Any] = module.run(run)
-    seconds = time.perf_counter() - begin
+    result = module.run(run)
+    run.seconds[stage] = time.perf_counter() - begin
     run.witness(f"{stage} ends")
     # What follows are collectives, which wait minutes only; a stage of one rank may take longer.
     run.meet()
-    result["stage_seconds"] = seconds
-    result["peak_process_mib"] = _peak_process_mib(run)
+    peak_mib = _peak_process_mib(run)
     run.results[stage] = result
     run.flush_samples()
     if run.folder is not None:
-        run.folder.add_stage(stage, result)
+        run.folder.add_stage(stage, result, run.seconds[stage], peak_mib)
 
 
 def _peak_process_mib(run: Run) -> float:

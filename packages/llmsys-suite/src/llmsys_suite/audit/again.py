@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, closest
+from llmsys_suite.config import RunConfig
+from llmsys_suite.measure.turns import Turns
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
 
-Result = dict[str, Any]
 #: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
 SUMS = 1e-6
 
 
-def clock_checks(result: Result, medians_ms: dict[str, float]) -> Iterator[Check]:
+def clock_checks(turns: Turns, medians_ms: dict[str, float]) -> Iterator[Check]:
     """All turns together by another clock, and what is reported of each contender's."""
-    rounds, clocked = result["clocks"]["rounds_s"], result["clocks"]["clocked_s"]
+    rounds, clocked = turns.seconds, turns.clocked_s
     total = sum(map(sum, rounds.values()))
     yield Check(
         "time of all turns", "their sum", "another clock", clocked, total,
@@ -32,10 +33,10 @@ def clock_checks(result: Result, medians_ms: dict[str, float]) -> Iterator[Check
 
 
 def ratio_checks(
-    result: Result, peer: str, reported: dict[str, float], *, inverted: bool
+    turns: Turns, peer: str, reported: dict[str, float], *, inverted: bool
 ) -> Iterator[Check]:
     """Medians of ratios to `peer` in the same round; `inverted`, of the peer's to these."""
-    rounds, pairs = result["clocks"]["rounds_s"], []
+    rounds, pairs = turns.seconds, []
     for name, value in reported.items():
         over = np.array(rounds[name]) / np.array(rounds[peer])
         pairs.append((float(np.median(1 / over if inverted else over)), value, name))
@@ -51,6 +52,17 @@ def seeded(run: Run, config: ModelConfig, seed: int | None = None) -> Decoder:
     """A model with the weights that the run's began with."""
     torch.manual_seed(run.config.seed if seed is None else seed)
     return Decoder(config).to(run.device)
+
+
+def initial_weights(run: Run) -> dict[str, Tensor]:
+    """What every variant starts from."""
+    return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
+
+
+def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+    """The rows that all ways of training read in a step, by the audit's own sampler."""
+    draw = reference.epoch_batch if config.epochs else reference.batch
+    return draw(text, config.rows, config.context, config.seed, step)
 
 
 def weights_of(model: Decoder) -> dict[str, Tensor]:

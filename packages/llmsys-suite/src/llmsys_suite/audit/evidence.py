@@ -12,7 +12,8 @@ from accounting.memory.live import make_state
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import network, reference
-from llmsys_suite.audit.probe import initial_weights, probe
+from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.probe import probe
 from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import yardstick
@@ -60,7 +61,7 @@ def counted(run: Run) -> dict[str, int]:
 
 def stage_clocks(run: Run) -> list[tuple[str, int, float, float]]:
     """(stage, rank, seconds by that rank's clock, seconds by the launcher's)."""
-    own = run.gather({stage: result["stage_seconds"] for stage, result in run.results.items()})
+    own = run.gather(run.seconds)
     stamps = run.stamps()
     return [
         (stage, rank, seconds, stamps[rank, f"{stage} ends"] - stamps[rank, f"{stage} begins"])

@@ -22,7 +22,6 @@ from torch import Tensor
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import (
     SUMS,
-    Result,
     clock_checks,
     cross_entropy,
     on_device,
@@ -38,10 +37,11 @@ from llmsys_suite.run import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
 from llmsys_suite.stages import learn as learn_stage
+from llmsys_suite.stages import results
 from llmsys_suite.stages import scale as scale_stage
 
 
-def learn(run: Run, result: Result) -> Iterator[Check]:
+def learn(run: Run, result: results.Learn) -> Iterator[Check]:
     """The loss of the file that was left, and of the first batch, in float64."""
     if run.folder is None:
         return
@@ -51,22 +51,22 @@ def learn(run: Run, result: Result) -> Iterator[Check]:
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     yield equal("held-out loss", "reported", "the file's weights in float64",
                 float(reference.loss(weights, *on_device(run, held), heads)),
-                result["heldout"][-1][1], REPLAYED_LOSS)  # fmt: skip
-    if result["begun_at"] == 0:
+                result.heldout[-1][1], REPLAYED_LOSS)  # fmt: skip
+    if result.begun_at == 0:
         first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
         exact = float(
             reference.loss(weights_of(seeded(run, run.model)), *on_device(run, first), heads)
         )
-        yield equal("first loss", "reported", "float64", exact, result["losses"][0], REPLAYED_LOSS)
+        yield equal("first loss", "reported", "float64", exact, result.losses[0], REPLAYED_LOSS)
 
 
-def scale(run: Run, result: Result) -> Iterator[Check]:
+def scale(run: Run, result: results.Scale) -> Iterator[Check]:
     """Each run's size, tokens and FLOPs; its loss once more in float64; the fit once more."""
     if run.rank:
         return
     batch = scale_stage.ROWS * scale_stage.CONTEXT
     sizes, tokens, flops = [], [], []
-    for row in result["runs"]:
+    for row in result.runs:
         width = row["width"]
         by_hand = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
         where = f"width {width}, {row['compute_flops']:.2g} FLOPs"
@@ -79,20 +79,20 @@ def scale(run: Run, result: Result) -> Iterator[Check]:
     yield closest("parameters of every run", "reported", "by hand", sizes, 0.0)
     yield closest("tokens of every run", "reported", "steps x rows x context", tokens, 0.0)
     yield furthest("FLOPs of every run", "6 N D", "its budget", flops, 0.0)
-    shortest = min(result["runs"], key=lambda row: row["steps"])
+    shortest = min(result.runs, key=lambda row: row["steps"])
     loss = _trained_again(run, shortest)
     yield equal(f"held-out loss of {shortest['steps']} steps", "reported", "float64, trained again",
                 loss, shortest["loss"], LOSS * shortest["steps"])  # fmt: skip
     # A short run may have no valley to fit: the same fit of valleys that are known, then.
     for what, rows, fitted in (
-        ("the runs", result["runs"], result),
+        ("the runs", result.runs, result),
         ("known valleys", KNOWN_VALLEYS, scale_stage.fit(KNOWN_VALLEYS)),
     ):
-        if fitted["law"]:
+        if fitted.law:
             scale_, exponent = _parabolas(rows)
-            at, against = fitted["extrapolated"], "polynomials by numpy"
+            at, against = fitted.extrapolated, "polynomials by numpy"
             yield equal(f"exponent of {what}", "scaling", against, exponent,
-                        fitted["law"]["exponent"], 1e-6)  # fmt: skip
+                        fitted.law["exponent"], 1e-6)  # fmt: skip
             size = scale_ * at["compute_flops"] ** exponent
             name = f"extrapolated size of {what}"
             yield equal(name, "scaling", against, size, at["parameters"], 1e-5)
@@ -116,8 +116,9 @@ KNOWN_VALLEYS = _valleys()
 
 def _trained_again(run: Run, row: dict[str, Any]) -> float:
     width, steps, seed = int(row["width"]), int(row["steps"]), int(row["seed"])
+    heads = scale_stage.HEADS
     shape = ModelConfig(
-        d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=scale_stage.CONTEXT
+        d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale_stage.CONTEXT
     )
     weights = weights_of(seeded(run, shape, seed))
     text = read_text(run.config.data)
@@ -127,10 +128,10 @@ def _trained_again(run: Run, row: dict[str, Any]) -> float:
         turn = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.rate = peak * min(1.0, (step + 1) / 10) * turn
         batch = reference.batch(text.train, scale_stage.ROWS, scale_stage.CONTEXT, seed, step)
-        _, gradients = reference.gradients(weights, *on_device(run, batch), 2)
+        _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
     held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
-    return float(reference.loss(weights, *on_device(run, held), 2))
+    return float(reference.loss(weights, *on_device(run, held), heads))
 
 
 def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
@@ -152,7 +153,7 @@ def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
     return math.exp(height), float(exponent)
 
 
-def inspect(run: Run, result: Result) -> Iterator[Check]:
+def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
     """Patterns, lens, attribution and ablation against the weights in float64."""
     if run.rank or not isinstance(run.trained, Decoder):
         return
@@ -171,27 +172,27 @@ def inspect(run: Run, result: Result) -> Iterator[Check]:
     ]
     yield furthest("patterns", "inspect", "float64", off, GRADIENT)
     loss = float(reference.loss(weights, tokens, targets, heads))
-    lens = result["lens"][-1]["target_loss"]
+    lens = result.lens[-1]["target_loss"]
     yield equal(
         "lens after the last layer", "interp", "the loss in float64", loss, lens, REPLAYED_LOSS
     )
     z = reference.logits(weights, tokens, heads).gather(-1, targets[..., None]).mean()
-    credit = sum(row["mean_logit"] for row in result["attribution"])
-    spread = sum(abs(row["mean_logit"]) for row in result["attribution"])
+    credit = sum(row["mean_logit"] for row in result.attribution)
+    spread = sum(abs(row["mean_logit"]) for row in result.attribution)
     yield near(
         "attributions", "their sum", "the logit in float64", abs(credit - float(z)) / spread, SUMS
     )
     off_scores = []
     repeated = inspect_stage.repeated(context, model.config.vocabulary).to(run.device)
     on_repeated = reference.patterns(weights, repeated, heads)
-    for head in result["heads"]:
+    for head in result.heads:
         pattern = on_repeated[head["layer"]][:, head["head"]]
         if head["kind"] == "previous":
             by_hand = float(pattern.diagonal(-1, 1, 2).mean())
             off_scores.append((by_hand, head["score"], "previous"))
     yield closest("score of the head for the token before", "interp", "its pattern's diagonal",
                   off_scores, 1e-4)  # fmt: skip
-    ablation = result["ablation"]
+    ablation = result.ablation
     cut = dict(weights)
     name = f"blocks.{ablation['layer']}.attention.v.weight"
     width = model.config.d_model // heads
@@ -204,7 +205,7 @@ def inspect(run: Run, result: Result) -> Iterator[Check]:
                 loss, abs(ablation["loss"] / loss - 1), 1e-6, math.inf)  # fmt: skip
 
 
-def compress(run: Run, result: Result) -> Iterator[Check]:
+def compress(run: Run, result: results.Compress) -> Iterator[Check]:
     """Each way's bytes on disk, and the loss of what is read back from there."""
     if run.rank or not isinstance(run.trained, Decoder):
         return
@@ -213,7 +214,7 @@ def compress(run: Run, result: Result) -> Iterator[Check]:
     held = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
     weights, heads = weights_of(run.trained), run.trained.config.num_heads
     exact = float(reference.loss(weights, *on_device(run, held), heads))
-    rows = {row["method"]: row for row in result["rows"]}
+    rows = {row["method"]: row for row in result.rows}
     yield equal("held-out loss, uncompressed", "reported", "float64", exact,
                 rows[compress_stage.BASELINE]["heldout_loss"], REPLAYED_LOSS)  # fmt: skip
     sizes, losses, errors = [], [], []
@@ -241,9 +242,9 @@ def compress(run: Run, result: Result) -> Iterator[Check]:
         for method, row in rows.items()
     ]
     yield closest("times smaller", "reported", "the quotient of the bytes", smaller, 1e-9)
-    yield from clock_checks(result, {})
+    yield from clock_checks(result.turns, {})
     speeds = {method: row["speedup_p50"] for method, row in rows.items()}
-    yield from ratio_checks(result, compress_stage.BASELINE, speeds, inverted=True)
+    yield from ratio_checks(result.turns, compress_stage.BASELINE, speeds, inverted=True)
 
 
 #: Methods that round to a grid of so many bits.

@@ -24,7 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
 
-from llmsys_suite.audit.probe import initial_weights
+from llmsys_suite import splits
+from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import samples
@@ -46,6 +47,7 @@ from llmsys_suite.stages import (
     scale,
     train,
 )
+from llmsys_suite.stages.results import Skipped
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from llmsys_suite.variants import VARIANTS, single
@@ -96,7 +98,7 @@ def edit(stage: Any, change: Callable[[Any], Any]) -> Patch:
     """`change` a stage's results in place."""
 
     def changed(result: Any, *_: Any) -> Any:
-        if result and "skipped" not in result:
+        if result is not None and not isinstance(result, Skipped):
             change(result)
         return result
 
@@ -105,7 +107,7 @@ def edit(stage: Any, change: Callable[[Any], Any]) -> Patch:
 
 def rows(stage: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     """Update each row of a stage's results with what `change` says of it."""
-    return edit(stage, lambda result: [row.update(change(row)) for row in result["rows"]])
+    return edit(stage, lambda result: [row.update(change(row)) for row in result.rows])
 
 
 def then(name: str, method: str, change: Callable[[Any], Any]) -> Patch:
@@ -279,13 +281,15 @@ def straggles(ranks: tuple[int, ...], run: Run) -> Patch:
 
 
 def predicts(key: str, change: Callable[[Any], Any]) -> Patch:
-    return after(plan, "predict", lambda found, *_: found | {key: change(found[key])})
+    return after(
+        plan, "predict", lambda found, *_: replace(found, **{key: change(getattr(found, key))})
+    )
 
 
 def without_moments(p: Any, *_: Any) -> Any:
-    parts = p["training_bytes_by_part"]
-    total = p["training_peak_bytes"] - parts["optimizer"]
-    return p | {"training_peak_bytes": total, "training_bytes_by_part": parts | {"optimizer": 0}}
+    parts = p.training_bytes_by_part
+    total = p.training_peak_bytes - parts["optimizer"]
+    return replace(p, training_peak_bytes=total, training_bytes_by_part=parts | {"optimizer": 0})
 
 
 def short_sum(original: Any, tensor: Any, *args: Any, **more: Any) -> Any:
@@ -332,7 +336,7 @@ def one_rank_waits(run: Run) -> Patch:
             torch.nn.init.ones_(self.part.norm.weight)
         return losses
 
-    return after(parallel.TensorModel, "train", waits)
+    return after(splits.TensorModel, "train", waits)
 
 
 def last_stage_waits(original: Any, self: Any, run: Run) -> Any:
@@ -350,7 +354,7 @@ def mixed_sums(found: Any, *_: Any) -> Any:
 
 
 def doubled_means(result: Any) -> None:
-    for row in result["protocol"]:
+    for row in result.protocol:
         if "backward_mean_ms" in row:
             row["backward_mean_ms"] *= 2
 
@@ -370,8 +374,8 @@ def half_budget(original: Any, run: Run, budget: float, *more: int) -> Any:
 
 
 def exponent_of_tokens(result: Any, *_: Any) -> Any:
-    if result["law"]:
-        result["law"]["exponent"] = 1 - result["law"]["exponent"]
+    if result.law:
+        result.law["exponent"] = 1 - result.law["exponent"]
     return result
 
 
@@ -386,7 +390,7 @@ def halved_bits(size: Any, *_: Any) -> Any:
 
 def methods(change: Callable[[dict[str, dict[str, Any]]], Any]) -> Patch:
     """The rows of the stage `compress` by method."""
-    return edit(compress, lambda result: change({row["method"]: row for row in result["rows"]}))
+    return edit(compress, lambda result: change({row["method"]: row for row in result.rows}))
 
 
 def swapped_methods(found: Any) -> None:
@@ -479,7 +483,7 @@ DEFECTS: list[Defect] = [
     Defect("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
         [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
     Defect("train", "step times are in seconds, labeled milliseconds", lambda run:
-        after(train, "summarize", lambda result, *_: [r.update(step_ms=r["step_ms"] / 1e3) for r in result["rows"]] and result)),
+        after(train, "summarize", lambda rows, *_: [r | {"step_ms": r["step_ms"] / 1e3} for r in rows])),
     Defect("train", "warm-up steps are counted", lambda run:
         around(Recorder, "step", lambda original, self, **labels: original(self, **labels | {"warmup": False}))),
     Defect("train", "a phase is not recorded", lambda run:
@@ -492,6 +496,8 @@ DEFECTS: list[Defect] = [
         around(samples, "loss_curves", lambda original, found: original([s for s in found if s["rank"] == 0]))),
     Defect("train", "utilization's numerator is doubled", lambda run:
         after(train, "utilization", lambda value, *_: 2 * value)),
+    Defect("train", "the time of an epoch leaves out every other step", lambda run:
+        rows(train, lambda row: {"epoch_s": row["epoch_s"] / 2})),
     # Bytes.
     Defect("train", "wire bytes are trebled in a package's count", lambda run:
         after(VARIANTS[NAIVE], "gradient_bytes", lambda value, *_: 3 * value)),
@@ -509,7 +515,7 @@ DEFECTS: list[Defect] = [
     Defect("plan", "multiplications for FLOPs", lambda run:
         predicts("step_flops_full", lambda n: n // 2)),
     Defect("plan", "a causal mask that saves nothing", lambda run:
-        after(plan, "predict", lambda p, *_: p | {"step_flops_causal": p["step_flops_full"]})),
+        after(plan, "predict", lambda p, *_: replace(p, step_flops_causal=p.step_flops_full))),
     Defect("plan", "peak memory without the optimizer's state", lambda run:
         after(plan, "predict", without_moments)),
     Defect("plan", "wire bytes are trebled", lambda run:
@@ -547,19 +553,19 @@ DEFECTS: list[Defect] = [
         after(Turns, "median_ms", lambda ms, *_: ms / 1e3)),
     # Parallel.
     Defect("parallel", "a tensor-parallel gradient is ten times as large", lambda run:
-        split(parallel.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
+        split(splits.TensorModel, lambda model: gradient(first(model.part)).mul_(10))),
     Defect("parallel", "the pipeline's head has no gradient", lambda run:
-        split(parallel.PipelineModel, headless)),
+        split(splits.PipelineModel, headless)),
     Defect("parallel", "the pipeline's gradients are sums over microbatches", lambda run:
-        split(parallel.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
+        split(splits.PipelineModel, lambda model: gradients(model.part, lambda g: g.mul_(model.microbatches)))),
     Defect("parallel", "the pipeline's last stage does not train its head", lambda run:
-        around(parallel.PipelineModel, "train", last_stage_waits)),
+        around(splits.PipelineModel, "train", last_stage_waits)),
     Defect("parallel", "one rank does not train what tensor parallelism replicates", one_rank_waits),
     Defect("parallel", "the splits train at twice the rate", lambda run:
-        around(parallel.Split, "train", lambda original, self, run_: original(
+        around(splits.Split, "train", lambda original, self, run_: original(
             self, replace(run_, config=replace(run_.config, learning_rate=2 * run_.config.learning_rate))))),
     Defect("parallel", "one microbatch is missing from the loss", lambda run:
-        after(parallel.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
+        after(splits.PipelineModel, "step", lambda loss, self, *_: loss * (self.microbatches - 1) / self.microbatches)),
     Defect("parallel", "the time of all iterations is halved", lambda run:
         rows(parallel, lambda row: {key: row[key] / 2 for key in ("total_s", "iteration_ms")})),
     # Profile and precision.
@@ -585,6 +591,8 @@ DEFECTS: list[Defect] = [
         around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
     Defect("memory", "nothing is ever freed", lambda run:
         mock.patch.object(LiveMemory, "_free", return_value=None)),
+    Defect("memory", "a line holds what one of its blocks does", lambda run:
+        after(memory, "held_by_line", lambda rows, *_: [r | {"total_mib": r["total_mib"] / r["blocks"]} for r in rows])),
     # Scale.
     Defect("scale", "parameters include the embedding", lambda run:
         scaled("parameters", lambda row: row["parameters"] + 256 * row["width"])),
@@ -603,9 +611,9 @@ DEFECTS: list[Defect] = [
     Defect("inspect", "patterns are not causal", lambda run:
         after(inspect, "_pattern", lambda pattern, *_: (pattern + pattern.flip(-1)) / 2)),
     Defect("inspect", "the lens is read a layer early", lambda run:
-        edit(inspect, lambda result: result["lens"].pop())),
+        edit(inspect, lambda result: result.lens.pop())),
     Defect("inspect", "a component is missing from the attributions", lambda run:
-        edit(inspect, lambda result: result["attribution"].pop(1))),
+        edit(inspect, lambda result: result.attribution.pop(1))),
     Defect("inspect", "another head is ablated than the one that is named", lambda run:
         around(inspect, "loss_without", lambda original, model, layer, head, *batch: original(
             model, layer, (head + 1) % model.config.num_heads, *batch))),

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import network, reference
+from llmsys_suite.audit.again import global_batch, initial_weights, on_device
 from llmsys_suite.data import read_text
 from llmsys_suite.measure.samples import LOCAL
-from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.server import DiLoCo
@@ -38,9 +38,12 @@ def probe(run: Run) -> dict[str, Any]:
     """Every variant's probe, on every rank; the evidence, on rank 0."""
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # A row for each rank is enough: a wrong sum is as wrong on one row as on a hundred.
-    exact_loss, exact = reference.gradients(start, *_batch(run, run.world, 0), run.model.num_heads)
+    batch = reference.batch(
+        read_text(run.config.data).train, run.world, run.config.context, run.config.seed, 0
+    )
+    exact_loss, exact = reference.gradients(start, *on_device(run, batch), run.model.num_heads)
     found = {}
-    for name in variants_here(run.device):
+    for name in variants_here(run.device, run.config.epochs):
         mine = _probe_one(run, name, start, exact)
         shares = run.gather(mine)
         taken = [share for share in shares if share is not None]
@@ -58,18 +61,11 @@ def probe(run: Run) -> dict[str, Any]:
 def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
     make = partial(torch.optim.SGD, lr=RATE)
     variant = VARIANTS[name](run, run.model, make)
-    rank, world = (0, 1) if variant.alone else (run.rank, run.world)
     run.barrier()
     found = None
     if not (variant.alone and run.rank):
-        tokens, targets = (
-            t.to(run.device)
-            for t in run.corpus.batch(
-                rows=run.world, context=run.config.context, seed=run.config.seed, step=0,
-                rank=rank, world=world,
-            )
-        )  # fmt: skip
-        found = _observe(run, variant, start, exact, tokens, targets)
+        batch = run.batch(0, rows=run.world, shared=not variant.alone)
+        found = _observe(run, variant, start, exact, *batch)
     variant.close()
     # The recorder timed phases of no step.
     run.recorder.take()
@@ -112,14 +108,15 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
     policy = replace(DiLoCo.policy, steps=LOCAL_STEPS, fragments=1, compression=None)
     variant, config = DiLoCo(run, run.model, policy=policy), run.config
     for step in range(ROUNDS * LOCAL_STEPS):
-        variant.step(*(t.to(run.device) for t in run.corpus.batch(
-            rows=run.world, context=config.context, seed=config.seed, step=step,
-            rank=run.rank, world=run.world,
-        )))  # fmt: skip
+        variant.step(*run.batch(step, rows=run.world, shared=True))
     after = {name: w.double() - start[name] for name, w in variant.weights().items()}
     variant.close()
     run.recorder.take()
-    batches = [_batch(run, run.world, step) for step in range(ROUNDS * LOCAL_STEPS)]
+    text = read_text(config.data).train
+    batches = [
+        on_device(run, reference.batch(text, run.world, config.context, config.seed, step))
+        for step in range(ROUNDS * LOCAL_STEPS)
+    ]
     each = [
         [(tokens[rank : rank + 1], targets[rank : rank + 1]) for tokens, targets in batches]
         for rank in range(run.world)
@@ -131,21 +128,14 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
 
 def replay(run: Run, weights: Weights) -> list[float]:
     """The losses of the run's first steps, trained in float64 by an AdamW that is written out."""
-    config, losses = run.config, []
+    config, losses, text = run.config, [], read_text(run.config.data).train
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(REPLAYED, config.warmup + config.steps)):
-        batch = _batch(run, config.rows, step)
-        value, gradients = reference.gradients(weights, *batch, run.model.num_heads)
+        batch = global_batch(text, config, step)
+        value, gradients = reference.gradients(weights, *on_device(run, batch), run.model.num_heads)
         losses.append(value)
         weights = optimizer.step(weights, gradients)
     return losses
-
-
-def initial_weights(run: Run) -> Weights:
-    """What every variant starts from."""
-    torch.manual_seed(run.config.seed)
-    model = Decoder(run.model).to(run.device)
-    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
@@ -176,9 +166,3 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
 def _bits(weight: Tensor) -> str:
     plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.sha256(plain.tobytes()).hexdigest()[:16]
-
-
-def _batch(run: Run, rows: int, step: int) -> tuple[Tensor, Tensor]:
-    text = read_text(run.config.data).train
-    tokens, targets = reference.batch(text, rows, run.config.context, run.config.seed, step)
-    return tokens.to(run.device), targets.to(run.device)

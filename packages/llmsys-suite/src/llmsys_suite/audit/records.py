@@ -17,8 +17,8 @@ def check_again(folder: RunFolder) -> list[Check]:
     """
     if not folder.complete:
         raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
-    stages = folder.summary["stages"]
-    if "audit" not in stages:
+    results = folder.results
+    if "audit" not in results:
         raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
     names = {field.name for field in fields(Check)}
     stored = [
@@ -28,7 +28,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     again: dict[str, Check] = {}
     if evidence := folder.read_json("evidence.json"):
         checks = training.checks(
-            folder.config, stages["plan"], stages["train"], folder.samples(), evidence
+            folder.config, results["plan"], results["train"], folder.samples(), evidence
         )
         again = {check.name: check for check in checks}
     return [again.get(check.name, check) for check in stored]

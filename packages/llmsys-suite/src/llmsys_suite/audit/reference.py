@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,9 +92,28 @@ def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
     return windows[:, :-1], windows[:, 1:]
 
 
-def row_digests(text: bytes, rows: int, context: int, seed: int, step: int) -> list[str]:
+def epoch_batch(
+    text: bytes, rows: int, context: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
+    """As `batch`, of windows that lie one after the other, each of them once in an epoch."""
+    steps = (len(text) - 1) // context // rows
+    epoch, at = divmod(step, steps)
+    order = _shuffled(steps * rows, (seed * 1_000_003 + epoch) % 2**32)
+    some = [context * window for window in order[at * rows : (at + 1) * rows]]
+    windows = torch.tensor([list(text[start:][: context + 1]) for start in some])
+    return windows[:, :-1], windows[:, 1:]
+
+
+@lru_cache(maxsize=2)
+def _shuffled(windows: int, seed: int) -> list[int]:
+    twister = np.random.MT19937()
+    twister._legacy_seeding(seed)
+    keys = (twister.random_raw(windows) % 2**24).tolist()
+    return sorted(range(windows), key=keys.__getitem__)
+
+
+def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
     """What `digest` says of each row of a global batch."""
-    both = batch(text, rows, context, seed, step)
     return [digest(bytes(x.tolist()), bytes(y.tolist())) for x, y in zip(*both, strict=True)]
 
 

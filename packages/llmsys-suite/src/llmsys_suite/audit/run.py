@@ -11,25 +11,25 @@ from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Audit, Failed
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Audit | None:
     """Write evidence.json and checks.json; a failed check fails the run."""
     evidence, checks = audit_run(run)
     if run.folder is None:
-        return {}
+        return None
     run.folder.write_json("evidence.json", evidence)
     run.folder.write_json("checks.json", [check.to_json() for check in checks])
-    # Not "failed", which says of a stage that it could not be run.
-    red = [str(check) for check in checks if not check.passed]
-    return {"checks": len(checks), "red": red, "passed": not red}
+    return Audit(len(checks), [str(check) for check in checks if not check.passed])
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """The evidence and the checks, on rank 0; every rank takes part."""
     evidence: dict[str, Any] = {}
     checks: list[Check] = []
-    if all("failed" not in run.results.get(s, {"failed": ""}) for s in ("plan", "train")):
+    ran = {stage for stage, found in run.results.items() if not isinstance(found, Failed)}
+    if {"plan", "train"} <= ran:
         evidence = gather_evidence(run)
         if run.folder is not None:
             plan, train = run.results["plan"], run.results["train"]
@@ -37,10 +37,10 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
             checks += training.checks(run.config, plan, train, samples, evidence)
     for stage, check in STAGES.items():
         run.meet()
-        if "failed" not in run.results.get(stage, {"failed": "it did not run"}):
+        if stage in ran:
             found = list(_guarded(stage, check(run, run.results[stage])))
             checks += [replace(c, name=f"{stage}: {c.name}") for c in found]
-    failed = [stage for stage, result in run.results.items() if "failed" in result]
+    failed = sorted(run.results.keys() - ran)
     checks.append(none("stages that failed", "the run", "none", failed))
     return evidence, checks if run.rank == 0 else []
 

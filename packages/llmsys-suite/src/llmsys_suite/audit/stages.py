@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import accounting
 import collectives
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from llmsys_suite import splits
 from llmsys_suite.audit import models, reference
 from llmsys_suite.audit.again import (
     SUMS,
-    Result,
     clock_checks,
     on_device,
     ratio_checks,
@@ -31,9 +32,10 @@ from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
 from llmsys_suite.run import Run
+from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import memory as memory_stage
-from llmsys_suite.stages import parallel as parallel_stage
+from llmsys_suite.stages import results
 from llmsys_suite.step.case import PHASES, STEPS
 
 MIB = 2**20
@@ -45,9 +47,9 @@ BFLOAT16_LOSS = 1e-2
 PEAK_BYTES = 0.10
 
 
-def links(run: Run, result: Result) -> Iterator[Check]:
+def links(run: Run, result: results.Links) -> Iterator[Check]:
     """Sums against float64, columns against their formulas, bytes against the kernel's count."""
-    rows = run.gather(result.get("rows"))[0]
+    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
     off = []
@@ -98,7 +100,7 @@ def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
     return reference.distance(tensor.cpu(), torch.from_numpy(np.asarray(exact)))
 
 
-def attention(run: Run, result: Result) -> Iterator[Check]:
+def attention(run: Run, result: results.Attention) -> Iterator[Check]:
     """Each kernel's output and gradients against the formula in float64, row by row."""
     if run.rank:
         return
@@ -107,7 +109,7 @@ def attention(run: Run, result: Result) -> Iterator[Check]:
     out = reference.attention(*leaves)
     exact = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
     off, reported = [], []
-    for row in result["rows"]:
+    for row in result.rows:
         kernel = attention_stage.KERNELS[row["kernel"]]
         found = attention_stage.forward_backward(kernel, q, k, v)
         for what, ours, theirs in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
@@ -116,17 +118,19 @@ def attention(run: Run, result: Result) -> Iterator[Check]:
         reported.append((error, row["max_error"], row["kernel"]))
     yield furthest("outputs and gradients", "every kernel", "float64", off, ATTENTION)
     yield closest("largest error", "reported", "the audit's own", reported, 0.5)
-    yield from clock_checks(result, {r["kernel"]: r["forward_backward_ms"] for r in result["rows"]})
-    ratios = {row["kernel"]: row["ratio_to_sdpa_p50"] for row in result["rows"]}
-    yield from ratio_checks(result, attention_stage.PEER, ratios, inverted=False)
+    yield from clock_checks(
+        result.turns, {r["kernel"]: r["forward_backward_ms"] for r in result.rows}
+    )
+    ratios = {row["kernel"]: row["ratio_to_sdpa_p50"] for row in result.rows}
+    yield from ratio_checks(result.turns, attention_stage.PEER, ratios, inverted=False)
 
 
-def parallel(run: Run, result: Result) -> Iterator[Check]:
+def parallel(run: Run, result: results.Parallel) -> Iterator[Check]:
     """Gradients and trained weights of both splits against one process in float64; the clock."""
-    skipped = run.gather("skipped" in result)
-    if any(skipped):
+    rows = None if isinstance(result, results.Skipped) else result.rows
+    if rows is None:
         return
-    heads, total = run.model.num_heads, parallel_stage.TRAINED
+    heads, total = run.model.num_heads, TRAINED
     text, config = read_text(run.config.data).train, run.config
     batches = [
         on_device(run, reference.batch(text, config.rows, config.context, config.seed, step))
@@ -140,8 +144,8 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
         losses.append(loss)
         slopes.append(slope)
     moved = {name: trained[name] - w for name, w in start.items()}
-    for row in run.gather(result.get("rows"))[0]:
-        name, split = row["split"], parallel_stage.SPLITS[row["split"]](run, run.model)
+    for row in rows:
+        name, split = row["split"], splits.SPLITS[row["split"]](run, run.model)
         split.step(*batches[0])
         first = reference.furthest(split.gradients(), slopes[0])
         split.train(run)
@@ -171,9 +175,9 @@ def parallel(run: Run, result: Result) -> Iterator[Check]:
                     whole / 200, 2 * whole)  # fmt: skip
 
 
-def _bubble(split: parallel_stage.Split, ranks: int) -> float:
+def _bubble(split: splits.Split, ranks: int) -> float:
     """Idle slots over all: each rank begins one after the last, and ends one after the last."""
-    if not isinstance(split, parallel_stage.PipelineModel):
+    if not isinstance(split, splits.PipelineModel):
         return 0.0
     work = split.microbatches * split.stages_a_rank
     begun = [range(rank, rank + work) for rank in range(ranks)]
@@ -181,17 +185,17 @@ def _bubble(split: parallel_stage.Split, ranks: int) -> float:
     return 1 - sum(map(len, begun)) / (slots * ranks)
 
 
-def profile(run: Run, result: Result) -> Iterator[Check]:
+def profile(run: Run, result: results.Profile) -> Iterator[Check]:
     """Operators against a timer, steps against another clock, FLOPs against torch's counter."""
     if run.rank:
         return
-    for row in result["operators"]:
+    for row in result.operators:
         # The timer spans the profiler too; on a busy machine much lies between operators.
         name, timer = f"{row['phase']}: operators' total", row["timer_ms"]
         low = 0.01 * timer if run.device.type == "cpu" else 0.0
         high = 1.05 * timer + 0.5
         yield Check(name, "profiler", "a timer around it", timer, row["total_ms"], low, high)
-    for row in result["protocol"]:
+    for row in result.protocol:
         if not row["note"]:
             total = sum(row[f"{phase}_mean_ms"] / 1e3 * STEPS for phase in PHASES)
             name = f"{row['size']}: ten steps after {row['warmup']}"
@@ -207,7 +211,7 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
     # A backward pass takes twice the forward pass; T (T - 1) / 2 of T x T scores are in the future.
     executed = 3 * counter.get_total_flops()
     useful = executed - 3 * counted * (config.context - 1) / (2 * config.context)
-    for row in result["protocol"]:
+    for row in result.protocol:
         if row["size"] == run.config.size and not row["note"]:
             name = f"{row['size']}, ten steps after {row['warmup']}"
             seconds = row["step_p50_ms"] / 1e3
@@ -219,21 +223,21 @@ def profile(run: Run, result: Result) -> Iterator[Check]:
                         row["hfu"], 1e-9)  # fmt: skip
             yield equal(f"{name}: tokens a second", "reported", "the run's rows and context",
                         length / seconds, row["tokens_per_s"], 1e-9)  # fmt: skip
-            peak = run.results["plan"]["peak"]
+            peak = run.results["plan"].peak
             yield Check(f"{name}: a product's rate", "its process", "the stage plan", peak,
                         row["product_rate"], peak / 2.5, peak * 2.5)  # fmt: skip
-    row = result["operators"][0]
+    row = result.operators[0]
     yield equal("FLOPs of attention's products", "profile", "torch's counter", counted,
                 row["attention_product_flops"])  # fmt: skip
     scores = counted / (4 * config.d_model // config.num_heads)
     yield equal("FLOPs of softmax", "profile", "five a score", 5 * scores, row["softmax_flops"])
 
 
-def precision(run: Run, result: Result) -> Iterator[Check]:
+def precision(run: Run, result: results.Precision) -> Iterator[Check]:
     """Known sums, what autocast documents, losses in float64."""
     if run.rank:
         return
-    for row in result["accumulation"]:
+    for row in result.accumulation:
         known = _sum_rounded(row["sum_in"], row["term_in"], 1000, 0.01)
         name = f"0.01 a thousand times, {row['term_in']} in {row['sum_in']}"
         yield equal(name, "torch", "rounded by hand", known, row["sum"])
@@ -248,7 +252,7 @@ def precision(run: Run, result: Result) -> Iterator[Check]:
         "loss": "float32",
         "gradients": "float32",
     }
-    found = result["autocast_dtypes"]
+    found = result.autocast_dtypes
     wrong = [f"{p}: {found.get(p)}" for p in documented if found.get(p) != documented[p]]
     yield none("dtypes under autocast", "torch", "its documentation", wrong)
     config = run.model
@@ -257,34 +261,27 @@ def precision(run: Run, result: Result) -> Iterator[Check]:
     batch = reference.batch(text, rows, config.context, run.config.seed, 0)
     weights = weights_of(seeded(run, config))
     exact = float(reference.loss(weights, *on_device(run, batch), config.num_heads))
-    for row in result["timing"]:
+    for row in result.timing:
         tolerance = REPLAYED_LOSS if row["dtype"] == "float32" else BFLOAT16_LOSS
         yield equal(f"loss in {row['dtype']}", "reported", "float64", exact, row["loss"], tolerance)
-    apart = abs(result["timing"][1]["loss"] / result["timing"][0]["loss"] - 1)
+    apart = abs(result.timing[1]["loss"] / result.timing[0]["loss"] - 1)
     yield Check(
         "bfloat16 rounds", "its loss over float32's", "one", 0.0, apart, 1e-7, BFLOAT16_LOSS
     )
-    yield from clock_checks(
-        result, {r["dtype"]: r["forward_backward_ms"] for r in result["timing"]}
-    )
-    speeds = {row["dtype"]: row["speedup_p50"] for row in result["timing"]}
-    yield from ratio_checks(result, "float32", speeds, inverted=True)
+    times = {row["dtype"]: row["forward_backward_ms"] for row in result.timing}
+    yield from clock_checks(result.turns, times)
+    speeds = {row["dtype"]: row["speedup_p50"] for row in result.timing}
+    yield from ratio_checks(result.turns, "float32", speeds, inverted=True)
 
 
-def memory(run: Run, result: Result) -> Iterator[Check]:
+def memory(run: Run, result: results.Memory) -> Iterator[Check]:
     """Counted peaks against accounting's."""
     if run.rank:
         return
     off = []
-    for size, model in result["models"].items():
+    for size, model in result.models.items():
         shape = SIZES[size]
-        described = accounting.Transformer(
-            layers=shape.num_layers,
-            d_model=shape.d_model,
-            heads=shape.num_heads,
-            vocab_size=256 if size in ("mini", "tiny") else 10_000,
-            d_ff=shape.d_ff,
-        )
+        described = shape.described(vocabulary=256 if size in ("mini", "tiny") else 10_000)
         for peaks in model["peaks"]:
             for key, checkpointed in (("training", False), ("checkpointed", True)):
                 predicted = accounting.peak_memory(
@@ -309,7 +306,21 @@ def memory(run: Run, result: Result) -> Iterator[Check]:
         yield closest(f"{size}: residual stream", "reported", "4 bytes a number", stream, 1e-9)
         drawn = max(mib for _, mib in model["training_timeline"])
         # Of three contexts the second is drawn.
-        peak = model["peaks"][1]["training_peak_mib"]
+        context, peak = (model["peaks"][1][key] for key in ("context", "training_peak_mib"))
+        # Scores of each head and values as the product reads them; gate, up, silu and product.
+        numbers = {
+            "softmax(-1)": shape.num_heads * context + shape.d_model,
+            "F.silu": 4 * shape.d_ff,
+        }
+        tokens = memory_stage.ROWS * context * shape.num_layers
+        held = [
+            (4 * tokens * each / MIB, row["total_mib"], row["line"])
+            for code, each in numbers.items()
+            for row in model["held"]
+            if code in row["line"]
+        ]
+        yield closest(f"{size}: held for the backward pass", "counted by line",
+                      "numbers by hand", held, 1e-9)  # fmt: skip
         yield equal(f"{size}: height of the timeline", "drawn", "the peak", peak, drawn, 1e-9)
     yield closest("peaks of training", "counted", "accounting", off, PEAK_BYTES)
 
@@ -336,7 +347,7 @@ ROUND: dict[str, Callable[[float], float]] = {
 }
 
 
-STAGES: dict[str, Callable[[Run, Result], Iterator[Check]]] = {
+STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
     "links": links,
     "learn": models.learn,
     "attention": attention,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from llmsys_suite.audit import reference
+from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
@@ -26,6 +27,7 @@ from llmsys_suite.measure.samples import (
     loss_curves,
     ranks_of,
 )
+from llmsys_suite.stages.results import Plan, Train
 
 #: A gradient in float32 beside float64, per parameter: 8e-7 at the most. Times six.
 GRADIENT = 5e-6
@@ -56,8 +58,8 @@ Records = dict[tuple[str, int], list[Sample]]
 
 def checks(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
@@ -72,53 +74,52 @@ def checks(
     yield from _wire(config, plan, train, samples, evidence)
 
 
-def _plan(config: RunConfig, plan: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[Check]:
     counted, parameters = evidence["counted"], evidence["counted"]["parameters"]
-    yield equal("parameters", "plan", "the reference's weights", parameters, plan["parameters"])
+    yield equal("parameters", "plan", "the reference's weights", parameters, plan.parameters)
     yield equal(
         "FLOPs a step, full attention", "plan", "torch's counter on the reference",
-        counted["flops_full"], plan["step_flops_full"],
+        counted["flops_full"], plan.step_flops_full,
     )  # fmt: skip
     yield equal(
         "FLOPs a step, causal", "plan", "torch's counter, half of attention's products left out",
-        counted["flops_causal"], plan["step_flops_causal"], 1e-9,
+        counted["flops_causal"], plan.step_flops_causal, 1e-9,
     )  # fmt: skip
     yield equal(
         "peak memory of a step", "plan", "live bytes of a real step",
-        plan["measured_peak_bytes"], plan["training_peak_bytes"], PEAK_BYTES[config.device],
+        plan.measured_peak_bytes, plan.training_peak_bytes, PEAK_BYTES[config.device],
     )  # fmt: skip
-    kept = sum(plan["training_bytes_by_part"][part] for part in ("weights", "optimizer"))
+    kept = sum(plan.training_bytes_by_part[part] for part in ("weights", "optimizer"))
     yield equal(
         "weights and moments", "plan", "a real optimizer's tensors", evidence["kept_bytes"], kept
     )
-    yield equal(
-        "gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan["gradient_bytes"]
-    )
+    yield equal("gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan.gradient_bytes)
     share = 2 * (config.world - 1) / config.world
     yield equal(
         "DDP's wire bytes a rank", "plan", "2 (n - 1) / n of the gradients",
-        share * 4 * parameters, plan["ddp_wire_bytes_per_rank"], 1e-6,
+        share * 4 * parameters, plan.ddp_wire_bytes_per_rank, 1e-6,
     )  # fmt: skip
     yield within(
         "rate of a matrix product, in yardsticks'", "plan", "both timed in the audit",
         evidence["product_in_yardsticks"],
-        plan["peak"] / plan["yardstick_flops_per_second"], BAND,
+        plan.peak / plan.yardstick_flops_per_second, BAND,
     )  # fmt: skip
 
 
-def _data(
-    config: RunConfig, train: dict[str, Any], steps: Records, text: dict[str, Any]
-) -> Iterator[Check]:
+def _data(config: RunConfig, train: Train, steps: Records, text: dict[str, Any]) -> Iterator[Check]:
     total = config.warmup + config.steps
-    missing, foreign, twice, tokens = [], [], [], []
-    for row in train["rows"]:
+    missing, foreign, twice, tokens, uneven = [], [], [], [], []
+    for row in train.rows:
         name = row["variant"]
         seen: dict[str, int] = {}
+        read: list[str] = []
+        ranks = range(ranks_of(name, config.world))
+        by_step: dict[tuple[int, int], list[Sample]] = defaultdict(list)
+        for rank in ranks:
+            for s in steps[name, rank]:
+                by_step[rank, s["step"]].append(s)
         for step in range(total):
-            records = [
-                [s for s in steps[name, rank] if s["step"] == step]
-                for rank in range(ranks_of(name, config.world))
-            ]
+            records = [by_step[rank, step] for rank in ranks]
             missing += [
                 f"{name} step {step} rank {rank}"
                 for rank, found in enumerate(records)
@@ -131,6 +132,12 @@ def _data(
             if (before := seen.setdefault("".join(rows), step)) != step:
                 twice.append(f"{name} steps {before} and {step}")
             tokens.append(sum(s["tokens"] for s in there))
+            read += rows
+        windows = text["windows"]
+        for epoch in range(config.epochs):
+            mine = read[epoch * len(windows) : (epoch + 1) * len(windows)]
+            if unread := (Counter(windows) - Counter(mine)).total():
+                uneven.append(f"{name} epoch {epoch}: {unread} of {len(windows)} unread")
     yield none(
         "every step of every rank", "samples", "the configuration's ranks and steps", missing
     )
@@ -140,15 +147,18 @@ def _data(
     )  # fmt: skip
     if text["distinct"]:
         yield none("no batch twice", "digests of each variant's batches", "each other", twice)
+    if config.epochs:
+        yield none("each window of the text once an epoch", "digests of the ranks' rows",
+                   "the text, cut in order", uneven)  # fmt: skip
     each = config.rows * config.context
     yield equal(
         "tokens", "samples", "rows x context of every step and variant",
-        each * total * len(train["rows"]), sum(tokens),
+        each * total * len(train.rows), sum(tokens),
     )  # fmt: skip
 
 
 def _losses(
-    config: RunConfig, train: dict[str, Any], samples: list[Sample], evidence: dict[str, Any]
+    config: RunConfig, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     curves = loss_curves(samples)
     alone, local = curves[SINGLE], curves.get(LOCAL)
@@ -172,11 +182,11 @@ def _losses(
     yield furthest("all losses", "each variant", "one process", off, tolerance)
     off = [
         (abs(row["final_loss"] / alone[-1] - 1), f"{row['variant']}: {row['final_loss']:.9g}")
-        for row in train["rows"]
+        for row in train.rows
         if row["variant"] != LOCAL
     ]
     yield furthest("reported final loss", "summary", "one process's last", off, tolerance)
-    for row in train["rows"]:
+    for row in train.rows:
         if row["variant"] == LOCAL and local:
             yield equal(f"{LOCAL}: reported final loss", "summary", "the ranks' mean", local[-1],
                         row["final_loss"], 1e-9)  # fmt: skip
@@ -187,9 +197,9 @@ def _losses(
     )
 
 
-def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any]) -> Iterator[Check]:
+def _weights(config: RunConfig, train: Train, evidence: dict[str, Any]) -> Iterator[Check]:
     total = config.warmup + config.steps
-    for row in train["rows"]:
+    for row in train.rows:
         name = row["variant"]
         found = evidence["probe"]["variants"][name]
         for key, what in (("gradients", "averaged gradients"), ("weights", "what SGD moved")):
@@ -204,7 +214,7 @@ def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any])
         yield equal(f"{name}: loss", "the ranks' mean", "float64", exact, loss, REPLAYED_LOSS)
         if name == SINGLE:
             continue
-        final = train["final_weights"][name]
+        final = train.final_weights[name]
         yield none(
             f"{name}: trained weights, bit by bit", "every rank", "rank 0",
             final["differ"] + ["ranks are missing"] * (final["ranks"] != config.world),
@@ -224,8 +234,8 @@ def _weights(config: RunConfig, train: dict[str, Any], evidence: dict[str, Any])
 
 def _times(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     steps: Records,
     evidence: dict[str, Any],
@@ -240,12 +250,21 @@ def _times(
     slowest = slowest_seconds(steps)
     pairs = [
         (statistics.median(slowest[row["variant"]].values()) * 1e3, row["step_ms"], row["variant"])
-        for row in train["rows"]
+        for row in train.rows
     ]
     yield closest("reported step time", "summary", "the slowest rank by the other clock",
                 pairs, CLOCK)  # fmt: skip
+    every, epoch = slowest_seconds(steps, warmup=True), evidence["text"]["epoch_steps"]
+    pairs = [
+        (sum(every[row["variant"]].values()) / config.epochs if config.epochs
+         else statistics.median(slowest[row["variant"]].values()) * epoch,
+         row["epoch_s"], row["variant"])
+        for row in train.rows
+    ]  # fmt: skip
+    yield closest("reported time of an epoch", "summary", "the other clock, over its steps",
+                pairs, CLOCK)  # fmt: skip
     pairs = []
-    for row in train["rows"]:
+    for row in train.rows:
         if "ratio_p50" in row:
             both = slowest[row["variant"]].keys() & slowest[PEER].keys()
             ours = statistics.median(
@@ -305,17 +324,17 @@ def _phases(samples: list[Sample]) -> Iterator[Check]:
 
 def _work(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     steps: Records,
     slowest: dict[str, dict[int, float]],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
     pairs = []
-    for row in train["rows"]:
+    for row in train.rows:
         ranks = ranks_of(row["variant"], config.world)
         seconds = statistics.median(slowest[row["variant"]].values())
-        reach = ranks * plan["peak"] * seconds
+        reach = ranks * plan.peak * seconds
         pairs.append((evidence["counted"]["flops_causal"] / reach, row["mfu"], row["variant"]))
     yield closest("utilization", "summary", "counted FLOPs, the other clock, the rate",
                 pairs, CLOCK)  # fmt: skip
@@ -323,7 +342,7 @@ def _work(
     measured = statistics.median(s["core_s"] / s["one_layer_s"] for s in alone)
     yield within(
         "time of one process's step, over one layer's", "plan, from one and three layers",
-        "samples", measured, plan["step_yardsticks"] / plan["layer_yardsticks"], BAND,
+        "samples", measured, plan.step_yardsticks / plan.layer_yardsticks, BAND,
     )  # fmt: skip
     pairs = [
         (1.0, statistics.median(s["core_s"] / s["seconds"] for s in found), f"{name} rank {rank}")
@@ -336,19 +355,19 @@ def _work(
 
 def _wire(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
-    counts = dict(train["gradient_bytes"])
+    counts = dict(train.gradient_bytes)
     if LOCAL in counts:
-        yield from _streamed(config, plan["gradient_bytes"], counts.pop(LOCAL))
-    handed = [(plan["gradient_bytes"], b, n) for n, b in counts.items()]
+        yield from _streamed(config, plan.gradient_bytes, counts.pop(LOCAL))
+    handed = [(plan.gradient_bytes, b, n) for n, b in counts.items()]
     if handed:
         # Shards of equal length may carry a few elements of padding.
         yield closest("gradient bytes handed over", "each package's count", "plan",
-                    handed, 1e-3 if plan["gradient_bytes"] < 1e6 else 1e-4)  # fmt: skip
+                    handed, 1e-3 if plan.gradient_bytes < 1e6 else 1e-4)  # fmt: skip
     for name, found in evidence["probe"]["variants"].items():
         for rank, (planned, summed) in enumerate(
             zip(found["planned_shared"], found["shared"], strict=True)
@@ -385,8 +404,8 @@ def _fragment(gradient_bytes: int) -> float:
 
 def _link(
     config: RunConfig,
-    plan: dict[str, Any],
-    train: dict[str, Any],
+    plan: Plan,
+    train: Train,
     samples: list[Sample],
     evidence: dict[str, Any],
 ) -> Iterator[Check]:
@@ -395,7 +414,7 @@ def _link(
     for s in samples:
         if not s["warmup"]:
             wall[s["variant"], s["phase"]] += s["seconds"]
-    for row in train["rows"]:
+    for row in train.rows:
         if "link_ms" not in row:
             continue
         name, received = row["variant"], row["wire_bytes"]
@@ -404,9 +423,9 @@ def _link(
         if name == LOCAL:
             # A pull follows each fifth step; pushes to a server may come after the step.
             pulls = (config.warmup + config.steps - 1) // 5 - (config.warmup - 1) // 5
-            low = CODED * _fragment(plan["gradient_bytes"]) * pulls / config.steps
-            high = _fragment(plan["gradient_bytes"]) * (config.steps // 5 + 1) / config.steps
-            high = high * max(1, config.world - 1) + (not config.warmup) * plan["gradient_bytes"]
+            low = CODED * _fragment(plan.gradient_bytes) * pulls / config.steps
+            high = _fragment(plan.gradient_bytes) * (config.steps // 5 + 1) / config.steps
+            high = high * max(1, config.world - 1) + (not config.warmup) * plan.gradient_bytes
         yield Check(f"{name}: bytes received a step of training", "the kernel's sockets",
                     "four bits of 32" if name == LOCAL else "the probe's", high, received,
                     0.98 * low - heads, 1.02 * high + heads)  # fmt: skip
@@ -427,7 +446,7 @@ def _steps(samples: list[Sample]) -> Records:
     return steps
 
 
-def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
+def slowest_seconds(steps: Records, *, warmup: bool = False) -> dict[str, dict[int, float]]:
     """Variant -> measured step -> seconds of its slowest rank, by the clock outside.
 
     A core that was lost between the two clocks' readings is no part of the step: what they differ
@@ -436,7 +455,7 @@ def slowest_seconds(steps: Records) -> dict[str, dict[int, float]]:
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for (name, _), found in steps.items():
         for s in found:
-            if not s["warmup"]:
+            if warmup >= s["warmup"]:
                 seconds = s["ended"] - s["began"]
                 seconds -= min(max(0.0, seconds - s["seconds"]), s["queued_s"])
                 slowest[name][s["step"]] = max(slowest[name].get(s["step"], 0.0), seconds)
@@ -458,7 +477,16 @@ def _too_early(steps: Records) -> Iterator[str]:
 def text_evidence(config: RunConfig, text: bytes) -> dict[str, Any]:
     """The digests of every global batch, as a sampler of the audit's own draws them."""
     batches = [
-        reference.row_digests(text, config.rows, config.context, config.seed, step)
+        reference.row_digests(global_batch(text, config, step))
         for step in range(config.warmup + config.steps)
     ]
-    return {"row_digests": batches, "distinct": len({"".join(b) for b in batches}) == len(batches)}
+    # The text cut in order, whatever order an epoch reads it in; what fills no step is left out.
+    steps = (len(text) - 1) // (config.rows * config.context)
+    ends = range(config.context, 1 + config.context * config.rows * steps, config.context)
+    cut = (text[end - config.context : end + 1] for end in ends if config.epochs)
+    return {
+        "row_digests": batches,
+        "distinct": len({"".join(batch) for batch in batches}) == len(batches),
+        "epoch_steps": steps,
+        "windows": [reference.digest(window[:-1], window[1:]) for window in cut],
+    }

@@ -38,8 +38,8 @@ VARIANT_NAMES = (
 LINK_RATE = 100e6
 
 
-def summarize(samples: list[Sample]) -> dict[str, Any]:
-    """Per variant: step time of the slowest rank, its parts, its ratio to the peer, its losses."""
+def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
+    """A row a variant: time of the slowest rank, its parts, its ratio to the peer, its loss."""
     whole = step_seconds(samples)
     losses = loss_curves(samples)
     rows = []
@@ -52,7 +52,7 @@ def summarize(samples: list[Sample]) -> dict[str, Any]:
         row["final_loss"] = losses[name][-1]
         row |= over_link(row, wire_bytes(samples, name))
         rows.append(row)
-    return {"rows": rows, "losses": losses}
+    return rows
 
 
 def ranks_of(variant: str, world: int) -> int:
@@ -60,9 +60,9 @@ def ranks_of(variant: str, world: int) -> int:
     return 1 if variant == SINGLE else world
 
 
-def utilization(plan: dict[str, Any], step_ms: float, ranks: int) -> float:
+def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
     """Useful (causal) FLOPs a second over what the ranks' matrix products reach at best."""
-    return float(plan["step_flops_causal"] / (step_ms / 1e3) / (ranks * plan["peak"]))
+    return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
 def wire_bytes(samples: list[Sample], variant: str) -> float | None:
@@ -91,11 +91,11 @@ def over_link(row: dict[str, Any], received: float | None) -> dict[str, float]:
     return {"wire_bytes": received, "link_ms": waiting, "link_computing_share": share}
 
 
-def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
-    """Variant -> step -> seconds of its slowest rank, warm-up left out."""
+def step_seconds(samples: list[Sample], *, warmup: bool = False) -> dict[str, dict[int, float]]:
+    """Variant -> step -> seconds of its slowest rank, warm-up left out unless asked for."""
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for s in samples:
-        if s["phase"] == WHOLE_STEP and not s["warmup"]:
+        if s["phase"] == WHOLE_STEP and warmup >= s["warmup"]:
             steps = slowest[s["variant"]]
             steps[s["step"]] = max(steps.get(s["step"], 0.0), s["seconds"])
     return dict(slowest)

@@ -11,9 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Turns:
         """Time over the peer's in the same round, the median of the pairs."""
         pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
         return statistics.median(a / b for a, b in pairs)
-
-    def clocks(self) -> dict[str, Any]:
-        """For the audit: each contender's rounds, and all together by the other clock."""
-        return {"rounds_s": self.seconds, "clocked_s": self.clocked_s}
 
 
 def take_turns(
@@ -63,4 +60,6 @@ def now(device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     """Wait for a GPU; nothing on a CPU."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)

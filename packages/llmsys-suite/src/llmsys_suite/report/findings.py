@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE, step_seconds
+from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report import plots
+from llmsys_suite.stages import results as of
 
 MIB = 2**20
 Row = dict[str, Any]
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,21 @@ class Section:
 
 def sections(folder: RunFolder) -> Iterator[Section]:
     """Those of the stages that ran, in the order of a run."""
-    stages = folder.summary["stages"]
-    for stage, result in stages.items():
-        if "failed" in result:
-            yield Section(stage, f"This stage failed: {result['failed']}")
-        elif "skipped" in result:
-            yield Section(stage, f"Skipped: {result['skipped']}.")
-        elif stage in MAKERS:
-            yield MAKERS[stage](result, stages, folder)
+    results = folder.results
+    for stage, result in results.items():
+        if isinstance(result, of.Failed):
+            yield Section(stage, f"This stage failed: {result.failed}")
+        elif isinstance(result, of.Skipped):
+            yield Section(stage, f"Skipped: {result.skipped}.")
+        else:
+            yield MAKERS[stage](result, results, folder)
+
+
+def evidence_of(folder: RunFolder) -> Row:
+    """What the audit gathered; nothing where it did not come to that."""
+    there = isinstance(folder.results.get("audit"), of.Audit)
+    found: Row = folder.read_json("evidence.json") if there else {}
+    return found
 
 
 def pick(rows: Sequence[Row], **columns: str) -> list[Row]:
@@ -85,26 +95,27 @@ def fastest(folder: RunFolder) -> str:
     return against(best, PEER, ratios[best], len(ratios)) if best else ""
 
 
-def of_rounds(result: Row, name: str, peer: str) -> str:
+def of_rounds(turns: Turns, name: str, peer: str) -> str:
     """`against` for what took turns."""
-    rounds = result["clocks"]["rounds_s"]
-    return against(name, peer, [a / b for a, b in zip(rounds[name], rounds[peer], strict=True)])
+    pairs = zip(turns.seconds[name], turns.seconds[peer], strict=True)
+    return against(name, peer, [a / b for a, b in pairs])
 
 
-def planned(stages: Row, evidence: Row) -> list[Row]:
+def planned(results: Results, evidence: Row) -> list[Row]:
     """What was said before the run beside what was counted or timed."""
-    plan, rows = stages["plan"], stages.get("train", {}).get("rows", [])
+    plan, train = results["plan"], results.get("train")
+    rows = train.rows if isinstance(train, of.Train) else []
     probe = evidence.get("probe", {}).get("variants", {}).get(PEER, {})
     counted = evidence.get("counted", {})
     pairs = [
-        ("parameters", plan["parameters"], counted.get("parameters")),
-        ("GFLOPs a step", plan["step_flops_full"] / 1e9,
+        ("parameters", plan.parameters, counted.get("parameters")),
+        ("GFLOPs a step", plan.step_flops_full / 1e9,
          counted["flops_full"] / 1e9 if counted else None),
-        ("peak of a step, MiB", plan["training_peak_bytes"] / MIB,
-         plan["measured_peak_bytes"] / MIB),
-        ("DDP's wire, MiB a rank", plan["ddp_wire_bytes_per_rank"] / MIB,
+        ("peak of a step, MiB", plan.training_peak_bytes / MIB,
+         plan.measured_peak_bytes / MIB),
+        ("DDP's wire, MiB a rank", plan.ddp_wire_bytes_per_rank / MIB,
          max(probe["received"]) / MIB if probe.get("received") else None),
-        ("one process's step, ms", plan["step_ms"],
+        ("one process's step, ms", plan.step_ms,
          next((r["step_ms"] for r in rows if r["variant"] == SINGLE), None)),
     ]  # fmt: skip
     return [
@@ -114,18 +125,17 @@ def planned(stages: Row, evidence: Row) -> list[Row]:
     ]
 
 
-def _plan(plan: Row, stages: Row, folder: RunFolder) -> Section:
-    evidence = folder.read_json("evidence.json") if "audit" in stages else {}
-    rows = planned(stages, evidence)
+def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
+    rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = f"Furthest off: {worst['figure']}, measured {worst['ratio']:.3g} of what was planned."
-    parts = plan["training_bytes_by_part"]
+    parts = plan.training_bytes_by_part
     picture = plots.bars([*parts], [n / MIB for n in parts.values()], "MiB at a step's peak")
-    return Section("plan", finding, rows, picture, [("derivation", plan["derivation"])])
+    return Section("plan", finding, rows, picture, [("derivation", plan.derivation)])
 
 
-def _links(links: Row, _: Row, __: RunFolder) -> Section:
-    rows = [row for row in links["rows"] if row["case"] == "all_reduce"]
+def _links(links: of.Links, *_: Any) -> Section:
+    rows = [row for row in links.rows if row["case"] == "all_reduce"]
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
     finding = (
@@ -139,23 +149,25 @@ def _links(links: Row, _: Row, __: RunFolder) -> Section:
     return Section("links", finding, top, plots.links(rows), [("all sizes", shown)])
 
 
-def _attention(attention: Row, _: Row, __: RunFolder) -> Section:
-    rows = attention["rows"]
+def _attention(attention: of.Attention, *_: Any) -> Section:
+    rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, kernel="kernel", forward_backward_ms="time, ms",
                  ratio_to_sdpa_p50="of SDPA's", max_error="largest error")  # fmt: skip
     picture = plots.bars([r["kernel"] for r in rows], [r["forward_backward_ms"] for r in rows],
                          "ms, forward and backward")  # fmt: skip
-    return Section("attention", of_rounds(attention, ours["kernel"], "SDPA"), shown, picture,
-                   [("why this kernel", str(attention["explain"]))])  # fmt: skip
+    return Section("attention", of_rounds(attention.turns, ours["kernel"], "SDPA"), shown, picture,
+                   [("why this kernel", attention.explain)])  # fmt: skip
 
 
-def _train(train: Row, _: Row, folder: RunFolder) -> Section:
-    shown = pick(train["rows"], variant="way", step_ms="step, ms", ratio_p50="of DDP's",
+def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
+    shown = pick(train.rows, variant="way", step_ms="step, ms", ratio_p50="of DDP's",
                  ratio_p10="p10", ratio_p90="p90", exposed_ms="waiting, ms", mfu="MFU",
                  final_loss="loss")  # fmt: skip
-    finding, folded = fastest(folder), []
-    link = pick([row for row in train["rows"] if "link_ms" in row], variant="way",
+    how = "an epoch, s" if folder.config.epochs else "an epoch at the median step, s"
+    epochs = pick(train.rows, variant="way", epoch_s=how, final_loss="loss")
+    finding, folded = fastest(folder), [("time of an epoch", epochs)]
+    link = pick([row for row in train.rows if "link_ms" in row], variant="way",
                 wire_bytes="bytes received a step", link_ms="on the link, ms",
                 link_computing_share="computing")  # fmt: skip
     if link:
@@ -166,22 +178,22 @@ def _train(train: Row, _: Row, folder: RunFolder) -> Section:
                 f" Between hosts {name}, by the bytes that sockets counted, {LOCAL} would compute "
                 f"{shares[LOCAL]:.1%} of its time, {PEER} {shares[PEER]:.1%}."
             )
-        folded = [(f"each way {name}: bytes over the rate, nothing hidden", link)]
-    return Section("train", finding, shown, plots.phases(train["rows"]), folded)
+        folded += [(f"each way {name}: bytes over the rate, nothing hidden", link)]
+    return Section("train", finding, shown, plots.phases(train.rows), folded)
 
 
-def _learn(learn: Row, _: Row, __: RunFolder) -> Section:
-    steps, last = learn["heldout"][-1]
+def _learn(learn: of.Learn, *_: Any) -> Section:
+    steps, last = learn.heldout[-1]
     finding = (
-        f"{learn['variant']} took the held-out loss from {learn['losses'][0]:.2f} to {last:.2f} "
-        f"nats a byte in {steps} steps of {learn['tokens']:,} tokens in all."
+        f"{learn.variant} took the held-out loss from {learn.losses[0]:.2f} to {last:.2f} "
+        f"nats a byte in {steps} steps of {learn.tokens:,} tokens in all."
     )
-    shown = [{"step": step, "held out, nats a byte": loss} for step, loss in learn["heldout"]]
+    shown = [{"step": step, "held out, nats a byte": loss} for step, loss in learn.heldout]
     return Section("learn", finding, shown, plots.learning(learn))
 
 
-def _parallel(parallel: Row, _: Row, __: RunFolder) -> Section:
-    rows = parallel["rows"]
+def _parallel(parallel: of.Parallel, *_: Any) -> Section:
+    rows = parallel.rows
     best, other = sorted(rows, key=lambda row: row["iteration_ms"])[:2]
     finding = (
         f"{best['split']} takes {best['iteration_ms'] / other['iteration_ms']:.2f} of "
@@ -195,8 +207,8 @@ def _parallel(parallel: Row, _: Row, __: RunFolder) -> Section:
     return Section("parallel", finding, shown, picture)
 
 
-def _profile(profile: Row, stages: Row, _: RunFolder) -> Section:
-    operators, roof = profile["operators"], profile["roofline"]
+def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
+    operators, products = profile.operators, profile.products
     worst = max(operators, key=lambda row: row["timer_ms"])
     finding = (
         f"{worst['phase'].capitalize()} takes longest, {worst['timer_ms']:.3g} ms under the "
@@ -204,27 +216,33 @@ def _profile(profile: Row, stages: Row, _: RunFolder) -> Section:
         f"{worst['softmax_share']:.1%}."
     )
     shown = pick(operators, phase="phase", timer_ms="timer, ms", total_ms="operators, ms",
-                 top_operator="top", top_calls="calls", top_share="share",
-                 product_share="products", softmax_share="softmax")  # fmt: skip
-    picture = plots.roofline(roof, stages["plan"]["peak"]) if roof and "plan" in stages else ""
-    folded = [("steps after warm-ups, by size", profile["protocol"])]
-    folded += [("products by shape", roof["rows"])] if roof else []
+                 top_operator="top", top_share="its share", product_share="products",
+                 softmax_share="softmax")  # fmt: skip
+    for row, said in zip(shown, operators, strict=True):
+        row["top"] = f"{said['top_operator'].removeprefix('aten::')} x {said['top_calls']}"
+    plan, picture = results.get("plan"), ""
+    if products and isinstance(plan, of.Plan):
+        picture = plots.roofline(products, profile.bytes_per_second, plan.peak)
+    folded = [("steps after warm-ups, by size", profile.protocol)]
+    folded += [("products by shape", products)] if products else []
     return Section("profile", finding, shown, picture, folded)
 
 
-def _precision(precision: Row, _: Row, __: RunFolder) -> Section:
-    rows = precision["accumulation"]
+def _precision(precision: of.Precision, *_: Any) -> Section:
+    rows = precision.accumulation
     shown = pick(rows, sum_in="sum in", term_in="terms in", sum="0.01 x 1000",
                  relative_error="relative error")  # fmt: skip
     picture = plots.bars([f"{r['term_in']} in {r['sum_in']}" for r in rows],
                          [r["relative_error"] for r in rows], "relative error")  # fmt: skip
-    dtypes = [{"part": part, "dtype": x} for part, x in precision["autocast_dtypes"].items()]
-    folded = [("dtypes under autocast", dtypes), ("times", precision["timing"])]
-    return Section("precision", of_rounds(precision, "bfloat16", "float32"), shown, picture, folded)
+    dtypes = [{"part": part, "dtype": x} for part, x in precision.autocast_dtypes.items()]
+    folded = [("dtypes under autocast", dtypes), ("times", precision.timing)]
+    return Section(
+        "precision", of_rounds(precision.turns, "bfloat16", "float32"), shown, picture, folded
+    )
 
 
-def _memory(memory: Row, _: Row, __: RunFolder) -> Section:
-    rows = [{"model": size, **p} for size, m in memory["models"].items() for p in m["peaks"]]
+def _memory(memory: of.Memory, *_: Any) -> Section:
+    rows = [{"model": size, **p} for size, m in memory.models.items() for p in m["peaks"]]
     top = rows[-1]
     finding = (
         f"Training {top['model']} at {top['context']} tokens peaks at "
@@ -234,25 +252,29 @@ def _memory(memory: Row, _: Row, __: RunFolder) -> Section:
     shown = pick(rows, model="model", context="tokens", inference_peak_mib="inference, MiB",
                  training_peak_mib="training, MiB", checkpointed_peak_mib="checkpointed, MiB",
                  residual_stream_mib="residual stream, MiB")  # fmt: skip
-    folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory["models"].items()]
-    folded += [("held for the backward pass in mixed precision", memory["mixed"])]
-    return Section("memory", finding, shown, plots.timeline(memory["models"]), folded)
+    folded = [(f"largest at the peak, {s}", m["largest"]) for s, m in memory.models.items()]
+    folded += [
+        (f"held for the backward pass, {s}, by line of model.py", m["held"])
+        for s, m in memory.models.items()
+    ]
+    folded += [("held for the backward pass in mixed precision", memory.mixed)]
+    return Section("memory", finding, shown, plots.timeline(memory.models), folded)
 
 
-def _scale(scale: Row, _: Row, __: RunFolder) -> Section:
-    at, finding = scale.get("extrapolated"), f"No law: {'; '.join(scale['doubts'])}."
+def _scale(scale: of.Scale, *_: Any) -> Section:
+    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.doubts)}."
     if at:
         apart = at["high"] / at["low"] if at["low"] else math.inf
         finding = (
-            f"The best size grows as C^{scale['law']['exponent']:.2f}; at {at['compute_flops']:.0e}"
+            f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
             f" FLOPs it is {at['parameters']:,.0f} (95 % interval {at['low']:,.0f} to "
             f"{at['high']:,.0f}, {apart:.1f}-fold)."
             + ("" if apart < 2 else " Cannot tell it closely.")
         )
-    shown = pick(scale["runs"], compute_flops="FLOPs", width="width", parameters="parameters",
+    shown = pick(scale.runs, compute_flops="FLOPs", width="width", parameters="parameters",
                  tokens="tokens", steps="steps", loss="held out")  # fmt: skip
     folded: list[tuple[str, Any]] = [("every run", shown)]
-    folded += [("doubts", "\n".join(scale["doubts"]))] if scale["doubts"] else []
+    folded += [("doubts", "\n".join(scale.doubts))] if scale.doubts else []
     best = [min(runs, key=lambda run: run["held out"]) for runs in _by_budget(shown)]
     return Section("scale", finding, best, plots.isoflop(scale), folded)
 
@@ -261,8 +283,8 @@ def _by_budget(runs: list[Row]) -> list[list[Row]]:
     return [list(group) for _, group in groupby(runs, key=lambda run: run["FLOPs"])]
 
 
-def _inspect(inspect: Row, _: Row, __: RunFolder) -> Section:
-    heads, grown = inspect["heads"], inspect["induction"]
+def _inspect(inspect: of.Inspect, *_: Any) -> Section:
+    heads, grown = inspect.heads, inspect.induction
     real = [h["kind"] for h in heads if not h["by_chance"]]
     kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance: cannot tell any"
     finding = (
@@ -272,12 +294,12 @@ def _inspect(inspect: Row, _: Row, __: RunFolder) -> Section:
         "that head alone put back."
     )
     shown = pick(heads, kind="kind", layer="layer", head="head", score="score", chance="by chance")
-    folded = [("logit lens", inspect["lens"]), ("attribution", inspect["attribution"])]
-    return Section("inspect", finding, shown, plots.patterns(inspect["patterns"]), folded)
+    folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
+    return Section("inspect", finding, shown, plots.patterns(inspect.patterns), folded)
 
 
-def _compress(compress: Row, _: Row, __: RunFolder) -> Section:
-    rows = compress["rows"]
+def _compress(compress: of.Compress, *_: Any) -> Section:
+    rows = compress.rows
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     best = max(near, key=lambda row: row["smaller"])
@@ -290,7 +312,7 @@ def _compress(compress: Row, _: Row, __: RunFolder) -> Section:
     return Section("compress", finding, shown, plots.compression(rows))
 
 
-def _audit(audit: Row, _: Row, folder: RunFolder) -> Section:
+def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     shown = pick(checks, name="check", source="source", actual="says", against="against",
                  low="least", high="most", where="furthest off")  # fmt: skip
@@ -300,7 +322,7 @@ def _audit(audit: Row, _: Row, folder: RunFolder) -> Section:
     return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
 
 
-MAKERS = {
+MAKERS: dict[str, Callable[..., Section]] = {
     "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
     "parallel": _parallel, "profile": _profile, "precision": _precision, "memory": _memory,
     "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.findings import Row, Section, fastest, planned, sections
+from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, planned, sections
+from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
     from llmsys_suite.run import Run
@@ -43,11 +45,10 @@ figure { margin: .4rem 0; } figcaption, summary { color: var(--soft); font-size:
 FILES = ("inspect.html", "report.md", "checks.json", "summary.json", "samples.jsonl", "env.json")
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> None:
     """Write the report for a person."""
     if run.folder is not None:
         write_report(run.folder)
-    return {}
 
 
 def write_report(folder: RunFolder) -> str:
@@ -72,64 +73,61 @@ def headline(path: Path) -> str:
 
 def title(folder: RunFolder) -> str:
     """What was trained."""
-    config, plan = folder.config, folder.summary["stages"].get("plan", {})
-    size = f"{plan['parameters']:,} parameters" if "parameters" in plan else config.size
+    plan = folder.results.get("plan")
+    size = f"{plan.parameters:,} parameters" if isinstance(plan, of.Plan) else folder.config.size
     text = folder.read_json("env.json").get("text_source", "text")
     return f"A decoder of {size}, trained on {text}"
 
 
 def opening(folder: RunFolder) -> Iterator[str]:
     """Where, whether it holds, and what came of it: a line each."""
-    stages, config, env = folder.summary["stages"], folder.config, folder.read_json("env.json")
+    results, config, env = folder.results, folder.config, folder.read_json("env.json")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     yield (
         f"{where}; {config.world} ranks on {config.backend}; torch {env['torch']}, Python "
         f"{env['python']}; {env['date']}; load {env['load_average']} at the start."
     )
-    yield from (f"FAILED stage {s}: {r['failed']}" for s, r in stages.items() if "failed" in r)
-    missing = [s for s in config.stages if s not in stages and s != "report"]
+    failed = {stage: r for stage, r in results.items() if isinstance(r, of.Failed)}
+    yield from (f"FAILED stage {stage}: {r.failed}" for stage, r in failed.items())
+    missing = [s for s in config.stages if s not in results and s != "report"]
     if missing and not folder.complete:
         yield f"FAILED to end: this run was cut off before {', '.join(missing)}."
-    if "checks" in stages.get("audit", {}):
-        audit = stages["audit"]
-        yield f"audit: {audit['checks'] - len(audit['red'])}/{audit['checks']} passed"
-        yield from (f"FAILED {name}" for name in audit["red"])
-    if "losses" in stages.get("train", {}):
-        losses = stages["train"]["losses"]["single process"]
+    if isinstance(audit := results.get("audit"), of.Audit):
+        yield f"audit: {audit.checks - len(audit.red)}/{audit.checks} passed"
+        yield from (f"FAILED {name}" for name in audit.red)
+    if isinstance(train := results.get("train"), of.Train):
+        losses = train.losses[SINGLE]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of every way"
         yield fastest(folder) or "One way alone was trained: none is the fastest."
-    if "heldout" in stages.get("learn", {}):
-        steps, loss = stages["learn"]["heldout"][-1]
-        way = stages["learn"]["variant"]
-        yield f"held out: {loss:.3f} nats a byte after {steps} steps of {way}"
+    if isinstance(learn := results.get("learn"), of.Learn):
+        steps, loss = learn.heldout[-1]
+        yield f"held out: {loss:.3f} nats a byte after {steps} steps of {learn.variant}"
 
 
 def page(folder: RunFolder, made: Sequence[Section]) -> str:
     """The page whole."""
-    stages, heading = folder.summary["stages"], html.escape(title(folder))
+    results, heading = folder.results, html.escape(title(folder))
     lines = list(opening(folder))
     first = "".join(
         f'<p class="{"bad" if line.startswith("FAILED") else _mood(line)}">{html.escape(line)}</p>'
         for line in lines[1:]
     )
-    evidence = folder.read_json("evidence.json") if "checks" in stages.get("audit", {}) else {}
-    if "parameters" in stages.get("plan", {}):
-        first += _table(planned(stages, evidence))
-    learn = stages.get("learn", {})
-    curve = f"<figure>{plots.learning(learn)}</figure>" if "losses" in learn else ""
-    samples = ""
-    for when in ("before", "after") if "after" in learn else ():
-        said = learn[when]
-        samples += (
+    if isinstance(results.get("plan"), of.Plan):
+        first += _table(planned(results, evidence_of(folder)))
+    curve = samples = ""
+    if isinstance(learn := results.get("learn"), of.Learn):
+        curve = f"<figure>{plots.learning(learn)}</figure>"
+        samples = "".join(
             f"<figure><figcaption>{when} training, from held-out text</figcaption><pre><span "
             f'class="soft">{html.escape(said["prompt"])}</span>{html.escape(said["written"])}'
             "</pre></figure>"
+            for when, said in (("before", learn.before), ("after", learn.after))
         )
     contents = "".join(f'<a href="#{s.title}">{s.title}</a>' for s in made)
     files = "".join(f'<a href="{f}">{f}</a>' for f in FILES if (folder.path / f).exists())
     seconds = [
         {"stage": s, "seconds": r["stage_seconds"], "peak of a process, MiB": r["peak_process_mib"]}
-        for s, r in stages.items()
+        for s, r in folder.summary["stages"].items()
     ]
     body = "\n".join(_section(section) for section in made)
     return (

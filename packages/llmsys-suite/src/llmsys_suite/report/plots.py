@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+from llmsys_suite.stages.results import Learn, Scale
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -49,12 +51,12 @@ def below(axes: Axes, columns: int = 3) -> None:
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
-def learning(learn: dict[str, Any]) -> str:
+def learning(learn: Learn) -> str:
     """Loss of each step, and the held-out loss."""
 
     def draw(axes: Axes) -> None:
-        axes.plot(learn["losses"], color=COLORS[0], linewidth=0.7, label="training")
-        steps, held = zip(*learn["heldout"], strict=True)
+        axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
+        steps, held = zip(*learn.heldout, strict=True)
         axes.plot(steps, held, "o-", color=COLORS[1], markersize=3, label="held out")
         axes.set(xlabel="step", ylabel="nats a byte")
         axes.legend()
@@ -120,14 +122,14 @@ def timeline(models: dict[str, Any]) -> str:
     return figure(draw, "Live memory over a training step, its peak marked")
 
 
-def roofline(found: dict[str, Any], peak: float) -> str:
+def roofline(products: Sequence[dict[str, Any]], bytes_per_second: float, peak: float) -> str:
     """What each product reaches under the roof of memory and of arithmetic."""
-    bandwidth = found["bytes_per_second"] / 1e9
+    bandwidth = bytes_per_second / 1e9
 
     def draw(axes: Axes) -> None:
         x = [1, peak / 1e9 / bandwidth, 1e3]
         axes.plot(x, [min(peak / 1e9, bandwidth * i) for i in x], color=COLORS[5], label="roof")
-        for color, row in zip(COLORS * 9, found["rows"], strict=False):
+        for color, row in zip(COLORS * 9, products, strict=False):
             x_, y_ = row["flops_per_byte"], row["gflops"]
             axes.plot(x_, y_, "o", color=color, label=row["operator"])
         axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte", ylabel="GFLOP/s of one rank")
@@ -136,18 +138,18 @@ def roofline(found: dict[str, Any], peak: float) -> str:
     return figure(draw, "Products of a forward pass under the roofline", height=3.6)
 
 
-def isoflop(scale: dict[str, Any]) -> str:
+def isoflop(scale: Scale) -> str:
     """Loss against size for each budget, the bottom of each valley, and the interval beyond."""
 
     def draw(axes: Axes) -> None:
-        budgets = dict.fromkeys(run["compute_flops"] for run in scale["runs"])
+        budgets = dict.fromkeys(run["compute_flops"] for run in scale.runs)
         for color, budget in zip(cycle(COLORS), budgets, strict=False):
-            mine = [run for run in scale["runs"] if run["compute_flops"] == budget]
+            mine = [run for run in scale.runs if run["compute_flops"] == budget]
             x, y = [run["parameters"] for run in mine], [run["loss"] for run in mine]
             axes.plot(x, y, "o-", color=color, markersize=3, label=f"{budget:.3g} FLOPs")
-        for valley in scale.get("valleys", []):
+        for valley in scale.valleys:
             axes.plot(valley["parameters"], valley["loss"], "*", color=INK, markersize=9)
-        if at := scale.get("extrapolated"):
+        if at := scale.extrapolated:
             label = f"best size at {at['compute_flops']:.0e}, 95 %"
             axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
         axes.set(xscale="log", xlabel="parameters", ylabel="held-out nats a byte")

@@ -14,6 +14,7 @@ from torch import Tensor
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import plain_attention
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Attention
 
 ROUNDS = 7
 PEER = "SDPA"
@@ -25,10 +26,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Attention | None:
     """Forward and backward of each kernel, taking turns, on rank 0; errors against float64."""
     if run.rank != 0:
-        return {}
+        return None
     q, k, v = inputs(run)
     exact = plain_attention(q.double(), k.double(), v.double(), is_causal=True)
     turns = take_turns(
@@ -46,7 +47,7 @@ def run(run: Run) -> dict[str, Any]:
         for name, kernel in KERNELS.items()
     ]
     why = str(flashattn2.explain(q, k, v, is_causal=True))
-    return {"shape": list(q.shape), "rows": rows, "explain": why, "clocks": turns.clocks()}
+    return Attention(list(q.shape), rows, why, turns)
 
 
 def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:

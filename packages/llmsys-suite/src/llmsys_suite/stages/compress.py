@@ -13,6 +13,7 @@ from torch import nn
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Compress
 
 HELDOUT_ROWS = 16
 ROUNDS = 7
@@ -28,10 +29,10 @@ METHODS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Compress | None:
     """Bytes, held-out loss and forward time of each way, on rank 0."""
     if run.trained is None:
-        return {}
+        return None
     tokens, targets = heldout(run)
     with torch.no_grad():
         models = compressed(run)
@@ -41,7 +42,7 @@ def run(run: Run) -> dict[str, Any]:
     for row in rows:
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
         row["speedup_p50"] = 1 / turns.ratio_to(BASELINE, row["method"])
-    return {"rows": rows, "clocks": turns.clocks()}
+    return Compress(rows, turns)
 
 
 def compressed(run: Run) -> dict[str, nn.Module]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import interp
 import torch
 from interp.circuits import induction as circuits
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Inspect
 
 INDUCTION_STEPS = 500
 DRAWN = 24
@@ -19,15 +18,14 @@ KINDS = ("previous", "duplicate", "induction", "first")
 
 
 @torch.no_grad()
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Inspect | None:
     """Logit lens and attribution on held-out text, head kinds on repeated text; inspect.html.
 
     Text this short grows no induction: beside it another rank grows one on repeated tokens.
     """
     found = induction() if run.rank == run.world - 1 else {}
-    mine = look(run) if run.trained is not None and run.folder is not None else {}
     grown = run.gather(found)[-1]
-    return mine | {"induction": grown} if mine else {}
+    return look(run, grown) if run.trained is not None and run.folder is not None else None
 
 
 def induction() -> dict[str, float]:
@@ -62,7 +60,7 @@ def induction() -> dict[str, float]:
     }
 
 
-def look(run: Run) -> dict[str, Any]:
+def look(run: Run, induction: dict[str, float]) -> Inspect:
     """What the trained model does."""
     assert run.folder is not None
     model = run.trained
@@ -99,10 +97,10 @@ def look(run: Run) -> dict[str, Any]:
     best = {kind: heads.best(kind) for kind in KINDS}
     cut = best["previous"]
     drawn = attention_patterns(model, tokens)
-    return {
-        "page": page.name,
+    return Inspect(
+        page=page.name,
         # In hundredths: held-out text, its first row's first tokens.
-        "patterns": {
+        patterns={
             f"{kind}: {head.layer}.{head.head}": (
                 100 * drawn[head.layer][0, head.head, :DRAWN, :DRAWN]
             )
@@ -110,7 +108,7 @@ def look(run: Run) -> dict[str, Any]:
             .tolist()
             for kind, head in best.items()
         },
-        "lens": [
+        lens=[
             {
                 "after": name,
                 "target_loss": float(-lens.target_log_probability[i].mean()),
@@ -118,7 +116,7 @@ def look(run: Run) -> dict[str, Any]:
             }
             for i, name in enumerate(lens.names)
         ],
-        "heads": [
+        heads=[
             {
                 "kind": kind,
                 "layer": head.layer,
@@ -129,16 +127,17 @@ def look(run: Run) -> dict[str, Any]:
             }
             for kind, head in best.items()
         ],
-        "attribution": [
+        attribution=[
             {"component": name, "mean_logit": float(term.mean())}
             for name, term in credit.named().items()
         ],
-        "ablation": {
+        ablation={
             "layer": cut.layer,
             "head": cut.head,
             "loss": loss_without(model, cut.layer, cut.head, tokens, targets),
         },
-    }
+        induction=induction,
+    )
 
 
 def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:

@@ -24,6 +24,7 @@ from llmsys_suite.config import UsageError, restarts
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
 
 #: Of the rate with which the variants are compared; reached after a share, then a cosine.
@@ -36,9 +37,10 @@ CHECKPOINT = "checkpoint"
 PROMPT, LETTERS = 64, 240
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Learn | None:
     """Train, from a checkpoint where there is one; losses, held-out losses, and two samples."""
-    name = fastest(run.results.get("train", {"rows": []})["rows"]) if run.rank == 0 else ""
+    compared = run.results.get("train")
+    name = fastest(compared.rows if compared else []) if run.rank == 0 else ""
     name = run.gather(name)[0] if run.world > 1 else SINGLE
     variant, config = VARIANTS[name](run, run.model), run.config
     before = sample(run, variant.weights())
@@ -81,16 +83,13 @@ def run(run: Run) -> dict[str, Any]:
     after = sample(run, weights)
     variant.close()
     if run.folder is None:
-        return {}
+        return None
     from safetensors.torch import save_file
 
     run.trained = decoder(run, weights)
     save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
-    return {
-        "variant": name, "begun_at": begun_at, "losses": state["losses"],
-        "heldout": state["heldout"], "tokens": total * state["rows"] * config.context,
-        "before": before, "after": after,
-    }  # fmt: skip
+    tokens_seen = total * state["rows"] * config.context
+    return Learn(name, begun_at, state["losses"], state["heldout"], tokens_seen, before, after)
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:

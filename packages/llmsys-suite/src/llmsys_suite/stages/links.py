@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import collectives.bench
 
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Links, Skipped
 
 #: Bytes: where latency decides, where both do, where bandwidth does.
 SIZES = (1 << 10, 64 << 10, 1 << 20)
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Links | Skipped:
     """The bench of collectives in this very group, gloo or NCCL as its peer."""
     if run.world < 2:
-        return {"skipped": "one rank has no link"}
+        return Skipped("one rank has no link")
     rows = collectives.bench.bench(device=run.device.type, quick=True, sizes=SIZES)
-    return {"rows": rows}
+    return Links(rows)

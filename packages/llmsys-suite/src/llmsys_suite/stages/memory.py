@@ -1,5 +1,6 @@
 """Where the bytes of a step go: live memory over an inference and a training step, and its peaks.
 
+Each block is known by its operator, and by the line of the model's file that asked for it.
 Counted on the meta device, so that the run's own model and the 2.7B one are both drawn on any
 machine, and what mixed precision holds with fake tensors; on a GPU a snapshot for torch's own
 viewer is kept beside it.
@@ -7,30 +8,31 @@ viewer is kept beside it.
 
 from __future__ import annotations
 
+import linecache
+import sys
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
-from accounting.memory.live import (
-    Allocation,
-    LiveMemory,
-    make_state,
-    training_step_memory,
-)
+from accounting.memory.live import Allocation, LiveMemory, make_state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Memory
 
 ROWS = 4
 #: Drawn besides the run's own size, at the contexts that the course asks for.
 DRAWN_BESIDE = {"2.7B": (128, 256, 512)}
 MIB = 2**20
+#: Whose lines are named: the innermost of this file that is being executed.
+MODEL = Decoder.forward.__code__.co_filename
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Memory | None:
     """Timelines and peaks for this run's size and for 2.7B, the contexts shared among the ranks."""
     context = run.config.context
     wanted = {run.config.size: (context // 2, context, 2 * context)} | DRAWN_BESIDE
@@ -38,17 +40,15 @@ def run(run: Run) -> dict[str, Any]:
     mine = {case: profile(*case) for case in cases[run.rank :: run.world]}
     gathered = run.gather(mine)
     if run.rank != 0:
-        return {}
+        return None
     found = {key: profile for share in gathered for key, profile in share.items()}
-    result: dict[str, Any] = {
-        "models": {
-            size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
-            | found[size, lengths[1]]["drawn"]
-            for size, lengths in wanted.items()
-        }
+    models = {
+        size: {"rows": ROWS, "peaks": [found[size, length]["peaks"] for length in lengths]}
+        | found[size, lengths[1]]["drawn"]
+        for size, lengths in wanted.items()
     }
     size, lengths = list(wanted.items())[-1]
-    result["mixed"] = [
+    mixed = [
         {
             "model": size,
             "context": lengths[1],
@@ -57,9 +57,8 @@ def run(run: Run) -> dict[str, Any]:
         }
         for autocast in (False, True)
     ]
-    if run.device.type == "cuda" and run.folder is not None:
-        result["snapshot"] = _snapshot(run)
-    return result
+    on_gpu = run.device.type == "cuda" and run.folder is not None
+    return Memory(models, mixed, _snapshot(run) if on_gpu else "")
 
 
 def profile(size: str, context: int) -> dict[str, Any]:
@@ -80,6 +79,7 @@ def profile(size: str, context: int) -> dict[str, Any]:
             "inference_timeline": thin(forward.timeline),
             "training_timeline": thin(step.timeline),
             "largest": largest(step.at_peak),
+            "held": held_by_line(step.held),
         },
     }
 
@@ -101,10 +101,7 @@ def held_for_backward(size: str, context: int, *, autocast: bool) -> float:
         tokens = torch.zeros(ROWS, context, dtype=torch.long)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False, capturable=True)
         make_state(optimizer)
-        memory = LiveMemory()
-        memory.add(model.parameters(), "parameter")
-        state = tree_leaves(optimizer.state_dict())
-        memory.add((leaf for leaf in state if isinstance(leaf, torch.Tensor)), "optimizer")
+        memory = LinesOfMemory(model, optimizer)
         torch.set_autocast_dtype("cuda", torch.bfloat16)
         torch.set_autocast_enabled("cuda", autocast)
         try:
@@ -123,27 +120,65 @@ def vocabulary_of(size: str) -> int:
     return 256 if size in ("mini", "tiny") else 10_000
 
 
+class LinesOfMemory(LiveMemory):
+    """Live memory whose blocks are labeled with the operator and the line that asked for it.
+
+    What there is before is counted: parameters, buffers and what the optimizer keeps.
+    """
+
+    def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        #: What is alive when the backward pass begins.
+        self.held: list[Allocation] = []
+        self.add(model.parameters(), "parameter")
+        self.add(model.buffers(), "buffer")
+        if optimizer is not None:
+            leaves = tree_leaves(optimizer.state_dict())
+            self.add((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), "optimizer state")
+
+    def hold(self) -> None:
+        """Remember what is alive now."""
+        self.held = list(self._alive.values())
+
+    def _count(self, tensor: torch.Tensor, operator: str) -> None:
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename != MODEL and frame.f_back is not None:
+            frame = frame.f_back
+        line = frame.f_lineno if frame.f_code.co_filename == MODEL else 0
+        super()._count(tensor, f"{operator} {line}")
+
+
 def inference(config: ModelConfig) -> LiveMemory:
     """The live bytes of one forward pass without gradients."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
-    memory = LiveMemory()
-    memory.add(model.parameters(), "parameter")
+    memory = LinesOfMemory(model)
     memory.phase = "forward"
     with torch.no_grad(), memory:
         model(tokens)
     return memory
 
 
-def training(config: ModelConfig) -> LiveMemory:
+def training(config: ModelConfig) -> LinesOfMemory:
     """The live bytes of the second AdamW step, when the optimizer's state is there."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     make_state(optimizer)
-    return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
+    memory = LinesOfMemory(model, optimizer)
+    with memory:
+        memory.phase = "forward"
+        loss = model.loss(tokens, tokens)
+        memory.hold()
+        memory.phase = "backward"
+        loss.backward()
+        del loss
+        memory.phase = "optimizer"
+        optimizer.step()
+        optimizer.zero_grad()
+    return memory
 
 
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
@@ -163,7 +198,8 @@ def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any
     order = sorted(totals.items(), key=lambda item: -sum(item[1]))[:count]
     return [
         {
-            "operator": operator,
+            "operator": operator.rpartition(" ")[0],
+            "line": source(operator),
             "made_in": phase,
             "module": module,
             "blocks": len(sizes),
@@ -174,16 +210,33 @@ def largest(allocations: list[Allocation], count: int = 8) -> list[dict[str, Any
     ]
 
 
+def held_by_line(held: list[Allocation]) -> list[dict[str, Any]]:
+    """What the forward pass leaves for the backward pass, by the line that asked for it."""
+    totals: dict[str, list[int]] = defaultdict(list)
+    for block in held:
+        if block.phase == "forward":
+            totals[source(block.operator)].append(block.nbytes)
+    order = sorted(totals.items(), key=lambda item: -sum(item[1]))
+    return [
+        {"line": line, "blocks": len(sizes), "total_mib": sum(sizes) / MIB} for line, sizes in order
+    ]
+
+
+def source(operator: str) -> str:
+    """The line of the model's file that `LinesOfMemory` put behind an operator's name."""
+    number = int(operator.rpartition(" ")[2])
+    return f"{number}: {linecache.getline(MODEL, number).strip()}" if number else ""
+
+
 def _snapshot(run: Run) -> str:
     assert run.folder is not None
-    config = run.model
-    model = Decoder(config).to(run.device)
+    model = Decoder(run.model).to(run.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    tokens, targets = run.corpus.batch(rows=ROWS, context=config.context, seed=0, step=0)
+    tokens, targets = run.batch(0, rows=ROWS)
     # Full stacks of every allocation take minutes to write; Python's are what a reader needs.
     torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
     try:
-        model.loss(tokens.to(run.device), targets.to(run.device)).backward()
+        model.loss(tokens, targets).backward()
         optimizer.step()
         path = run.folder.path / "memory_snapshot.pickle"
         torch.cuda.memory._dump_snapshot(str(path))

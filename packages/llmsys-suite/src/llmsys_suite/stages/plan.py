@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import accounting
 
 from llmsys_suite.config import SIZES, RunConfig
 from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
+from llmsys_suite.stages.results import Plan, Prediction
 
 if TYPE_CHECKING:
     from llmsys_suite.run import Run
@@ -31,18 +32,11 @@ STEPS_TIMED = 5
 
 def transformer(config: RunConfig) -> accounting.Transformer:
     """The run's model, as accounting describes it."""
-    size = SIZES[config.size]
-    return accounting.Transformer(
-        layers=size.num_layers,
-        d_model=size.d_model,
-        heads=size.num_heads,
-        vocab_size=256,
-        d_ff=size.d_ff,
-    )
+    return SIZES[config.size].described()
 
 
-def predict(config: RunConfig) -> dict[str, Any]:
-    """Every figure that follows from the configuration alone."""
+def predict(config: RunConfig) -> Prediction:
+    """Without torch, and allocating nothing."""
     model = transformer(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
@@ -66,40 +60,40 @@ def predict(config: RunConfig) -> dict[str, Any]:
     ranks_here = config.world if config.device == "cpu" else 1
     one = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
     all_together = one + (len(VARIANT_NAMES) - 1) * static * ranks_here
-    return {
-        "size": config.size,
-        "parameters": int(parameters.total),
-        "parameters_by_part": {part.name: int(part.total) for part in parameters.parts},
-        "step_flops_full": int(step.total),
-        "step_flops_causal": int(causal.total),
-        "training_peak_bytes": int(memory.total),
-        "training_bytes_by_part": {part.name: int(part.total) for part in memory.parts},
-        "gradient_bytes": int(traffic.payload.total) or 4 * int(parameters.total),
-        "ddp_wire_bytes_per_rank": int(traffic.wire.total),
-        "host_peak_bytes": one,
-        "all_variants_bytes": all_together,
-        "derivation": parameters.explain(),
-    }
+    return Prediction(
+        parameters=int(parameters.total),
+        step_flops_full=int(step.total),
+        step_flops_causal=int(causal.total),
+        training_peak_bytes=int(memory.total),
+        training_bytes_by_part={part.name: int(part.total) for part in memory.parts},
+        gradient_bytes=int(traffic.payload.total) or 4 * int(parameters.total),
+        ddp_wire_bytes_per_rank=int(traffic.wire.total),
+        host_peak_bytes=one,
+        all_variants_bytes=all_together,
+        derivation=parameters.explain(),
+    )
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Plan:
     """The predictions, and what the real model and this machine's matrix units say beside them."""
     from llmsys_suite.measure import yardstick
 
     predicted = predict(run.config)
-    fit = predicted["all_variants_bytes"] < 0.8 * available_memory_bytes(run.device.type)
-    rates = _agreed_rates(run)
+    fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
+    peak, beside = _agreed_rates(run)
     one, further = layer_yardsticks(run) if run.rank == 0 else (0.0, 0.0)
     yardsticks = step_yardsticks(one, further, run.model.num_layers)
-    one_s = yardstick.flops(run.device) / rates["yardstick_flops_per_second"]
-    return predicted | {
-        "variants_fit_together": _agreed(run, fit),
-        **rates,
-        "layer_yardsticks": one,
-        "step_yardsticks": yardsticks,
-        "step_ms": 1e3 * yardsticks * one_s,
-        "measured_peak_bytes": measured_peak_bytes(run) if run.rank == 0 else 0,
-    }
+    one_s = yardstick.flops(run.device) / beside
+    return Plan(
+        **vars(predicted),
+        peak=peak,
+        yardstick_flops_per_second=beside,
+        variants_fit_together=_agreed(run, fit),
+        layer_yardsticks=one,
+        step_yardsticks=yardsticks,
+        step_ms=1e3 * yardsticks * one_s,
+        measured_peak_bytes=measured_peak_bytes(run) if run.rank == 0 else 0,
+    )
 
 
 def layer_yardsticks(run: Run) -> list[float]:
@@ -110,9 +104,7 @@ def layer_yardsticks(run: Run) -> list[float]:
     from llmsys_suite.measure import yardstick
     from llmsys_suite.measure.shallow import Shallow
 
-    config = run.config
-    whole = run.corpus.batch(rows=config.rows, context=config.context, seed=config.seed, step=0)
-    tokens, targets = (part.to(run.device) for part in whole)
+    tokens, targets = run.batch(0)
     models = Shallow(run, 1), Shallow(run, 3)
     cores, ones, further = [], [], []
     for turn in range(1 + STEPS_TIMED):
@@ -140,14 +132,12 @@ def measured_peak_bytes(run: Run) -> int:
     import torch
     from accounting.memory.live import training_step_memory
 
-    from llmsys_suite.model import Decoder, ModelConfig
+    from llmsys_suite.model import Decoder
 
     config, device = run.config, run.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = Decoder(ModelConfig.named(config.size, context=config.context)).to(device)
-    rows = config.rows // config.parts
-    batch = run.corpus.batch(rows=rows, context=config.context, seed=config.seed, step=0)
-    tokens, targets = (part.to(device) for part in batch)
+    model = Decoder(run.model).to(device)
+    tokens, targets = run.batch(0, rows=config.rows // config.parts)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -180,7 +170,7 @@ def matmul_flops_per_second(run: Run, seconds: float | None = None) -> float:
     return best
 
 
-def _agreed_rates(run: Run) -> dict[str, float]:
+def _agreed_rates(run: Run) -> list[float]:
     """The best rate of any rank, and beside it that of yardsticks timed between its products."""
     import torch
     import torch.distributed as dist
@@ -194,7 +184,8 @@ def _agreed_rates(run: Run) -> dict[str, float]:
         beside = yardstick.flops(run.device) / yardstick.core_seconds(run.device)
         best = best.maximum(best.new_tensor([product, beside]))
     dist.all_reduce(best, dist.ReduceOp.MAX)
-    return dict(zip(("peak", "yardstick_flops_per_second"), best.tolist(), strict=True))
+    rates: list[float] = best.tolist()
+    return rates
 
 
 def _agreed(run: Run, here: bool) -> bool:

@@ -8,22 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmsys_suite.measure.turns import take_turns
+from llmsys_suite.measure.turns import Turns, take_turns
 from llmsys_suite.model import Decoder
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Precision, Rows
 
 ROUNDS = 7
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Precision | None:
     """All three tables, on rank 0."""
     if run.rank != 0:
-        return {}
-    return {
-        "accumulation": accumulation(),
-        "autocast_dtypes": autocast_dtypes(run.device.type),
-        **timing(run),
-    }
+        return None
+    return Precision(accumulation(), autocast_dtypes(run.device.type), *timing(run))
 
 
 def accumulation(terms: int = 1000, term: float = 0.01) -> list[dict[str, Any]]:
@@ -79,16 +76,11 @@ def autocast_dtypes(device_type: str, dtype: torch.dtype = torch.bfloat16) -> di
     }
 
 
-def timing(run: Run) -> dict[str, Any]:
+def timing(run: Run) -> tuple[Rows, Turns]:
     """Forward and backward of this run's model, float32 and bf16 autocast taking turns."""
-    config = run.model
     torch.manual_seed(run.config.seed)
-    model = Decoder(config).to(run.device)
-    rows = max(1, run.config.rows // run.world)
-    tokens, targets = (
-        t.to(run.device)
-        for t in run.corpus.batch(rows=rows, context=config.context, seed=run.config.seed, step=0)
-    )
+    model = Decoder(run.model).to(run.device)
+    tokens, targets = run.batch(0, rows=run.config.rows // run.world)
     losses = {}
 
     def step(name: str) -> None:
@@ -109,7 +101,7 @@ def timing(run: Run) -> dict[str, Any]:
         }
         for name in dtypes
     ]
-    return {"timing": rows_out, "clocks": turns.clocks()}
+    return rows_out, turns
 
 
 def _name(dtype: torch.dtype) -> str:

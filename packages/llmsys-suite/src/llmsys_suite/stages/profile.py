@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.config import SIZES
-from llmsys_suite.measure.turns import now, take_turns
+from llmsys_suite.measure.turns import now
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
-from llmsys_suite.step.case import STEPS, Case
+from llmsys_suite.step.case import Case
 from llmsys_suite.step.training import Step
 
 #: Besides the run's own; one that would take longer than so many seconds is left out.
@@ -27,35 +27,31 @@ SIZES_TIMED = tuple(size for size in SIZES if size != "mini")
 SECONDS_A_SIZE = 60.0
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Profile | None:
     """The protocol's table and the profile's, on rank 0."""
     if run.rank != 0:
-        return {}
+        return None
     step = Step(case_of(run))
     step.timed()
-    return {
-        "protocol": protocol(run),
-        "operators": kernels.by_phase(step),
-        "roofline": roofline(step) if run.device.type == "cpu" else {},
-        "compiled": compiled(run),
-    }
+    products, bytes_per_second = roofline(step) if run.device.type == "cpu" else ([], 0.0)
+    return Profile(protocol(run), kernels.by_phase(step), products, bytes_per_second)
 
 
-def case_of(run: Run, **changes: Any) -> Case:
+def case_of(run: Run) -> Case:
     """One rank's share of the run's step."""
-    rows = max(1, run.config.rows // run.world)
-    mine = Case(size=run.config.size, context=run.config.context, rows=rows, device=run.device.type)
-    return replace(mine, **changes)
+    config = run.config
+    rows = config.rows // run.world
+    return Case(size=config.size, context=config.context, rows=rows, device=run.device.type)
 
 
-def protocol(run: Run) -> list[dict[str, Any]]:
+def protocol(run: Run) -> Rows:
     """A row for each number of warm-up steps, of every size that fits."""
     names = dict.fromkeys((run.config.size, *SIZES_TIMED))
-    cases = [case_of(run, size=name) for name in names]
+    cases = [replace(case_of(run), size=name) for name in names]
     return list(sweep.measure(cases, limit=SECONDS_A_SIZE, extrapolate=False))
 
 
-def roofline(step: Step) -> dict[str, Any]:
+def roofline(step: Step) -> tuple[Rows, float]:
     """Each product of a forward pass by its shape: FLOPs a byte, and FLOPs a second; the roof."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step.forward()
@@ -79,16 +75,4 @@ def roofline(step: Step) -> dict[str, Any]:
     begin = now(step.device)
     big.clone()
     moved = 2 * big.nbytes / (now(step.device) - begin)
-    return {"rows": rows, "bytes_per_second": moved}
-
-
-def compiled(run: Run) -> list[dict[str, Any]]:
-    """Plain and compiled model taking turns; on a CPU compiling takes longer than this stage."""
-    if run.device.type != "cuda":
-        return []
-    steps = {name: Step(case_of(run, compile=name == "compiled")) for name in ("plain", "compiled")}
-    turns = take_turns({name: step.timed for name, step in steps.items()}, STEPS, run.device)
-    return [
-        {"model": n, "step_ms": turns.median_ms(n), "ratio_p50": turns.ratio_to("plain", n)}
-        for n in steps
-    ]
+    return rows, moved

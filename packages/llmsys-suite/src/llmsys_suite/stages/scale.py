@@ -7,32 +7,38 @@ budget, which grows with `--steps`; N counts the weights that multiply (all but 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
+from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Scale
 
-# FLOPs for each measured step of the run's variants, and widths around the best.
+# FLOPs for each measured step of the run's variants, and widths on both sides of the best: a valley
+# whose bottom is at an edge tells nothing.
 GRID = (
-    (1.35e8, (4, 8, 12, 16)),
+    (1.35e8, (4, 6, 10, 14)),
     (2.7e8, (4, 8, 12, 16)),
-    (5.4e8, (8, 12, 16, 20)),
-    (1.08e9, (8, 12, 16, 24)),
+    (5.8e8, (6, 10, 14, 20)),
 )
-# Another seed takes a budget of its own: as many valleys more, and as many degrees of freedom.
-SEEDS, APART = 2, 1.1
+# Another seed takes a budget of its own: as many valleys more, and as many degrees of freedom; they
+# narrow the interval more than budgets further apart would in the same time.
+SEEDS, APART = 3, 1.1
 # The fit is read at so many times the largest budget.
 BEYOND = 3
 ROWS, CONTEXT = 16, 64
-HELDOUT_ROWS = 64
+# One, so that any even width will do.
+HEADS = 1
+HELDOUT_ROWS = 256
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Scale | None:
     """Losses of all runs, the IsoFLOP fit through them, and what it says of larger budgets."""
+    # An epoch may be of any length.
+    steps = RunConfig.steps if run.config.epochs else run.config.steps
     todo = [
-        (run.config.steps * budget * APART**i, width, run.config.seed + i)
+        (steps * budget * APART**i, width, run.config.seed + i)
         for i in range(SEEDS)
         for budget, widths in GRID
         for width in widths
@@ -45,13 +51,15 @@ def run(run: Run) -> dict[str, Any]:
         key=lambda row: (row["compute_flops"], row["parameters"]),
     )
     if run.rank != 0:
-        return {}
-    return {"runs": rows} | fit(rows)
+        return None
+    return fit(rows)
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
     """Train one width for one budget; its held-out loss in nats per byte."""
-    config = ModelConfig(d_model=width, d_ff=3 * width, num_layers=2, num_heads=2, context=CONTEXT)
+    config = ModelConfig(
+        d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
+    )
     torch.manual_seed(seed)
     model = Decoder(config).to(run.device)
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
@@ -87,7 +95,7 @@ def _cosine(progress: float) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
+def fit(rows: list[dict[str, float]]) -> Scale:
     """The IsoFLOP fit through the runs, and every doubt that it has about them."""
     import warnings
 
@@ -102,19 +110,18 @@ def fit(rows: list[dict[str, float]]) -> dict[str, Any]:
             law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
             optimum = law.optimal(at)
         except ValueError as error:
-            return {"law": None, "doubts": [str(error)]}
+            return Scale(rows, [str(error)])
     assert optimum.intervals is not None
-    return {
-        "law": {"scale": law.scale, "exponent": law.exponent},
-        "valleys": [
-            {"compute_flops": v.compute, "parameters": v.parameters, "loss": v.loss}
-            for v in law.valleys
-        ],
-        "extrapolated": {
-            "compute_flops": at,
-            "parameters": optimum.parameters,
-            "low": optimum.intervals["parameters"].low,
-            "high": optimum.intervals["parameters"].high,
-        },
-        "doubts": [str(doubt.message) for doubt in doubts],
-    }
+    valleys = [
+        {"compute_flops": v.compute, "parameters": v.parameters, "loss": v.loss}
+        for v in law.valleys
+    ]
+    ends = optimum.intervals["parameters"]
+    size = {"parameters": optimum.parameters, "low": ends.low, "high": ends.high}
+    return Scale(
+        rows,
+        [str(doubt.message) for doubt in doubts],
+        {"scale": law.scale, "exponent": law.exponent},
+        valleys,
+        {"compute_flops": at} | size,
+    )

@@ -14,21 +14,32 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import network
-from llmsys_suite.audit.probe import final_weights, initial_weights
+from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.probe import final_weights
 from llmsys_suite.audit.reference import digest
+from llmsys_suite.data import epoch_steps
+from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others, yardstick
-from llmsys_suite.measure.samples import SINGLE, ranks_of, summarize, utilization
+from llmsys_suite.measure.samples import (
+    SINGLE,
+    loss_curves,
+    ranks_of,
+    step_seconds,
+    summarize,
+    utilization,
+)
 from llmsys_suite.measure.shallow import Shallow
 from llmsys_suite.run import Run
+from llmsys_suite.stages.results import Plan, Train
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
 
 
-def run(run: Run) -> dict[str, Any]:
+def run(run: Run) -> Train | None:
     """Train every variant; medians and ratios, losses, and the bytes each handed over."""
-    plan = run.results["plan"]
-    names = variants_here(run.device)
-    groups = [names] if plan["variants_fit_together"] else [[name] for name in names]
+    plan: Plan = run.results["plan"]
+    names = variants_here(run.device, run.config.epochs)
+    groups = [names] if plan.variants_fit_together else [[name] for name in names]
     handed: dict[str, float] = {}
     sending: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
@@ -43,17 +54,17 @@ def run(run: Run) -> dict[str, Any]:
             finals[name] = final_weights(run, start, variant)
             variant.close()
     if run.folder is None:
-        return {}
+        return None
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
-    result = summarize(samples) | {"gradient_bytes": handed, "final_weights": finals}
-    for row in result["rows"]:
-        row["mfu"] = utilization(plan, row["step_ms"], ranks_of(row["variant"], run.world))
-        steps_an_epoch = len(run.corpus.train) / (run.config.rows * run.config.context)
+    rows = summarize(samples)
+    for row in rows:
+        ranks = ranks_of(row["variant"], run.world)
+        row["mfu"] = utilization(plan.step_flops_causal, plan.peak, row["step_ms"], ranks)
         row |= {
             f"{k.replace('seconds', 'ms')}": 1e3 * v for k, v in sending[row["variant"]].items()
         }
-        row["epoch_s"] = row["step_ms"] / 1e3 * steps_an_epoch
-    return result
+        row["epoch_s"] = _epoch_seconds(run, samples, row)
+    return Train(rows, loss_curves(samples), handed, finals)
 
 
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
@@ -66,17 +77,10 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
             run.barrier()
             if variant.alone and run.rank != 0:
                 continue
-            rank, world = (0, 1) if variant.alone else (run.rank, run.world)
-            tokens, targets = run.corpus.batch(
-                rows=run.config.rows,
-                context=run.config.context,
-                seed=run.config.seed,
-                step=step,
-                rank=rank,
-                world=world,
+            tokens, targets = run.batch(
+                step, shared=not variant.alone, epochs=run.config.epochs > 0
             )
             rows = _digests(tokens, targets)
-            tokens, targets = tokens.to(run.device), targets.to(run.device)
             warmup = step < run.config.warmup
             heard = network.Received() if sockets else None
             queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
@@ -100,6 +104,15 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     return {name: nbytes for name, nbytes in counted.items() if nbytes is not None}
 
 
+def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> float:
+    """What an epoch took, its slowest ranks' steps added up; else what a median step foretells."""
+    if run.config.epochs:
+        every = step_seconds(samples, warmup=True)[row["variant"]]
+        return sum(every.values()) / run.config.epochs
+    steps = epoch_steps(len(run.corpus.train), run.config.rows, run.config.context)
+    return float(row["step_ms"]) / 1e3 * steps
+
+
 def _digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    rows = (part.to(torch.uint8).numpy() for part in (tokens, targets))
+    rows = (part.to(torch.uint8).cpu().numpy() for part in (tokens, targets))
     return [digest(x.tobytes(), y.tobytes()) for x, y in zip(*rows, strict=True)]

@@ -100,14 +100,7 @@ class Case:
         return {key: found[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
-        model = self.model
-        return accounting.Transformer(
-            layers=model.num_layers,
-            d_model=model.d_model,
-            heads=model.num_heads,
-            vocab_size=model.vocabulary,
-            d_ff=model.d_ff,
-        )
+        return SIZES[self.size].described(layers=self.layers)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

@@ -41,9 +41,9 @@ def measure(
 ) -> Iterator[Row]:
     """Rows of each case in turn: one for each number of warm-up steps, or one that says why not.
 
-    `limit` is in seconds, for a case. With `extrapolate`, a case that does not fit has a row from
-    fewer layers, and the largest that fits has one too, to be held against. A row's `operators`
-    are there with `profile`; Chrome's traces go into the folder `traces`.
+    `limit` is in seconds, for a case. With `extrapolate`, the row of a case that does not fit has
+    the times that fewer layers foretell, and the largest that fits has one too, to be held against.
+    A row's `operators` are there with `profile`; Chrome's traces go into the folder `traces`.
     """
     largest: tuple[int, Case, float] | None = None
     rates: dict[str, float] = {}
@@ -52,9 +52,8 @@ def measure(
             require_fit(case, limit, rates.get(case.dtype, 0.0))
             found = in_a_process(case, limit, profile=profile, traces=traces)
         except LeftOut as reason:
-            yield case.labels() | {"note": str(reason)}
-            if extrapolate:
-                yield extrapolated(case, limit)
+            line = extrapolated(case, limit) if extrapolate else case.labels() | {"note": ""}
+            yield line | {"note": "; ".join(filter(None, (str(reason), line["note"])))}
             continue
         rates[case.dtype] = found["product_rate"]
         rows = [row(case, found, skipped) for skipped in WARMUPS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmsys_suite.measure.samples import VARIANT_NAMES
+from llmsys_suite.measure.samples import PEER, SINGLE, VARIANT_NAMES
 from llmsys_suite.variants.replicated import (
     Bucketed,
     Flat,
@@ -20,8 +20,14 @@ from llmsys_suite.variants.single import Variant
 _IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
             ShardedGradients, FullySharded, TorchFSDP, ParameterServer, DiLoCo)  # fmt: skip
 VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
+#: What reads whole epochs: replicas and shards, ours beside torch's own, and one process.
+IN_EPOCHS = (SINGLE, PEER, "ddp bucketed", "fsdp", "torch FSDP2")
 
 
-def variants_here(device: torch.device) -> list[str]:
+def variants_here(device: torch.device, epochs: int = 0) -> list[str]:
     """Those that this kind of device can run, in the order of their turns."""
-    return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]
+    return [
+        name
+        for name in (IN_EPOCHS if epochs else VARIANTS)
+        if device.type == "cpu" or VARIANTS[name] is not SharedMemory
+    ]

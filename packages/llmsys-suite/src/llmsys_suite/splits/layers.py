@@ -1,0 +1,155 @@
+"""A part of each layer on every rank: heads and columns, tokens between blocks, rows over pairs.
+
+Through torch.distributed.tensor: Megatron's column and row split, its sequence parallelism, and
+from four ranks on a split over two of them inside data parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from llmsys_suite.model import ModelConfig
+from llmsys_suite.run import Run
+from llmsys_suite.splits.split import Split, whole_model
+
+
+class TensorModel(Split):
+    """Heads and feed-forward columns on each rank, an all-reduce after each pair of products.
+
+    Shoeybi et al. 2019, section 3: first product split by columns, second by rows.
+    """
+
+    #: How what stands between blocks lies on the ranks: whole on each.
+    between: Any = Replicate()
+
+    def __init__(self, run: Run, config: ModelConfig) -> None:
+        super().__init__(run, config)
+        self.mesh = self.ranks()
+        self.model = self.part = whole_model(run, config)
+        for block in self.model.layers():
+            parallelize_module(block, self.mesh, self.block_plan())
+            # Each rank holds whole heads, fewer of them.
+            block.attention.num_heads //= self.mesh.size()
+
+    @classmethod
+    def why_not(cls, run: Run, config: ModelConfig) -> str:
+        """A rank has whole heads, and as many columns as any other."""
+        for name in ("num_heads", "d_ff"):
+            if (value := getattr(config, name)) % run.world:
+                return f"{name} {value} does not split over {run.world} ranks"
+        return ""
+
+    def ranks(self) -> DeviceMesh:
+        """Those that a layer is split over."""
+        return init_device_mesh(self.run.device.type, (self.run.world,))
+
+    def block_plan(self) -> dict[str, ParallelStyle]:
+        """What of a block is split by columns, what by rows, and what goes in and out."""
+        whole, out = Replicate(), self.between
+        return {
+            # One input for q, k and v (gate and up): their gradients are summed here before they
+            # are reduced over the ranks, once for all and not once for each.
+            "attention": PrepareModuleInput(
+                input_layouts=(out, None), desired_input_layouts=(whole, None)
+            ),
+            "ffn": PrepareModuleInput(input_layouts=(out,), desired_input_layouts=(whole,)),
+            "attention.q": ColwiseParallel(),
+            "attention.k": ColwiseParallel(),
+            "attention.v": ColwiseParallel(),
+            "attention.out": RowwiseParallel(output_layouts=out),
+            "ffn.gate": ColwiseParallel(),
+            "ffn.up": ColwiseParallel(),
+            "ffn.down": RowwiseParallel(output_layouts=out),
+        }
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward of the whole batch on every rank; the loss."""
+        self.model.zero_grad()
+        loss = self.model.loss(tokens, targets)
+        loss.backward()
+        return float(loss.detach())
+
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gathered; what is not split is this rank's own."""
+        found = mine.items()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found}
+
+
+class SequenceModel(TensorModel):
+    """And between blocks, where norms and sums are, each rank has a part of the tokens.
+
+    Korthikanti et al. 2022, section 4.2: an all-reduce becomes a reduce-scatter and an all-gather.
+    """
+
+    between = Shard(1)
+
+    def __init__(self, run: Run, config: ModelConfig) -> None:
+        super().__init__(run, config)
+        ends = {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(self.model, self.mesh, ends)
+
+    @classmethod
+    def why_not(cls, run: Run, config: ModelConfig) -> str:
+        """Tokens and bytes split too."""
+        for name in ("context", "vocabulary"):
+            if (value := getattr(config, name)) % run.world:
+                return f"{name} {value} does not split over {run.world} ranks"
+        return super().why_not(run, config)
+
+    def block_plan(self) -> dict[str, ParallelStyle]:
+        """With the norms."""
+        norms = {name: SequenceParallel() for name in ("attention_norm", "ffn_norm")}
+        return super().block_plan() | norms
+
+
+class DataTensorModel(TensorModel):
+    """Two dimensions: layers split over pairs of ranks, rows over the pairs."""
+
+    def ranks(self) -> DeviceMesh:
+        """The pair; the ranks that hold what this one holds are kept too."""
+        mesh = init_device_mesh(
+            self.run.device.type, (self.run.world // 2, 2), mesh_dim_names=("data", "tensor")
+        )
+        self.replicas = mesh["data"]
+        return mesh["tensor"]
+
+    @classmethod
+    def why_not(cls, run: Run, config: ModelConfig) -> str:
+        """Pairs of ranks, at least two, with rows for each."""
+        if run.world < 4 or run.world % 2:
+            return f"{run.world} ranks make no two pairs"
+        if run.config.rows % (run.world // 2):
+            return f"{run.config.rows} rows do not split over {run.world // 2} pairs"
+        return super().why_not(run, config)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward of this pair's rows, then the mean over the pairs."""
+        pairs, mine = self.replicas.size(), self.replicas.get_local_rank()
+        loss = super().step(tokens.chunk(pairs)[mine], targets.chunk(pairs)[mine])
+        means = [torch.tensor(loss, device=self.device)]
+        for parameter in self.part.parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad
+            means.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        for tensor in means:
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.replicas.get_group())
+            tensor /= pairs
+        return float(means[0])

@@ -1,0 +1,140 @@
+"""Consecutive layers on each rank, and microbatches that flow through them: three schedules.
+
+Through torch.distributed.pipelining, which sends what crosses from a stage to the next and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+from llmsys_suite.config import UsageError
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.run import Run
+from llmsys_suite.splits.split import Split, whole_model
+
+
+class PipelineModel(Split):
+    """Consecutive blocks on each rank; microbatches flow through them (Huang et al. 2019)."""
+
+    schedule_class: Any = ScheduleGPipe
+    #: How many stages a rank has; each rank's are `world` stages apart.
+    stages_a_rank = 1
+
+    def __init__(self, run: Run, config: ModelConfig, microbatches: int | None = None) -> None:
+        super().__init__(run, config)
+        half = max(1, run.config.rows // 2)
+        # Of two rows, or where that leaves fewer than there are ranks, of one.
+        self.microbatches = microbatches or (half if half >= run.world else run.config.rows)
+        if run.config.rows % self.microbatches:
+            raise UsageError(
+                f"{run.config.rows} rows do not split into {self.microbatches} microbatches"
+            )
+        self.last = run.rank == run.world - 1
+        self.first = run.rank == 0
+        count = run.world * self.stages_a_rank
+        model, mine = whole_model(run, config), range(run.rank, count, run.world)
+        parts = [LayerRange(model, stage, count) for stage in mine]
+        self.stages = [
+            PipelineStage(part, stage, count, run.device)
+            for part, stage in zip(parts, mine, strict=True)
+        ]
+        self.part = nn.ModuleList(parts)
+        self.schedule = self.schedule_class(
+            self.stages if self.stages_a_rank > 1 else self.stages[0],
+            self.microbatches,
+            loss_fn=_cross_entropy,
+        )
+
+    @classmethod
+    def why_not(cls, run: Run, config: ModelConfig) -> str:
+        """A stage needs a layer."""
+        count = run.world * cls.stages_a_rank
+        return f"{config.num_layers} layers do not make {count} stages" * (
+            config.num_layers < count
+        )
+
+    def bubble(self) -> float:
+        """(p - 1) / (m + p - 1) of p stages and m microbatches; a rank's further stages count as m.
+
+        Narayanan et al. 2021, section 2.2.
+        """
+        waits = self.run.world - 1
+        return waits / (self.microbatches * self.stages_a_rank + waits)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward over all microbatches; the mean loss, on every rank."""
+        self.part.zero_grad()
+        losses: list[Tensor] = []
+        if self.first:
+            self.schedule.step(tokens, target=targets if self.last else None, losses=losses)
+        elif self.last:
+            self.schedule.step(target=targets, losses=losses)
+        else:
+            self.schedule.step()
+        mean = (
+            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+        )
+        dist.all_reduce(mean)
+        return float(mean)
+
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every rank's layers."""
+        found: dict[str, Tensor] = {}
+        # Without the number of the stage among its rank's.
+        named = {name.partition(".")[2]: tensor.cpu() for name, tensor in mine.items()}
+        for share in self.run.gather(named):
+            found |= share
+        return {name: tensor.to(self.device) for name, tensor in found.items()}
+
+
+class OneForwardOneBackward(PipelineModel):
+    """As soon as the last stage has a microbatch it goes back: fewer are held (PipeDream)."""
+
+    schedule_class = Schedule1F1B
+
+
+class Interleaved(PipelineModel):
+    """Two shorter stages a rank: half the bubble, twice the sending (Narayanan et al. 2021)."""
+
+    schedule_class = ScheduleInterleaved1F1B
+    stages_a_rank = 2
+
+
+class LayerRange(nn.Module):
+    """One pipeline stage: its share of the blocks, and the model's ends where it holds them."""
+
+    rope: Tensor
+
+    def __init__(self, model: Decoder, stage: int, stages: int) -> None:
+        super().__init__()
+        first, last = (len(model.blocks) * s // stages for s in (stage, stage + 1))
+        self.embedding = model.embedding if stage == 0 else None
+        # By the numbers that they have in the whole model.
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in range(first, last)})
+        self.norm = model.norm if stage == stages - 1 else None
+        self.head = model.head if stage == stages - 1 else None
+        self.register_buffer("rope", model.rope, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or the residual stream in; the residual stream or logits out."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x, self.rope[:, : x.shape[1]])
+        if self.head is not None and self.norm is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,70 @@
+"""A model of which each rank has a part, and what every such model can be asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llmsys_suite.config import UsageError
+from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.run import Run
+
+#: Steps of AdamW that each split trains, on the run's first batches.
+TRAINED = 3
+
+
+class Split:
+    """A model of which each rank has a part; `part` is this rank's.
+
+    UsageError for a model that does not split so.
+    """
+
+    part: nn.Module
+
+    def __init__(self, run: Run, config: ModelConfig) -> None:
+        if reason := self.why_not(run, config):
+            raise UsageError(reason)
+        self.run, self.device = run, run.device
+
+    @classmethod
+    def why_not(cls, run: Run, config: ModelConfig) -> str:
+        """What of the model does not split over the run's ranks; empty where all does."""
+        raise NotImplementedError
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        """Forward and backward of the whole batch; its mean loss, on every rank."""
+        raise NotImplementedError
+
+    def whole(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ranks' parts put together, on every rank, under the whole model's names."""
+        raise NotImplementedError
+
+    def bubble(self) -> float:
+        """The share of a step in which a rank has nothing to do, were nothing sent: none."""
+        return 0.0
+
+    def train(self, run: Run, steps: int | None = None) -> list[float]:
+        """A few steps of AdamW; the losses before each."""
+        # Torch's fused loops do not mix split parameters with whole ones.
+        rate = run.config.learning_rate
+        optimizer = torch.optim.AdamW(self.part.parameters(), lr=rate, foreach=False)
+        losses = []
+        for step in range(TRAINED if steps is None else steps):
+            losses.append(self.step(*run.batch(step)))
+            optimizer.step()
+        return losses
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every parameter's, whole; an empty one where there is none."""
+        found = {name: p.grad for name, p in self.part.named_parameters()}
+        return self.whole({n: torch.zeros(0) if g is None else g for n, g in found.items()})
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole."""
+        return self.whole({name: p.detach() for name, p in self.part.named_parameters()})
+
+
+def whole_model(run: Run, config: ModelConfig) -> Decoder:
+    """What all ranks begin with."""
+    torch.manual_seed(run.config.seed)
+    return Decoder(config).to(run.device)
