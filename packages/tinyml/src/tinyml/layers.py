@@ -6,12 +6,13 @@ import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
@@ -104,6 +105,16 @@ def by_layer(
         why = why or nearest(unknown[0], layers)
         raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
     return {name: layer for name, layer in layers.items() if name in given}
+
+
+def for_each(
+    given: T | Mapping[str, T], layers: Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, T]:
+    """What each layer gets, of one for all or of some by name; the others are left out."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(layers, given)
+    by_layer(given, layers, model)
+    return dict(given)
 
 
 def check_bits(bits: int, what: str, least: int = 1) -> None:
