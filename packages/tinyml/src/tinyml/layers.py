@@ -129,6 +129,13 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} holds nan or inf, of which nothing can be kept or removed")
 
 
+def some(batches: Sequence[T]) -> Sequence[T]:
+    """The batches to calibrate on, of which there has to be one."""
+    if isinstance(batches, Tensor) or not batches:
+        raise ValueError("at least one batch of inputs, in a list, is needed to calibrate on")
+    return batches
+
+
 class CompressedWeight(nn.Module):
     """How a weight is stored, in place of the dense one: `forward(x)` makes it from tensor `x`.
 
