@@ -123,6 +123,10 @@ def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     calibration = task.images[task.train[:512]]
     add("gptq 2 bits (linear layers)", gptq(model, [calibration], 2))
     add("integers only, 8 bits", IntegerModel(model, [calibration]))
+    few = {"bits": 2, "activation_bits": 4}
+    add("integers, weights 2 bits, values 4", IntegerModel(model, [calibration], **few))
+    rounded = prepare_qat(model, batches=[calibration], learn_scale=True, **few)
+    add("integers, weights 2 bits, values 4, trained", convert(task.fit(rounded, tune, 1e-3)))
     batch = [(task.images[task.train], task.labels[task.train])]
     scan = sensitivity(model, batch, _log_likelihood, amounts=BITS, compress=round_weight)
     shares = sensitivity(model, batch, _log_likelihood, amounts=AMOUNTS)

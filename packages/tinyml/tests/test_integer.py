@@ -370,9 +370,10 @@ def test_what_has_no_integer_form_says_so(layer, message):
         IntegerModel(nn.Sequential(layer), [torch.randn(2, 2, 8, 8)])
 
 
-def test_no_calibration_says_so():
-    with pytest.raises(ValueError, match="at least one batch"):
-        IntegerModel(nn.Sequential(nn.Linear(2, 2)), [])
+@pytest.mark.parametrize("batches", [[], torch.zeros(4, 2), [torch.zeros(0, 2)]])
+def test_no_calibration_says_so(batches):
+    with pytest.raises(ValueError, match=r"at least one batch|no inputs"):
+        IntegerModel(nn.Sequential(nn.Linear(2, 2)), batches)
 
 
 def test_compressed_weights_become_integers_too():

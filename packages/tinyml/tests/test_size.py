@@ -1,7 +1,7 @@
 """Sizes sum to their total, count shared tensors once, and see zeros."""
 
 import torch
-from tinyml import prune, quantize, size_of
+from tinyml import IntegerModel, prune, quantize, size_of
 from torch import nn
 
 
@@ -29,3 +29,16 @@ def test_multiplications_of_a_convolution_and_a_linear():
     assert size_of(model).macs is None
     assert size_of(model, x).macs == 2 * (8 * 36 * 27 + 8 * 36 * 10)
     assert size_of(quantize(model, 4), x).macs == size_of(model, x).macs
+
+
+def test_multiplications_are_as_many_however_they_are_computed():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 32), nn.Linear(32, 16)]
+    model, inputs = nn.Sequential(*layers).eval(), torch.randn(4, 2, 6, 6)
+    macs = 4 * (16 * 16 * 18 + 256 * 32 + 32 * 16)
+    integer = IntegerModel(model, [inputs])
+    for small in (model, quantize(model, 4), quantize(model, activations="dynamic"), integer):
+        size = size_of(small, inputs)
+        assert size.macs == macs
+        assert size.parameters == sum(p.numel() for p in model.parameters())
+        assert f"{macs:,}  multiplications" in str(size)

@@ -17,6 +17,12 @@ from torch import Tensor, fx, nn
 from tinyml.layers import plain_copy
 
 _MODEL = "model."
+ELEMENTWISE = {
+    "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
+    "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
+    "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
+}  # fmt: skip
+"""Operators on each element alone, one tensor and numbers."""
 
 
 class Exported:

@@ -6,12 +6,13 @@ import copy
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
@@ -106,6 +107,16 @@ def by_layer(
     return {name: layer for name, layer in layers.items() if name in given}
 
 
+def for_each(
+    given: T | Mapping[str, T], layers: Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, T]:
+    """What each layer gets, of one for all or of some by name; the others are left out."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(layers, given)
+    by_layer(given, layers, model)
+    return dict(given)
+
+
 def check_bits(bits: int, what: str, least: int = 1) -> None:
     """Refuse what is not a whole number of bits that a code can have."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
@@ -116,6 +127,13 @@ def check_finite(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that holds nan or inf, by name."""
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} holds nan or inf, of which nothing can be kept or removed")
+
+
+def some(batches: Sequence[T]) -> Sequence[T]:
+    """The batches to calibrate on, of which there has to be one."""
+    if isinstance(batches, Tensor) or not batches:
+        raise ValueError("at least one batch of inputs, in a list, is needed to calibrate on")
+    return batches
 
 
 class CompressedWeight(nn.Module):

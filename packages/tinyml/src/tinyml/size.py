@@ -6,15 +6,16 @@ of it takes, a bit for each weight and the weights that are not zero.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from tinyml.layers import evaluating
+from tinyml.layers import Replacement, evaluating, with_modules
 
 _PASSES = 7
 
@@ -49,7 +50,7 @@ class Size:
     @property
     def bits_per_parameter(self) -> float:
         """Bits as stored, codebooks, scales and whatever else included."""
-        return 8 * self.bytes / self.parameters
+        return 8 * self.bytes / max(1, self.parameters)
 
     def __str__(self) -> str:
         lines = [f"{nbytes:>14,}  {name}" for name, nbytes in self.by_name.items()]
@@ -84,6 +85,7 @@ def size_of(model: nn.Module, *inputs: Any) -> Size:
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
+    from tinyml.integer.layers import IntegerProduct
     from tinyml.quantization.int4 import Int4Linear
     from tinyml.quantization.int8 import Int8Linear
 
@@ -94,10 +96,8 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
                 key = id(parametrization[-1])
                 if key not in found:
                     found[key] = getattr(layer, name)
-        elif isinstance(layer, Int4Linear):
-            found[id(layer)] = layer.weight
-        elif isinstance(layer, Int8Linear):
-            found[id(layer)] = layer.weight_codes
+        elif isinstance(layer, Int4Linear | Int8Linear | IntegerProduct):
+            found[id(layer)] = layer.weight_codes if isinstance(layer, Int8Linear) else layer.weight
             if layer.bias is not None:
                 found[id(layer.bias)] = layer.bias
     for name, parameter in model.named_parameters():
@@ -121,6 +121,22 @@ def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
 def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
-    with evaluating(model), FlopCounterMode(display=False) as counter:
+    from tinyml.integer.layers import IntegerProduct
+    from tinyml.quantization.int8 import FastestLinear
+
+    # However whole numbers are multiplied here, they are as many as the dense model's.
+    model, total = copy.deepcopy(model).eval(), 0
+    ours = [module for module in model.modules() if isinstance(module, Replacement)]
+    model = with_modules(
+        model, {m: m.dense() if isinstance(m, FastestLinear) else m.restored() for m in ours}
+    )
+
+    def count(layer: nn.Module, _: Any, outputs: torch.Tensor) -> None:
+        nonlocal total
+        total += outputs.numel() * cast(torch.Tensor, layer.weight)[0].numel()
+
+    for layer in [m for m in model.modules() if isinstance(m, IntegerProduct)]:
+        layer.register_forward_hook(count)
+    with FlopCounterMode(display=False) as counter:
         model(*inputs)
-    return int(counter.get_total_flops()) // 2
+    return total or int(counter.get_total_flops()) // 2

@@ -122,7 +122,8 @@ class LoRA(nn.Module):
         """Raise if the update cannot be merged."""
         if (stored := compressed_weight(self.base)) is not None:
             whole = cast(Tensor, self.base.weight) + self.update
-            lost = float((stored.rounded(whole) - whole).norm() / self.update.norm())
+            change = float(self.update.norm())
+            lost = float((stored.rounded(whole) - whole).norm()) / change if change else 0.0
             raise RuntimeError(
                 "the base weight is compressed: stored like it, the merged one would be off by "
                 f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from tinyml.exported import Exported, described, exported, operator_name
+from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.quantization.grid import Grid
 
 
@@ -308,12 +308,7 @@ _SAME = {
     "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",
     "_native_batch_norm_legit": "batch_norm",
 }  # fmt: skip
-_ELEMENTWISE = {
-    "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
-    "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
-    "square", "mish", "selu", "celu", "logsigmoid", "softsign", "erf", "sqrt", "rsub", "pow",
-    "prelu",
-}  # fmt: skip
+_ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
 _CUT_HERE = {"product", "sum", "cat", "gate"}
 _CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 

@@ -20,7 +20,7 @@ from tinyml.integer import layers as made_of
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
-from tinyml.layers import check_bits
+from tinyml.layers import check_bits, some
 from tinyml.quantization.grid import Observer, grid_of
 
 
@@ -128,11 +128,11 @@ def calibrated(
     model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int, observer: Observer
 ) -> tuple[list[Step], list[Scale]]:
     """The steps of `model`, their weights with a grid, and the scale of every step's value."""
-    if not batches:
-        raise ValueError("an integer model needs at least one batch of inputs to calibrate on")
     for each, what in ((bits, "weights have"), (activation_bits, "activations have")):
         check_bits(each, what, least=2)
-    values = torch.cat([batch.detach() for batch in batches])
+    values = torch.cat([batch.detach() for batch in some(batches)])
+    if not values.numel():
+        raise ValueError("the batches hold no inputs to calibrate on")
     steps = trace(model, values)
     made: dict[Step, Tensor] = {steps[0]: values}
     scales: dict[Step, Scale] = {}

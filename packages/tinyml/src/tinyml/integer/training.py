@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tinyml.integer.graph import Step
 from tinyml.integer.layers import Scale, scales_for_bias
 from tinyml.integer.model import IntegerModel, calibrated
-from tinyml.quantization.rounded_weight import RoundedWeight, learned, same_value
+from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive, same_value
 
 
 class Rounding(nn.Module):
@@ -34,7 +34,7 @@ class Rounding(nn.Module):
     def now(self) -> Scale:
         """The scale as it has become."""
         scale = self.scale
-        step = scale.scale if self.step is None else float(_positive(self.step.detach()))
+        step = scale.scale if self.step is None else float(positive(self.step.detach()))
         return Scale(step, scale.zero, scale.bits)
 
     def forward(self, values: Tensor, windows: int = 0) -> Tensor:
@@ -42,15 +42,11 @@ class Rounding(nn.Module):
         low, high = (end - self.scale.zero for end in (self.scale.low, self.scale.high))
         step = values.new_tensor(self.scale.scale)
         if self.step is not None:
-            step = learned(_positive(self.step), max(1, values[:1].numel() * high))
+            step = learned(self.step, max(1, values[:1].numel() * high))
         clipped = (values / step).clamp(low, high)
         # Many means of codes are halves, which rounding in float must not take for less.
         up = 0.5 + (0.25 / windows if windows else 0.0)
         return step * same_value((clipped + up).floor(), clipped)
-
-
-def _positive(step: Tensor) -> Tensor:
-    return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
 
 
 class Product(nn.Module):

@@ -10,7 +10,7 @@ Notable:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from tinyml.layers import (
     by_layer,
     check_finite,
     evaluating,
+    for_each,
     layers_of,
     make_dense,
     outputs_first,
@@ -29,20 +30,8 @@ from tinyml.layers import (
 )
 
 
-class Masks(Mapping[str, Tensor]):
+class Masks(dict[str, Tensor]):
     """Which weights remain: name of the parameter -> bool tensor, True for what is kept."""
-
-    def __init__(self, masks: Mapping[str, Tensor]) -> None:
-        self._masks = dict(masks)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._masks[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._masks)
-
-    def __len__(self) -> int:
-        return len(self._masks)
 
     @property
     def sparsity(self) -> float:
@@ -121,7 +110,7 @@ def prune(
         parts = torch.split(flat, [s.numel() for s in scores.values()])
         kept = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
     elif scope == "layer":
-        share = sparsity if isinstance(sparsity, Mapping) else dict.fromkeys(scores, sparsity)
+        share = for_each(sparsity, chosen, model)
         kept = {name: smallest_mask(score, share[name]) for name, score in scores.items()}
     else:
         raise ValueError(f"scope is {scope!r}; 'layer' or 'global'")

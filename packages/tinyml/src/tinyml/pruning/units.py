@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from tinyml.exported import Exported, described, exported, operator_name, place_of
+from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name, place_of
 
 
 @dataclass
@@ -401,12 +401,11 @@ _RULES = {
     "inner": "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
     "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d "
     "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d",
-    "elementwise": "relu relu6 hardtanh clamp clamp_min clamp_max hardswish hardsigmoid sigmoid "
-    "tanh silu gelu elu leaky_relu softplus neg abs exp square mish selu celu sqrt rsqrt pow add "
-    "sub rsub mul div maximum minimum where clone contiguous dropout feature_dropout _to_copy to "
-    "alias detach masked_fill",
+    "elementwise": "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone "
+    "contiguous dropout feature_dropout _to_copy to alias detach masked_fill",
 }
-_SAME = {operator: rule for rule, operators in _RULES.items() for operator in operators.split()}
+_SAME = dict.fromkeys(ELEMENTWISE, "elementwise")
+_SAME |= {operator: rule for rule, operators in _RULES.items() for operator in operators.split()}
 
 
 def _alone(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from tinyml.layers import (
     is_conv1d,
     layers_of,
     outputs_first,
+    some,
     weight_of,
 )
 from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, granularity_of, grid_of
@@ -153,7 +154,7 @@ def smoothquant(
             divide[name] = ratio
 
     with evaluating(model):
-        visit_in_step(model, _some(batches), layers, note)
+        visit_in_step(model, some(batches), layers, note)
     return with_int8_linears(model, "minmax", activations, guarded(model, protect), divide)
 
 
@@ -179,16 +180,10 @@ def round_in_step(
         weight.copy_(done[name](weight))  # the layers behind it see what it will give
 
     with evaluating(model):
-        visit_in_step(model, _some(batches), layers, visit)
+        visit_in_step(model, some(batches), layers, visit)
     for name in layers.keys() - done.keys():
         visit(name, [])
     return compress_weights(model, (nn.Linear,), lambda name, _: done.get(name), protect)
-
-
-def _some(batches: Sequence[Any]) -> Sequence[Any]:
-    if not batches:
-        raise ValueError("at least one batch of inputs is needed to calibrate on")
-    return batches
 
 
 @torch.no_grad()

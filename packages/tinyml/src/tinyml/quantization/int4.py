@@ -33,7 +33,7 @@ class Int4Linear(FastestLinear):
         self.grid, self.transposed = grid, grid.transposed
         shape = grid.shape[::-1] if grid.transposed else grid.shape
         self.out_features, self.in_features = shape
-        self.group_size = grid.rows[1]
+        self.group_size, self.dtype = grid.rows[1], grid.scale.dtype
 
     @property
     def weight(self) -> Tensor:
@@ -55,11 +55,6 @@ class Int4Linear(FastestLinear):
             _ANEW: lambda: self._anew(inputs),
             "float": lambda: F.linear(inputs, dense, self.bias),
         }
-
-    def example(self, tokens: int) -> Tensor:
-        """Inputs of so many tokens."""
-        scale = self.grid.scale
-        return torch.randn(tokens, self.in_features, device=scale.device, dtype=scale.dtype)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """For so many tokens on this machine: what is computed, and the times that say so."""

@@ -67,6 +67,7 @@ class FastestLinear(Replacement):
     bias: Tensor | None
     in_features: int
     out_features: int
+    dtype: torch.dtype
     transposed: bool
     group_size: int = 0
 
@@ -86,7 +87,8 @@ class FastestLinear(Replacement):
 
     def example(self, tokens: int) -> Tensor:
         """Inputs of so many tokens."""
-        raise NotImplementedError
+        device = next(self.buffers()).device
+        return torch.randn(tokens, self.in_features, device=device, dtype=self.dtype)
 
     def times(self, inputs: Tensor) -> dict[str, float]:
         """The milliseconds of each way for so many tokens, measured the first time."""
@@ -107,6 +109,10 @@ class FastestLinear(Replacement):
             raise ValueError(
                 "its layers were Conv1D and are replaced; compress the model before that"
             )
+        return self.dense()
+
+    def dense(self) -> nn.Linear:
+        """The same layer with the dense weight."""
         weight, bias = self.weight, self.bias
         made = nn.Linear(self.in_features, self.out_features, bias=bias is not None, device="meta")
         made.weight = nn.Parameter(weight.clone())
@@ -176,10 +182,6 @@ class Int8Linear(FastestLinear):
             "weights alone": lambda: self._weights_alone(inputs),
             "float": lambda: F.linear(inputs, self._weights()[1].to(inputs.dtype), self.bias),
         }
-
-    def example(self, tokens: int) -> Tensor:
-        """Inputs of so many tokens."""
-        return torch.randn(tokens, self.in_features, device=self.scale.device, dtype=self.dtype)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
         """For so many tokens on this machine: what is computed, and the times that say so."""

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
-    by_layer,
     check_bits,
     compress_weights,
+    for_each,
     layers_of,
     plain_copy,
     weight_of,
@@ -44,15 +44,13 @@ def kmeans_quantize(
     `bits` may be given by layer name; other layers, and those that `protect` names, stay. The
     palettes train like any parameter, the codes do not change.
     """
-
-    if isinstance(bits, Mapping):
-        by_layer(bits, layers_of(model, layers, protect), model)
+    model = plain_copy(model)
+    widths = for_each(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-        width = bits.get(name) if isinstance(bits, Mapping) else bits
-        return None if width is None else Palette(weight_of(layer), width)
+        return Palette(weight_of(layer), widths[name]) if name in widths else None
 
-    return compress_weights(plain_copy(model), layers, compress, protect)
+    return compress_weights(model, layers, compress, protect)
 
 
 class Palette(CompressedWeight):

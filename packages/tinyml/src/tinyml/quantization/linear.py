@@ -11,8 +11,8 @@ from torch import nn
 from tinyml.layers import (
     QUANTIZABLE,
     CompressedWeight,
-    by_layer,
     compress_weights,
+    for_each,
     guarded,
     is_conv1d,
     layers_of,
@@ -66,17 +66,16 @@ def quantize(
         return with_int8_linears(model, observer, activations, guarded(model, protect))
     if activations != "float":
         raise ValueError(f"activations is {activations!r}; 'float', 'dynamic' or 'auto'")
-
-    if isinstance(bits, Mapping):
-        by_layer(bits, layers_of(model, layers, protect), model)
+    widths = for_each(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
-        width = bits.get(name) if isinstance(bits, Mapping) else bits
-        if width is None:
+        if name not in widths:
             return None
         weight = weight_of(layer)
         rows = as_rows(outputs_first(layer, weight).float(), granularity, group_size)
-        grid = grid_of(rows, width, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
-        return GridWeight(grid.quantize(rows), grid, weight, width, transposed=is_conv1d(layer))
+        grid = grid_of(rows, widths[name], symmetric=symmetric, observer=observer)
+        grid = grid.stored_as(weight.dtype)
+        codes, transposed = grid.quantize(rows), is_conv1d(layer)
+        return GridWeight(codes, grid, weight, widths[name], transposed=transposed)
 
     return compress_weights(model, layers, compress, protect)

@@ -34,7 +34,7 @@ class RoundedWeight(CompressedWeight):
         rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
         step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
-        self.step = nn.Parameter(step.clamp(min=1e-8)) if learn_scale else None
+        self.step = nn.Parameter(positive(step)) if learn_scale else None
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The dense weight, which is what is trained."""
@@ -49,7 +49,7 @@ class RoundedWeight(CompressedWeight):
         rows = self._rows(weight)
         grid = grid_of(rows.detach(), self.bits)
         if self.step is not None:
-            scale = self.step.detach().abs().clamp(min=1e-8)
+            scale = positive(self.step.detach())
             grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
         return rows, grid
 
@@ -66,7 +66,7 @@ class RoundedWeight(CompressedWeight):
         if self.step is None:
             rounded = round_through(rows, grid.scale, grid.low, grid.high)
             return self._shaped(rounded, weight)
-        step = learned(self.step.abs().clamp(min=1e-8), rows.shape[1] * grid.high)
+        step = learned(self.step, rows.shape[1] * grid.high)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
@@ -76,9 +76,14 @@ def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     return scale * same_value(clipped.round(), clipped)
 
 
+def positive(step: Tensor) -> Tensor:
+    """A step that can be divided by, whatever it has learned."""
+    return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
+
+
 def learned(step: Tensor, count: int) -> Tensor:
     """A step that `count` values share: its gradient, a sum over them, is scaled down."""
-    return same_value(step, step * count**-0.5)
+    return same_value(positive(step), positive(step) * count**-0.5)
 
 
 def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
