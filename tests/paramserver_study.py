@@ -55,6 +55,8 @@ POLICIES = {
     ),
 }
 
+LINKED = ("DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5")  # whole, and as small as it gets
+
 
 class TimedAdamW(torch.optim.AdamW):
     """AdamW that knows for how long it has computed."""
@@ -305,7 +307,7 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
     # As many steps as a minute of the slower one allows.
     for kind, count in {
         "data-parallel": max(5, steps // 10),
-        **dict.fromkeys(POLICIES, steps),
+        **dict.fromkeys(LINKED, steps),
     }.items():
         with tempfile.TemporaryDirectory() as folder, emulated_hosts(WORKERS, rate) as hosts:
             command = [sys.executable, __file__, "--rank-of", kind, "--json", f"{folder}/rows"]

@@ -1,8 +1,7 @@
 """What a push and a pull cost, over each transport and beside torch's RPC.
 
 Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
-peer; `rpc_tcp` is RPC as between machines, without shared memory. What needs more is measured by
-tests/paramserver_study.py.
+peer, RPC (`rpc_tcp`: without shared memory). What needs more: tests/paramserver_study.py.
 """
 
 from __future__ import annotations
