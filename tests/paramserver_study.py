@@ -2,10 +2,12 @@
 
     python tests/paramserver_study.py --plot docs/results/paramserver
 
-Rows `exchange` are the bench's. Rows `size`, `workers` and `servers`: a push and pull of the whole
-model over shared memory, one of the three varied. Rows `target`: four workers, one five times
-slower; the time until the loss is a tenth of what it was. DiLoCo beside data-parallel training of
-the suite's decoder on the suite's text, at equal tokens:
+Rows `exchange` are the bench's, and where Ray is installed the same over Ray: by this package's
+transport, and by the pattern of Ray's own examples, an actor with the weights. Rows `size`,
+`workers` and `servers`: a push and pull of the whole model over shared memory, one of the three
+varied. Rows `target`: four workers, one five times slower; the time until the loss is a tenth of
+what it was. DiLoCo beside data-parallel training of the suite's decoder on the suite's text, at
+equal tokens:
 Rows `loss`: bytes that a worker sends and receives, and the loss on text that nobody trained on.
 Rows `link`: two hosts joined by a link of that rate, and the share of a worker's time in which it
 computes. Both ways of training see the same rows of text in the same order.
@@ -52,6 +54,8 @@ POLICIES = {
         LOCAL_STEPS, compression=Integers(4), fragments=5, overlap=5
     ),
 }
+
+LINKED = ("DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5")  # whole, and as small as it gets
 
 
 class TimedAdamW(torch.optim.AdamW):
@@ -127,6 +131,64 @@ def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int
     found = _exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
     return row | _medians(max(found, key=lambda pairs: sum(map(sum, pairs))))
+
+
+def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
+    """A push and a pull over Ray; none where it is not installed."""
+    try:
+        import ray
+    except ImportError:
+        print("nothing is measured over Ray: it is not installed", file=sys.stderr)
+        return []
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
+    ray.init(include_dashboard=False, log_to_driver=False, num_cpus=4, runtime_env=environment)
+    found = {"ray": [], "ray_pattern": []}
+    try:
+        for _ in range(2):  # in turns
+            found["ray"] += _exchanges(mebibytes, rounds, transport="ray")[0]
+            server = ray.remote(_Weights).remote(mebibytes)
+            found["ray_pattern"] += ray.get(ray.remote(_ray_pattern).remote(server, rounds))
+            ray.kill(server)
+    finally:
+        ray.shutdown()
+    pattern = found["ray_pattern"]
+    return [
+        {"case": "ray", "transport": name, "model_mib": mebibytes}
+        | _medians(pairs)
+        | {"pattern_over_this_p50": statistics.median(
+            sum(theirs) / sum(ours) for theirs, ours in zip(pattern, pairs, strict=True)
+        )}
+        for name, pairs in found.items()
+    ]  # fmt: skip
+
+
+class _Weights:
+    """The server of Ray's examples: an actor that holds the weights and applies gradients."""
+
+    def __init__(self, mebibytes):
+        self.x = nn.Parameter(torch.randn(mebibytes * 2**18))
+        self.optimizer = torch.optim.SGD([self.x], lr=0.0)
+
+    def apply(self, gradient):
+        self.x.grad = torch.from_numpy(gradient.copy())
+        self.optimizer.step()
+
+    def weights(self):
+        return self.x.detach().numpy()
+
+
+def _ray_pattern(server, rounds):
+    import ray
+
+    mine = torch.from_numpy(ray.get(server.weights.remote()).copy())
+    gradient, times = torch.randn_like(mine), []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        ray.get(server.apply.remote(gradient.numpy()))
+        middle = time.perf_counter()
+        mine.copy_(torch.from_numpy(ray.get(server.weights.remote()).copy()))
+        times.append((middle - start, time.perf_counter() - middle))
+    return times
 
 
 def _target(quick: bool) -> list[dict]:
@@ -245,7 +307,7 @@ def link_rows(size: str, steps: int, lr: float, rate: str) -> list[dict[str, obj
     # As many steps as a minute of the slower one allows.
     for kind, count in {
         "data-parallel": max(5, steps // 10),
-        **dict.fromkeys(POLICIES, steps),
+        **dict.fromkeys(LINKED, steps),
     }.items():
         with tempfile.TemporaryDirectory() as folder, emulated_hosts(WORKERS, rate) as hosts:
             command = [sys.executable, __file__, "--rank-of", kind, "--json", f"{folder}/rows"]
@@ -328,6 +390,7 @@ def main() -> None:
         *(("servers", size, 1, servers) for servers in (1, 2, 4)),
     ]
     if given.exchange:
+        rows += ray_rows(size, rounds)
         rows += [_scale(*scale, rounds=rounds) for scale in scales]
         rows += _target(given.quick)
     rows += loss_rows(given.size, given.steps, given.lr) if given.steps else []

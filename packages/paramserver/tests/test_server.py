@@ -208,3 +208,14 @@ def test_a_stale_gradient_counts_for_less_if_that_is_asked(scaled, servers):
     expected = 1 + 1 / 2 + 1 / 3 if scaled else 3.0
     torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), expected))
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_loss_is_shown_as_it_was_differentiated(recwarn):
+    server = Server(dict(model().named_parameters()), SGD, workers=1)
+    with Worker(model(), server) as worker:
+        worker.pull()
+        loss = worker.module(torch.ones(2, 5, dtype=torch.float64)).square().mean()
+        loss.backward()
+        worker.push(loss)
+    assert server.progress().loss == float(loss.detach())
+    assert not [*recwarn]

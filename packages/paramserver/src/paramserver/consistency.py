@@ -77,9 +77,6 @@ class Asynchronous:
     bound: ClassVar[float] = math.inf
     averages: ClassVar[bool] = False
 
-    def __repr__(self) -> str:
-        return f"Asynchronous({'scale_by_staleness=True' if self.scale_by_staleness else ''})"
-
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the paper (section 3.1), with its learning rate and momentum."""

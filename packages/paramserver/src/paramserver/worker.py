@@ -132,7 +132,7 @@ class Worker:
         anywhere, the gradients stay where they are and the others notice nothing. The progress of a
         run shows `loss`.
         """
-        self.loss = float(loss)
+        self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         if self._local is None or self._optimizer is None:
             self._together(self._push)
             for parameter in self._parameters.values():
