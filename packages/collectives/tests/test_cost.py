@@ -8,7 +8,7 @@ from collectives.choice.cost import CostModel, Sample, candidates, terms
 from collectives.choice.tuning import TunedModel
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
-PRICES = CostModel(2e-4, 1e-9, 2e-10, 1e-5, 1.5e-10, 4e-5)
+PRICES = CostModel(2e-4, 1e-9, 2e-10, 4e-5)
 
 
 def test_the_terms_are_the_textbooks():
@@ -73,7 +73,7 @@ def test_the_choice_is_never_behind_another_candidate():
                     assert CostModel().choose(kind, size, hosts) == "shared_memory"
 
 
-def test_a_tuned_model_says_what_was_measured_and_interpolates_what_that_was_off_by():
+def test_a_tuned_model_says_what_was_measured_and_interpolates_between_sizes():
     hosts, off = (1, 1), {"ring": {1 << 10: 3.0, 1 << 20: 0.5}, "tree": {1 << 10: 0.25}}
     tuned = TunedModel(
         **dataclasses.asdict(PRICES),
@@ -88,10 +88,15 @@ def test_a_tuned_model_says_what_was_measured_and_interpolates_what_that_was_off
         predicted = tuned.predict(kind, algorithm, size, hosts)
         return predicted / PRICES.predict(kind, algorithm, size, hosts)
 
+    def time(size, algorithm="ring"):
+        return tuned.predict("all_reduce", algorithm, size, hosts)
+
     assert factor("ring", 1 << 10) == pytest.approx(3.0)
-    assert factor("ring", 1 << 15) == pytest.approx((3.0 * 0.5) ** 0.5)
-    assert factor("ring", 1 << 25) == pytest.approx(0.5)
-    assert factor("tree", 1) == pytest.approx(0.25)
+    assert factor("ring", 1 << 20) == pytest.approx(0.5)
+    assert time(1 << 15) == pytest.approx((time(1 << 10) * time(1 << 20)) ** 0.5)
+    # Latency below the shortest, bytes beyond the longest.
+    assert time(1, "tree") == time(1 << 10, "tree")
+    assert time(1 << 25) == pytest.approx(32 * time(1 << 20))
     assert factor("halving_doubling", 1) == 1.0
     assert factor("ring", 1 << 10, hosts=(1, 1, 1)) == 1.0
     assert factor("ring", 1 << 10, kind="all_gather") == 1.0

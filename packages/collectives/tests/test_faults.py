@@ -1,6 +1,7 @@
 """Whatever goes wrong, every surviving rank gets an error in time that names the rank."""
 
 import os
+import pickle
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -296,6 +297,12 @@ def dead_from_the_start():
 
 def test_a_rank_that_never_comes_is_named():
     assert try_ranks(dead_from_the_start, 3, backend="")[2].value is True
+
+
+def test_an_error_keeps_its_ranks_on_the_way_to_another_process():
+    for error in (collectives.RankLost([2, 3], "told"), collectives.Mismatch("told", [2, 3])):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), again.ranks, str(again)) == (type(error), (2, 3), "told")
 
 
 def bad_arguments():

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import collectives
 import numpy as np
@@ -13,6 +16,10 @@ import torch
 import torch.distributed as dist
 from collectives import bench
 from emulated_hosts import emulated_hosts, run_everywhere, why_not
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from worker_pool import run_ranks
 
 pytestmark = pytest.mark.timing
@@ -40,12 +47,15 @@ def ratios(sizes):
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def test_two_ranks_are_faster_than_gloo_by_what_is_promised():
-    found = run_ranks(ratios, 2, (64 * KIB, MIB, 100 * MIB))[0]
-    promised = {64 * KIB: (2.5, 4), MIB: (2.5, 4), 100 * MIB: (3, 5)}
-    for size, (least_any, least_shared) in promised.items():
-        assert found[size][0] >= least_any, (size, found)
-        assert found[size][1] >= least_shared, (size, found)
+# Any tensor, tensors in `shared_empty`.
+PROMISED = {64 * KIB: (6, 10), MIB: (4, 6), 100 * MIB: (4, 6)}
+
+
+@pytest.mark.parametrize("size", PROMISED)
+def test_two_ranks_are_faster_than_gloo_by_what_is_promised(size):
+    found = run_ranks(ratios, 2, (size,))[0][size]
+    assert found[0] >= PROMISED[size][0], found
+    assert found[1] >= PROMISED[size][1], found
 
 
 def test_four_ranks_are_faster_than_gloo_at_every_size():
@@ -86,12 +96,17 @@ def test_on_a_slow_link_a_reduce_scatter_moves_half_of_gloos_bytes(on_a_slow_lin
 
 
 @needs_hosts
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("size", LINK_SIZES)
-def test_between_hosts_auto_is_no_slower_than_gloo(on_a_slow_link, kind, size):
-    row = on_a_slow_link[kind, "auto", size]
-    # In the median. Below 64 KiB a call is so short that the 40 us Python takes are seen.
-    assert 1 / row["ratio_p50"] <= (1.05 if size >= 64 * KIB else 1.3), row
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("sizes", [(KIB, 64 * KIB, MIB), (16 * MIB,), (100 * MIB,)])
+def test_between_hosts_auto_is_no_slower_than_gloo(count, sizes, tmp_path):
+    script, path = Path(__file__).with_name("beside_gloo.py"), tmp_path / "ratios.json"
+    command = [sys.executable, str(script), str(path), *map(str, sizes)]
+    with emulated_hosts(count, "1gbit") as hosts:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        assert run_everywhere(hosts, command, environment, seconds=300) == [0] * count
+    found = json.loads(path.read_text())
+    assert len(found) == 6 * len(sizes)
+    assert max(found.values()) <= 1.05, found
 
 
 def cost_of_a_call():
@@ -107,3 +122,77 @@ def cost_of_a_call():
 
 def test_a_short_call_costs_at_most_50_us_of_processor_time():
     assert run_ranks(cost_of_a_call, 1)[0] <= 50e-6
+
+
+def test_an_mpi_library_is_no_faster(tmp_path):
+    pytest.importorskip("mpi4py", reason="the wheels mpich and mpi4py are no dependency")
+    mpiexec = shutil.which("mpiexec") or str(Path(sys.executable).with_name("mpiexec"))
+    script = Path(__file__).with_name("beside_mpi.py")
+    done = subprocess.run(
+        [mpiexec, "-n", "2", sys.executable, str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=True, timeout=300,
+    )  # fmt: skip
+    rows = json.loads(done.stdout)
+    found = {(row["algorithm"], row["size_bytes"]): row["mpi_over_it"] for row in rows}
+    assert found["auto", 64 * KIB] >= 1.0, found
+
+
+MEGABYTES = 25
+
+
+def busy_and_idle():
+    """Medians of an asynchronous call while the caller waits, and while it computes in Python."""
+    tensor, seconds = torch.zeros(MEGABYTES * 1_000_000 // 4), {"idle": [], "busy": []}
+    for i in range(22):
+        collectives.barrier()
+        start, work = time.perf_counter(), collectives.all_reduce(tensor, async_op=True)
+        if i % 2:
+            work.wait()
+        else:
+            x = 0
+            while not work.is_completed():
+                x += 1
+        seconds["idle" if i % 2 else "busy"].append(time.perf_counter() - start)
+    return float(np.median(seconds["busy"][1:])), float(np.median(seconds["idle"][1:]))
+
+
+def test_an_asynchronous_call_needs_no_interpreter():
+    busy, idle = run_ranks(busy_and_idle, 2)[0]
+    # A rank computes on one core while its call moves on another: with fewer they share.
+    sharing = max(1.0, 4 / os.cpu_count())
+    assert busy <= 1.3 * sharing * idle, (busy, idle)
+
+
+def a_step(kind, group):
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
+    network = nn.Sequential(*layers)
+    if kind == "ddp":
+        network = DistributedDataParallel(network, process_group=group)
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in (*layers, network):
+            fully_shard(layer, mesh=mesh)
+    optimizer, batch = torch.optim.SGD(network.parameters(), lr=0.01), torch.randn(16, 1024)
+
+    def step():
+        optimizer.zero_grad()
+        network(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def steps(kind):
+    """The time of a step on our backend over that on gloo, by rounds in which they take turns."""
+    import collectives.backend  # noqa: F401
+
+    both = {n: a_step(kind, dist.new_group(backend=n)) for n in ("gloo", "collectives")}
+    times = bench.time_in_turns(both, 32 << 20, False, "cpu", rounds=40)
+    return float(np.median(times["collectives"].rounds / times["gloo"].rounds))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("fsdp2", 0.65), ("ddp", 0.8)])
+def test_a_step_of_torchs_trainers_takes_less_than_on_gloo(kind, most):
+    found = run_ranks(steps, 2, kind)[0]
+    assert found <= most

@@ -13,9 +13,8 @@ from collectives.collective import (
 )
 from collectives.communicator import checked
 from collectives.describe import Description, describe
-from collectives.faults import RankLost
+from collectives.errors import Mismatch, RankLost
 from collectives.lists import all_gather, all_to_all, gather, reduce, reduce_scatter, scatter
-from collectives.shared_memory.fingerprint import Mismatch
 
 __all__ = [
     "CostModel",

@@ -17,6 +17,7 @@ Notable:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
 from collectives.communicator import Communicator
+from collectives.faults import SHORTEST_ROLL, fetch
 from collectives.work import Work
 
 NAME = "collectives"
@@ -81,8 +83,10 @@ def _ours(name: str, tensors: int, others: list[str], function: Callable[..., An
             return self._gloo.allreduce(*args)
         opts, said = rest[0] if rest else opts, dict[str, Any]()
         for i, other in enumerate(others):
-            field, short = _FIELDS[other]
-            usual = SUM if other == "op" else 0
+            # How torch's options and its methods call it, and what it is if it is not given.
+            field, short, usual = (
+                ("reduceOp", "op", SUM) if other == "op" else ("rootRank", "root", 0)
+            )
             given = rest[i] if i < len(rest) else named.get(short)
             said[other] = getattr(opts, field, usual if given is None else given)
         waits = not getattr(opts, "asyncOp", True)
@@ -92,6 +96,11 @@ def _ours(name: str, tensors: int, others: list[str], function: Callable[..., An
     call.__name__ = name
     call.__doc__ = f"torch.distributed.{name}, on this package's algorithms."
     return _by_device(call)
+
+
+def _ones(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes lists that hold one tensor each, made of what takes tensors."""
+    return lambda tensors, **others: function(*(each[0] for each in tensors), **others)
 
 
 def _coalesced(name: str) -> _Method:
@@ -109,14 +118,6 @@ def _coalesced(name: str) -> _Method:
     return _by_device(call)
 
 
-# Of what functions here call so: the names in torch's options, and in its methods.
-_FIELDS = {
-    "op": ("reduceOp", "op"),
-    "group_src": ("rootRank", "root"),
-    "group_dst": ("rootRank", "root"),
-}
-
-
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives on CPU tensors are this package's."""
 
@@ -124,7 +125,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         rank, world, timeout = options.group_rank, options.group_size, options.timeout
         super().__init__(rank, world)
         self._options = options
-        self._gloo: Any = ProcessGroupGloo(options.store, rank, world, timeout)
+        self._gloo: Any = _messages(options.store, rank, world, timeout)
         self._others: dict[str, Any] = {}
         self._making = threading.Lock()
         # torch asks the group which backend serves a device.
@@ -171,13 +172,14 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- this package's -----
 
-    # Below, t are the tensors' arguments, and go the others: see `_ours`.
-
-    allreduce = _ours("allreduce", 1, ["op"], lambda t, **go: collective.all_reduce(t[0][0], **go))
-    broadcast = _ours(
-        "broadcast", 1, ["group_src"], lambda t, **go: collective.broadcast(t[0][0], **go)
+    allreduce = _ours("allreduce", 1, ["op"], _ones(collective.all_reduce))
+    broadcast = _ours("broadcast", 1, ["group_src"], _ones(collective.broadcast))
+    reduce = _ours("reduce", 1, ["group_dst", "op"], _ones(lists.reduce))
+    all_gather_single = _ours("all_gather_single", 2, [], _ones(collective.all_gather_into_tensor))
+    reduce_scatter_single = _ours(
+        "reduce_scatter_single", 2, ["op"], _ones(collective.reduce_scatter_tensor)
     )
-    reduce = _ours("reduce", 1, ["group_dst", "op"], lambda t, **go: lists.reduce(t[0][0], **go))
+    # Of what takes lists: t are the tensors' arguments.
     gather = _ours("gather", 2, ["group_dst"], lambda t, **go: lists.gather(t[1][0], t[0], **go))
     scatter = _ours("scatter", 2, ["group_src"], lambda t, **go: lists.scatter(t[0][0], t[1], **go))
     allgather = _ours("allgather", 2, [], lambda t, **go: lists.all_gather(t[0], t[1][0], **go))
@@ -185,18 +187,6 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         "reduce_scatter", 2, ["op"], lambda t, **go: lists.reduce_scatter(t[0][0], t[1], **go)
     )
     alltoall = _ours("alltoall", 2, [], lambda t, **go: lists.all_to_all(*t, **go))
-    all_gather_single = _ours(
-        "all_gather_single",
-        2,
-        [],
-        lambda t, **go: collective.all_gather_into_tensor(t[0][0], t[1][0], **go),
-    )
-    reduce_scatter_single = _ours(
-        "reduce_scatter_single",
-        2,
-        ["op"],
-        lambda t, **go: collective.reduce_scatter_tensor(t[0][0], t[1][0], **go),
-    )
 
     @_by_device
     def all_to_all_single(
@@ -262,6 +252,22 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             backend.abort()
 
 
+def _messages(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
+    """A gloo group; RankLost with the numbers of the ranks that do not come, or die on the way."""
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def meet(what: str, deadline: float) -> None:
+        fetch(store, {r: f"{what}/{r}" for r in range(world)}, deadline, {f"{what}/{rank}": ""})
+
+    meet("here", deadline)
+    try:
+        return ProcessGroupGloo(store, rank, world, timeout)
+    except RuntimeError:
+        # It does not say who, so whoever is still here does.
+        meet("still here", deadline + SHORTEST_ROLL)
+        raise
+
+
 def _list(tensors: Any) -> list[Tensor]:
     """A group's methods take a tensor, a list of them, or a list of lists (one for each device)."""
     if isinstance(tensors, Tensor):
@@ -302,8 +308,6 @@ def _backend_by_name(name: str, device: torch.device, options: Any) -> Any:
     return plugin.creator_fn(beside, None)
 
 
-def _create(options: Any, _: Any) -> CollectivesProcessGroup:
-    return CollectivesProcessGroup(options)
-
-
-dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(
+    NAME, lambda options, _: CollectivesProcessGroup(options), extended_api=True, devices=["cpu"]
+)

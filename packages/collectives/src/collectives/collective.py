@@ -23,7 +23,7 @@ from collectives.arguments import (
     lengths_of,
     root_of,
 )
-from collectives.communicator import communicator
+from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
 ReduceOp = dist.ReduceOp
@@ -43,13 +43,7 @@ def all_reduce(
     comm, name = communicator(group), op_name(op)
     check(name, tensor.dtype)
     call = describe_call(comm, "all_reduce", tensor, algorithm, op=name, written=[tensor])
-
-    def body(packed: bytes) -> None:
-        flat = flatten(tensor)
-        dispatch.all_reduce(comm, call, packed, flat)
-        copy_back(tensor, flat)
-
-    return comm.run(call, tensor, body, async_op=async_op)
+    return do(comm, call, async_op, tensor)
 
 
 def reduce_scatter_tensor(
@@ -68,13 +62,7 @@ def reduce_scatter_tensor(
     check(name, input.dtype)
     check_pair("input", input, "output", output, comm.world)
     call = describe_call(comm, "reduce_scatter", input, algorithm, op=name, written=[output])
-
-    def body(packed: bytes) -> None:
-        out, flat = flatten(output), flatten(input)
-        dispatch.reduce_scatter(comm, call, packed, out, flat)
-        copy_back(output, out)
-
-    return comm.run(call, input, body, async_op=async_op, result=output)
+    return do(comm, call, async_op, output, input)
 
 
 def all_gather_into_tensor(
@@ -91,13 +79,7 @@ def all_gather_into_tensor(
     comm = communicator(group)
     check_pair("output", output, "input", input, comm.world)
     call = describe_call(comm, "all_gather", input, algorithm, written=[output])
-
-    def body(packed: bytes) -> None:
-        out, own = flatten(output), flatten(input)
-        dispatch.all_gather(comm, call, packed, out, own)
-        copy_back(output, out)
-
-    return comm.run(call, input, body, async_op=async_op, result=output)
+    return do(comm, call, async_op, output, input)
 
 
 def broadcast(
@@ -115,13 +97,7 @@ def broadcast(
     comm = communicator(group)
     root = root_of(comm, src, group, group_src)
     call = describe_call(comm, "broadcast", tensor, algorithm, root=root, written=[tensor])
-
-    def body(packed: bytes) -> None:
-        flat = flatten(tensor)
-        dispatch.broadcast(comm, call, packed, flat)
-        copy_back(tensor, flat)
-
-    return comm.run(call, tensor, body, async_op=async_op)
+    return do(comm, call, async_op, tensor)
 
 
 def all_to_all_single(
@@ -155,6 +131,20 @@ def all_to_all_single(
     return comm.run(call, input, body, async_op=async_op, result=output)
 
 
+def do(
+    comm: Communicator, call: Call, async_op: bool, output: Tensor, *inputs: Tensor
+) -> dist.Work | None:
+    """Run a call whose result goes to `output`, which is its input too if there is no other."""
+
+    def body(packed: bytes) -> None:
+        flat = flatten(output)
+        dispatch.run(comm, call, packed, flat, *map(flatten, inputs))
+        copy_back(output, flat)
+
+    brought = inputs[0] if inputs else output
+    return comm.run(call, brought, body, async_op=async_op, result=output)
+
+
 def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
     """Return when every rank of the group has called it."""
     comm, nothing = communicator(group), torch.empty(0)
@@ -177,7 +167,7 @@ def shared_empty(
 
     def body(packed: bytes) -> None:
         dispatch.agree(comm, packed)
-        made.append(comm.topology.allocate(shape.numel(), dtype))
+        made.append(comm.topology.allocate(shape.numel(), dtype, comm.timeout))
 
     comm.run(call, torch.empty(0), body, async_op=False)
     return made[0].view(shape)

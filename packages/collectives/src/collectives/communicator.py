@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,21 +28,16 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 from collectives.algorithms.gloo import GlooGroups
-from collectives.algorithms.point_to_point import PeerError, PointToPoint
+from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
-from collectives.faults import GRACE_SECONDS, Entry, RankLost, Roll
-from collectives.shared_memory.arena import UNUSABLE
-from collectives.shared_memory.fingerprint import (
-    Call,
-    Lengths,
-    Mismatch,
-    compare,
-    compare_lengths,
-    has_nan,
-)
+from collectives.errors import UNUSABLE, RankLost
+from collectives.faults import MESSAGES_PART, Faults, Operation, ask
+from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
 
+# A rank that had all it needed of a call goes on: so far it is remembered what that was.
+CALLS_REMEMBERED = 16
 _known: dict[Any, Communicator] = {}
 # Two threads may make a group's first call at once.
 _making = threading.Lock()
@@ -82,22 +78,19 @@ class Communicator:
         self.rank, self.world = group.rank(), group.size()
         self.timeout = timeout.total_seconds()
         # A store may outlive its group: the next group must not find this one's addresses.
-        generation = (store.add("collectives", 1) - 1) // self.world
+        generation = (ask(self.timeout, lambda: store.add("collectives", 1)) - 1) // self.world
         self.store = PrefixStore(f"collectives/{generation}", store)
         self.wire = PointToPoint(group, range(self.world), self.rank)
         self.gloo = GlooGroups(group, self.store)
-        self.topology = Topology(self.store, self.rank, self.world, self.timeout)
+        self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)
+        lines = self.wire, self.gloo
+        self.faults = Faults(self.store, self.rank, self.world, here.arena, here.one_host, lines)
         self.models: dict[str, CostModel] = {}
         self.choices: dict[tuple[str, int, bool], str] = {}
         self.compare_always = False
-        self.comparing = False
         self.look_for_nan = False
-        # The ranks that send and receive in the operation that runs.
-        self.talking: Sequence[int] = range(self.world)
-        # What this rank brings to the all-to-all that runs.
-        self.lengths: Lengths | None = None
-        self._calls = 0
-        self._broken: RankLost | None = None
+        self.operation = Operation()
+        self._made: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         self._lock, self._starting = threading.Lock(), threading.Lock()
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -125,11 +118,11 @@ class Communicator:
             found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
             with self._lock:
-                self._begin(compare)
+                self._begin(compare, packed)
                 try:
                     body(packed)
                 except BaseException as error:
-                    reason = self._reason(error, packed)
+                    reason = self.faults.reason(error, self.operation, self.timeout)
                     if reason is error:
                         raise
                     raise reason from error
@@ -144,12 +137,9 @@ class Communicator:
             with event or nullcontext():
                 operation()
             return None
-        work = Work(
-            operation,
-            as_list(result),
-            timeout=self.timeout,
-            progress=lambda: self._calls,
-        )
+        made = as_list(result)
+        self._heed_timeout()
+        work = Work(operation, made, timeout=self.timeout, progress=lambda: self.operation.number)
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -165,23 +155,22 @@ class Communicator:
     def abort(self) -> None:
         """Take no further part: what runs here ends in an error, and so does every other rank's."""
         lost = RankLost([self.rank], f"rank {self.rank} has aborted; {UNUSABLE}")
-        self._give_up(lost, b"")
+        self.faults.give_up(lost, self.operation)
 
     def close(self) -> None:
         """Stop the thread and release what the kernel holds."""
         self._queue.put(None)
         self.topology.close()
 
-    def _begin(self, compare: bool) -> None:
-        if self._broken is not None:
-            raise RankLost(self._broken.ranks, f"an earlier call has failed: {self._broken}")
-        self._calls += 1
+    def _begin(self, compare: bool, packed: bytes) -> None:
+        if (broken := self.faults.broken) is not None:
+            raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
         self._heed_timeout()
-        self.comparing = compare
-        self.talking = range(self.world)
-        self.lengths = None
+        self._made.append(packed)
+        number = self.operation.number + 1
+        self.operation = Operation(number, self._made, range(self.world), compare)
         # What is left of the timeout is for finding out who is lost.
-        self.wire.finish_within(0.8 * self.timeout)
+        self.wire.finish_within(MESSAGES_PART * self.timeout)
         self.wire.speak_of(b"")
 
     def _heed_timeout(self) -> None:
@@ -191,85 +180,6 @@ class Communicator:
             self.timeout = seconds
             if self.topology.arena is not None:
                 self.topology.arena.timeout = seconds
-
-    def _reason(self, error: BaseException, packed: bytes) -> BaseException:
-        """Why the call has failed, as every rank is to say it; the group is given up, if it is."""
-        if isinstance(error, PeerError):
-            lost = self._who_is_lost(error, packed)
-            self._give_up(lost, packed)
-            return lost
-        if isinstance(error, Mismatch):
-            # The ranks of this host have found it; the other hosts' wait for messages.
-            if not (self.topology.one_host or self.comparing):
-                self._give_up(error, packed, found_here=True)
-            return error
-        if isinstance(error, RankLost):
-            reason = self._told_difference() or error
-            self._give_up(reason, packed)
-            return reason
-        failed = RankLost([self.rank], f"rank {self.rank} failed: {error!r}")
-        self._give_up(failed, packed)
-        return error
-
-    def _give_up(
-        self, reason: RankLost | Mismatch, packed: bytes, *, found_here: bool = False
-    ) -> None:
-        """Take no further part, and let every rank know why.
-
-        What the host's ranks all find at the same tick (`found_here`) need not be told to them, and
-        must not be: one that is late would miss the tick.
-        """
-        self._broken = RankLost(reason.ranks, str(reason))
-        if not self.topology.one_host:
-            difference = str(reason) if isinstance(reason, Mismatch) else ""
-            entry = Entry(self.rank, packed, reason.ranks, difference)
-            Roll(self.store, self._calls).sign(entry)
-            self.wire.hang_up()
-            self.gloo.hang_up()
-        # Last: who is told so in memory looks for the reason in the roll.
-        if self.topology.arena is not None and not found_here:
-            self.topology.arena.leave(reason.ranks[0])
-
-    def _told_difference(self) -> Mismatch | None:
-        """How calls differ, if another host has found that they do."""
-        if not self.topology.one_host:
-            for entry in Roll(self.store, self._calls).read([], 0).values():
-                if entry.difference:
-                    return Mismatch(entry.difference, entry.blames)
-        return None
-
-    def _who_is_lost(self, error: PeerError, packed: bytes) -> RankLost | Mismatch:
-        arena = self.topology.arena
-        if arena is not None and (dead := arena.dead()):
-            ranks = [arena.names[i] for i in dead]
-            return RankLost(ranks, f"rank {ranks[0]} died (call {self._calls}); {UNUSABLE}")
-        roll = Roll(self.store, self._calls)
-        lengths = (self.lengths.sends, self.lengths.receives) if self.lengths else None
-        roll.sign(Entry(self.rank, packed, lengths=lengths))
-        self.wire.hang_up()
-        self.gloo.hang_up()
-        seconds = min(GRACE_SECONDS, 0.15 * self.timeout)
-        entries = roll.read(self.talking, seconds)
-        told = f"messages failed in call {self._calls}: {error}; {UNUSABLE}"
-        for rank, entry in entries.items():
-            if entry.difference:
-                return Mismatch(entry.difference, entry.blames)
-            if entry.blames:
-                names = f"rank {', '.join(map(str, entry.blames))}"
-                return RankLost(entry.blames, f"{names} is lost, says rank {rank}; {told}")
-        # First: a rank that is absent may have had all that it needed of this call.
-        try:
-            compare([entry.call for entry in entries.values()], list(entries))
-            brought = {e.rank: Lengths(*e.lengths) for e in entries.values() if e.lengths}
-            compare_lengths(brought, range(self.world))
-        except Mismatch as difference:
-            return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
-        if absent := [rank for rank in self.talking if rank not in entries]:
-            who = f"rank {', '.join(map(str, absent))}"
-            return RankLost(absent, f"{who} gave no sign of life for {seconds:g} s after {told}")
-        if error.peer is None:
-            return RankLost([], f"a connection broke, and every rank is still there: {told}")
-        return RankLost([error.peer], f"rank {error.peer} broke off: {told}")
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -44,7 +44,7 @@ def reduce(
     def body(packed: bytes) -> None:
         flat = flatten(tensor)
         result = flat if comm.rank == root else flat.clone()
-        dispatch.all_reduce(comm, call, packed, result)
+        dispatch.run(comm, call, packed, result)
         if comm.rank == root:
             copy_back(tensor, result)
 
@@ -96,7 +96,7 @@ def all_gather(
     def body(packed: bytes) -> None:
         own = flatten(tensor)
         gathered = own.new_empty(comm.world * own.numel())
-        dispatch.all_gather(comm, call, packed, gathered, own)
+        dispatch.run(comm, call, packed, gathered, own)
         for output, part in zip(outputs, gathered.chunk(comm.world), strict=own.numel() > 0):
             copy_back(output, part)
 
@@ -118,7 +118,7 @@ def reduce_scatter(
 
     def body(packed: bytes) -> None:
         out, flat = flatten(output), torch.cat([flatten(each) for each in inputs])
-        dispatch.reduce_scatter(comm, call, packed, out, flat)
+        dispatch.run(comm, call, packed, out, flat)
         copy_back(output, out)
 
     return comm.run(call, inputs, body, async_op=async_op, result=output)

@@ -5,9 +5,11 @@ A call picks its algorithm, compares itself with the other ranks' where that is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from collectives.algorithms import halving_doubling, hierarchical, ring, tree
 from collectives.choice.cost import NATIVE, CostModel, candidates
 from collectives.choice.tuning import TunedModel, tune
 from collectives.communicator import Communicator
+from collectives.errors import PeerError, RankLost
+from collectives.faults import fetch
 from collectives.shared_memory import protocol
 from collectives.shared_memory.fingerprint import (
     Call,
@@ -34,57 +38,26 @@ BY_MESSAGES: dict[str, ModuleType] = {
 }
 
 
-def all_reduce(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> None:
-    """Reduce the flat tensor over all ranks, in place."""
-    algorithm, topology = start(comm, call, packed, _size(flat)), comm.topology
+def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+    """Do a reduction, gather or broadcast on flat tensors: one, or (output, input)."""
+    algorithm = start(comm, call, packed, max(map(_size, tensors)))
+    topology, kind = comm.topology, call.steps
+    # What the functions take beside the tensors, all by the collective's name.
+    rest: tuple[Any, ...] = {"all_gather": (), "broadcast": (call.root,)}.get(kind, (call.op,))
     if algorithm == "shared_memory":
-        protocol.all_reduce(topology.require(), flat, call.op, packed, topology.shared(flat))
+        if kind == "all_reduce":
+            rest = (*rest, packed, topology.shared(tensors[0]))
+        else:
+            rest = (*rest, packed)
+        getattr(protocol, kind)(topology.require(), *tensors, *rest)
     elif algorithm == "hierarchical":
-        comm.talking = hierarchical.heads(topology.hosts)
-        hierarchical.all_reduce(topology.arena, comm.wire, topology.hosts, flat, call.op, packed)
+        hosts, root = topology.hosts, call.root if kind == "broadcast" else None
+        comm.operation.talking = hierarchical.heads(hosts, root)
+        getattr(hierarchical, kind)(topology.arena, comm.wire, hosts, *tensors, *rest, packed)
     elif algorithm == NATIVE:
-        _on_gloo(comm, call, packed, flat)
+        _on_gloo(comm, call, packed, *tensors)
     else:
-        BY_MESSAGES[algorithm].all_reduce(comm.wire, flat, call.op)
-
-
-def reduce_scatter(
-    comm: Communicator, call: Call, packed: bytes, out: Tensor, flat: Tensor
-) -> None:
-    """out = this rank's slice of the reduction of `flat`."""
-    algorithm = start(comm, call, packed, _size(flat))
-    if algorithm == "shared_memory":
-        protocol.reduce_scatter(comm.topology.require(), out, flat, call.op, packed)
-    elif algorithm == NATIVE:
-        _on_gloo(comm, call, packed, out, flat)
-    else:
-        BY_MESSAGES[algorithm].reduce_scatter(comm.wire, out, flat, call.op)
-
-
-def all_gather(comm: Communicator, call: Call, packed: bytes, out: Tensor, own: Tensor) -> None:
-    """out = every rank's `own`, one after the other."""
-    algorithm = start(comm, call, packed, _size(out))
-    if algorithm == "shared_memory":
-        protocol.all_gather(comm.topology.require(), out, own, packed)
-    elif algorithm == NATIVE:
-        _on_gloo(comm, call, packed, out, own)
-    else:
-        BY_MESSAGES[algorithm].all_gather(comm.wire, out, own)
-
-
-def broadcast(comm: Communicator, call: Call, packed: bytes, flat: Tensor) -> None:
-    """Give every rank the tensor of rank `call.root`."""
-    algorithm = start(comm, call, packed, _size(flat))
-    if algorithm == "shared_memory":
-        protocol.broadcast(comm.topology.require(), flat, call.root, packed)
-    elif algorithm == "hierarchical":
-        topology = comm.topology
-        comm.talking = hierarchical.heads(topology.hosts, call.root)
-        hierarchical.broadcast(topology.arena, comm.wire, topology.hosts, flat, call.root, packed)
-    elif algorithm == NATIVE:
-        _on_gloo(comm, call, packed, flat)
-    else:
-        BY_MESSAGES[algorithm].broadcast(comm.wire, flat, call.root)
+        getattr(BY_MESSAGES[algorithm], kind)(comm.wire, *tensors, *rest)
 
 
 def all_to_all(
@@ -99,9 +72,10 @@ def all_to_all(
     if start(comm, call, packed, 1 << 20) == "shared_memory":
         protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
         return
-    comm.lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
-    if comm.comparing or comm.topology.one_host:
-        numbers = torch.tensor(comm.lengths.sends + comm.lengths.receives)
+    own = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    comm.operation.lengths = own
+    if comm.operation.comparing or comm.topology.one_host:
+        numbers = torch.tensor(own.sends + own.receives)
         everyone = gather_by_messages(comm.wire, numbers.numpy().tobytes())
         told = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in everyone]
         places = range(comm.world)
@@ -121,7 +95,8 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     """Pick the algorithm for this call, and compare the call with the other ranks'."""
     algorithm, one_host = call.algorithm, comm.topology.one_host
     if algorithm == "auto" and one_host:
-        algorithm = _choose(comm, call, packed, size)
+        # Nothing to measure: memory costs less than messages at every size.
+        algorithm = "shared_memory"
     if algorithm != "shared_memory":
         # Shared memory compares by itself, at a tick that it needs anyway.
         agree(comm, packed)
@@ -140,18 +115,17 @@ def agree(comm: Communicator, packed: bytes) -> None:
     """Compare this rank's call with the others', where that is due."""
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
-    elif comm.comparing:
+    elif comm.operation.comparing:
         compare(gather_by_messages(comm.wire, packed), range(comm.world))
     comm.wire.speak_of(packed)
 
 
 def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
-    # Nothing to measure on one host: memory costs less than messages at every size.
-    native = not comm.topology.one_host and comm.gloo.can(call.steps, call.dtype, call.op)
+    native = comm.gloo.can(call.steps, call.dtype, call.op)
     native = native and size > 0 and comm.gloo.has_room_for(packed)
     key = call.steps, size, native
     if key not in comm.choices:
-        model, hosts = comm.models.setdefault(call.steps, CostModel()), comm.topology.ranks_per_host
+        model, hosts = comm.models[call.steps], comm.topology.ranks_per_host
         possible = model.candidates(call.steps, hosts)
         comm.choices[key] = min(
             [name for name in possible if native or name != NATIVE],
@@ -163,19 +137,30 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 def _measured(comm: Communicator, kind: str) -> CostModel:
     # A group on hosts where an earlier one was measured takes that over, if its rank 0 has it.
     where = kind, comm.topology.where, comm.topology.ranks_per_host
-    if comm.rank == 0:
-        known = _models.get(where)
-        comm.store.set(f"known/{kind}", known.to_json() if known else "")
-    if told := comm.store.get(f"known/{kind}"):
+    known = _models.get(where)
+    if told := _told_by_rank_0(comm, f"known/{kind}", known.to_json() if known else ""):
         return TunedModel.from_json(told)
     # The ranks agree on what they do.
-    comparing, comm.comparing = comm.comparing, False
+    operation = comm.operation
+    comparing, operation.comparing = operation.comparing, False
     probe = partial(_probe, comm, kind)
     hosts, native = comm.topology.ranks_per_host, comm.gloo.can(kind, torch.float32, "")
-    model = tune(kind, probe, hosts, comm.wire, comm.store, native=native)
-    comm.comparing, comm.talking = comparing, range(comm.world)
+    # One rank's arithmetic decides, or ranks could choose differently.
+    agree = partial(_told_by_rank_0, comm, f"model/{kind}")
+    model = tune(kind, probe, hosts, comm.wire, agree, native=native)
+    operation.comparing, operation.talking = comparing, range(comm.world)
     _models[where] = model
     return model
+
+
+def _told_by_rank_0(comm: Communicator, key: str, text: str) -> bytes:
+    try:
+        tell = {key: text} if comm.rank == 0 else {}
+        until = time.monotonic() + comm.wire.seconds_left
+        return fetch(comm.store, {0: key}, until, tell)[0]
+    except RankLost as error:
+        # It may have made another call: that is found out as for messages.
+        raise PeerError(0, str(error)) from error
 
 
 def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
@@ -184,14 +169,8 @@ def _probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None:
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
     flat = torch.zeros(size // 4 // comm.world * comm.world)
     part = torch.zeros(size // 4 // comm.world)
-    if kind == "all_reduce":
-        all_reduce(comm, call, call.packed, flat)
-    elif kind == "reduce_scatter":
-        reduce_scatter(comm, call, call.packed, part, flat)
-    elif kind == "all_gather":
-        all_gather(comm, call, call.packed, flat, part)
-    else:
-        broadcast(comm, call, call.packed, flat)
+    pairs = {"reduce_scatter": (part, flat), "all_gather": (flat, part)}
+    run(comm, call, call.packed, *pairs.get(kind, (flat,)))
 
 
 def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, op: str) -> None:
@@ -216,5 +195,8 @@ def _size(flat: Tensor) -> int:
 def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
     # gloo does not take empty tensors; all ranks know that theirs are.
     if tensors[0].numel():
+        if packed not in comm.gloo.groups:
+            # Nothing interrupts gloo while it connects, so ranks that disagree must not get there.
+            gather_by_messages(comm.wire, b"connect")
         left = comm.wire.seconds_left
         comm.gloo.run(call.steps, packed, tensors, op=call.op, root=call.root, seconds=left)

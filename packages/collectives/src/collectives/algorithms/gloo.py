@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from collectives.algorithms.point_to_point import PeerError, first_line, hang_up
+from collectives.algorithms.point_to_point import first_line, hang_up
 from collectives.algorithms.reduction import average
+from collectives.errors import PeerError
+from collectives.faults import STORE_SECONDS, within
 
 MOST_GROUPS = 64
 # What gloo sums as this package does: 16-bit floats it would round at every rank.
@@ -39,7 +41,7 @@ class GlooGroups:
         self._base = backend if isinstance(backend, ProcessGroupGloo) else None
         self._options: Any = None if self._base is None else self._base.options
         self._store = store
-        self._groups: dict[bytes, Any] = {}
+        self.groups: dict[bytes, Any] = {}
 
     def timeout_seconds(self) -> float:
         """The timeout of the group that the ranks have; 0 if there is none to ask."""
@@ -56,7 +58,7 @@ class GlooGroups:
 
     def has_room_for(self, call: bytes) -> bool:
         """Whether there is a group for this call, or may be one more."""
-        return call in self._groups or len(self._groups) < MOST_GROUPS
+        return call in self.groups or len(self.groups) < MOST_GROUPS
 
     def run(
         self,
@@ -70,17 +72,19 @@ class GlooGroups:
         """Do the collective on flat tensors; raise PeerError where a rank does not come."""
         timeout = timedelta(seconds=max(1e-3, seconds))
         try:
-            if call not in self._groups:
-                self._groups[call] = self._make(call, timeout)
-            RUN[kind](self._groups[call], tensors, op, root).wait(timeout)
-        except RuntimeError as error:
+            if call not in self.groups:
+                self.groups[call] = self._make(call, timeout)
+            # gloo's own waits, inside, go by the group's timeout.
+            self.groups[call]._set_default_timeout(timeout)
+            RUN[kind](self.groups[call], tensors, op, root).wait(timeout)
+        except (RuntimeError, TimeoutError) as error:
             raise PeerError(None, first_line(error)) from error
         if op:
-            average(op, tensors[0], self._groups[call].size())
+            average(op, tensors[0], self.groups[call].size())
 
     def hang_up(self) -> None:
         """Close all connections."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             hang_up(group, set(range(group.size())) - {group.rank()})
 
     def _make(self, call: bytes, timeout: timedelta) -> Any:
@@ -92,7 +96,8 @@ class GlooGroups:
         # Two by default: with one, a worker that has just gone to sleep is waited for.
         options._threads, options._timeout = base.options._threads, timeout
         store = PrefixStore(f"gloo/{call.hex()}", self._store)
-        return gloo(store, base.rank(), base.size(), options)
+        seconds = timeout.total_seconds() + STORE_SECONDS
+        return within(seconds, lambda: gloo(store, base.rank(), base.size(), options))
 
 
 def _all_reduce(group: Any, tensors: tuple[Tensor, ...], op: str, _: int) -> Any:

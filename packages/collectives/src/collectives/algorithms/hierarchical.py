@@ -6,15 +6,20 @@ rank sends 2(H-1)/H S and all others nothing. Sums of 16-bit floats are rounded 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from collectives.algorithms import ring
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.algorithms.reduction import average
+from collectives.faults import HOSTS_PART
 from collectives.shared_memory import protocol
 from collectives.shared_memory.arena import Arena
+
+LEAST_PART = 0.1
 
 
 def all_reduce(
@@ -28,18 +33,29 @@ def all_reduce(
     """Reduce the flat tensor over all ranks, in place."""
     partial = "SUM" if name == "AVG" else name
     speakers = heads(hosts)
+    began, speaks = time.monotonic(), wire.rank in speakers
     if arena is not None:
-        # A host where a rank is missing must find it before the others give up on its speaker.
-        patience, arena.timeout = arena.timeout, 0.6 * arena.timeout
-        try:
+        with patient(arena, HOSTS_PART):
             protocol.all_reduce(arena, flat, partial, call)
-        finally:
-            arena.timeout = patience
-    if wire.rank in speakers:
+    if speaks:
         ring.all_reduce(wire.among(speakers), flat, partial)
         average(name, flat, wire.world)
     if arena is not None:
-        protocol.broadcast(arena, flat, 0, call)
+        # The others wait for their speaker here, and with it for other hosts; it for them alone.
+        passed = (time.monotonic() - began) / arena.timeout
+        with patient(arena, (HOSTS_PART if speaks else 1.0) - passed):
+            protocol.broadcast(arena, flat, 0, call)
+
+
+@contextmanager
+def patient(arena: Arena, part: float) -> Iterator[None]:
+    """Inside, ranks of this host wait for one another that part of the timeout, and a little."""
+    timeout = arena.timeout
+    arena.timeout *= max(part, LEAST_PART)
+    try:
+        yield
+    finally:
+        arena.timeout = timeout
 
 
 def broadcast(
@@ -56,7 +72,8 @@ def broadcast(
         ring.broadcast(wire.among(speakers), flat, speakers.index(source))
     if arena is not None:
         head = next(rank for rank in speakers if rank in arena.names)
-        protocol.broadcast(arena, flat, arena.names.index(head), call)
+        with patient(arena, HOSTS_PART if wire.rank == head else 1.0):
+            protocol.broadcast(arena, flat, arena.names.index(head), call)
 
 
 def heads(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:

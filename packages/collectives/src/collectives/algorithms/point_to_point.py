@@ -25,20 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms.reduction import COMBINE, in_pieces
+from collectives.errors import PeerError
 
 PIECE_BYTES = 512 * 1024
 # gloo takes tags of 31 bits. The odd factor (2^32 over the golden ratio) spreads lengths over them.
 TAG_BITS, SPREAD = 0x7FFFFFFF, 0x9E3779B1
 
 Message = tuple[int, Tensor]
-
-
-class PeerError(RuntimeError):
-    """Messages with a peer failed; `peer` is its rank in the group, None if that is not known."""
-
-    def __init__(self, peer: int | None, reason: str) -> None:
-        super().__init__(reason if peer is None else f"lost rank {peer}: {reason}")
-        self.peer = peer
 
 
 class PointToPoint:
@@ -51,7 +44,7 @@ class PointToPoint:
         self._group = group
         self._ranks = ranks
         self.rank, self.world = rank, len(ranks)
-        self._deadline = [float("inf")]
+        self._deadline = [float("inf"), float("inf")]
         self._sent = [0]
         self._subject = [0]
 
@@ -75,7 +68,11 @@ class PointToPoint:
 
     def finish_within(self, seconds: float) -> None:
         """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
-        self._deadline[0] = time.monotonic() + seconds
+        self._deadline[:] = time.monotonic() + seconds, seconds
+
+    def renew(self) -> None:
+        """Let that time begin anew: all ranks have shown that they are there."""
+        self.finish_within(self._deadline[1])
 
     def speak_of(self, call: bytes) -> None:
         """From now on, meet only messages of ranks that speak of the same call."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import collectives
 from collectives.algorithms.reduction import in_pieces
-from collectives.bench.turns import Times, ratios, time_in_turns
+from collectives.bench.turns import Times, time_in_turns
 from collectives.choice.cost import candidates
 from collectives.communicator import communicator
 
@@ -68,31 +69,19 @@ def bench(
     rows = []
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            start_processes(
-                _rank,
-                args=(world, folder, backend, device, sizes, quick),
-                nprocs=world,
-                start_method="spawn",
-            )
+            how = world, folder, backend, device, sizes, quick
+            start_processes(_rank, args=how, nprocs=world, start_method="spawn")
             rows += json.loads(Path(folder, "rows").read_text())
     return rows
 
 
-def _rank(
-    rank: int,
-    world: int,
-    folder: str,
-    backend: str,
-    device: str,
-    sizes: Sequence[int],
-    quick: bool,
-) -> None:
+def _rank(rank: int, world: int, folder: str, backend: str, *how: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("LOCAL_RANK", str(rank))
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    rows = _measure(device, sizes, quick)
+    rows = _measure(*how)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -159,33 +148,22 @@ def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
     rank, world, native = dist.get_rank(), dist.get_world_size(), dist.get_backend()
     count = size // 4 // world
     short, long = torch.empty(count, device=device), torch.empty(count * world, device=device)
-    theirs, ours = {
-        "reduce_scatter": (
-            partial(dist.reduce_scatter_tensor, short, long),
-            partial(collectives.reduce_scatter_tensor, short, long),
-        ),
-        "all_gather": (
-            partial(dist.all_gather_into_tensor, long, short),
-            partial(collectives.all_gather_into_tensor, long, short),
-        ),
-    }[kind]
-    calls: dict[str, Callable[[], object]] = {native: theirs}
+    if kind == "reduce_scatter":
+        name, result, source, wants = f"{kind}_tensor", short, long, [_sum(device)]
+    else:
+        name, result, source = f"{kind}_into_tensor", long, short
+        wants = [_values(r, device) for r in range(world)]
+    calls: dict[str, Callable[[], object]] = {native: partial(getattr(dist, name), result, source)}
+    ours = partial(getattr(collectives, name), result, source)
     calls |= {n: partial(ours, algorithm=n) for n in ("auto", *_algorithms(kind))}
     measured = time_in_turns(calls, size, quick, device)
     rows = []
     for name, call in calls.items():
-        if kind == "reduce_scatter":
-            for part in long.chunk(world):
-                _fill(part, _values(rank, device))
-            short.fill_(torch.nan)
-            call()
-            wrong = _wrong(short, _sum(device))
-        else:
-            _fill(short, _values(rank, device))
-            long.fill_(torch.nan)
-            call()
-            parts = enumerate(long.chunk(world))
-            wrong = sum(_wrong(part, _values(r, device)) for r, part in parts)
+        for part in source.split(max(1, count)):
+            _fill(part, _values(rank, device))
+        result.fill_(torch.nan)
+        call()
+        wrong = sum(map(_wrong, result.split(max(1, count)), wants))
         row = _row(kind, name, size, measured[name], wrong)
         rows.append(row | _ratios(measured, name, native))
     return rows
@@ -223,8 +201,8 @@ def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
     comm = communicator()
     # What is scattered or gathered is a multiple of the ranks.
     whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
-    runs = name
-    if name == "auto":
+    runs = "shared_memory" if name == "auto" else name
+    if name == "auto" and not comm.topology.one_host:
         runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
     return {
         "case": kind,
@@ -253,7 +231,7 @@ def _speed(kind: str, size: int, times: Times) -> Row:
 
 
 def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
-    by_round = ratios(times, native, name)
+    by_round = times[native].rounds / times[name].rounds
     return {
         "wire_bytes": times[name].wire_bytes,
         "ratio_p50": float(np.median(by_round)),
@@ -271,22 +249,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
     parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
-    arguments = parser.parse_args(argv)
-    rows = bench(
-        device=arguments.device,
-        quick=arguments.quick,
-        worlds=arguments.world,
-        sizes=arguments.sizes,
-    )
+    given = parser.parse_args(argv)
+    rows = bench(device=given.device, quick=given.quick, worlds=given.world, sizes=given.sizes)
     # Other ranks of a group that was here before have nothing to show.
     if not rows:
         return
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if arguments.plot:
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if given.plot:
         from collectives.bench.plot import plot
 
-        plot(rows, arguments.plot)
+        plot(rows, given.plot)
     print(table(rows))
 
 

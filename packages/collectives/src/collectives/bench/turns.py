@@ -80,12 +80,6 @@ def time_in_turns(
     }
 
 
-def ratios(times: Mapping[str, Times], over: str, under: str) -> np.ndarray:
-    """The time of `over` divided by that of `under`, round by round."""
-    found: np.ndarray = times[over].rounds / times[under].rounds
-    return found
-
-
 def sent_bytes() -> int:
     """Bytes that this process's open TCP connections have sent so far, headers not counted."""
     if not sys.platform.startswith("linux"):

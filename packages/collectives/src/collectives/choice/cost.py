@@ -1,16 +1,15 @@
 """What a collective costs: the alpha-beta model, fitted to a measurement, and the choice it makes.
 
-An algorithm's time is linear in six prices (Thakur, Rabenseifner and Gropp, 2005):
+Between hosts an algorithm's time is linear in four prices (Thakur, Rabenseifner and Gropp, 2005):
 
     seconds = messages alpha + operations omega + wire bytes beta + reduced bytes gamma
-            + ticks tau + copied bytes mu
 
 where alpha is the latency of a message, omega what a rank spends on starting and ending a send or a
-receive (the overhead of LogP: Culler and others, 1993), 1/beta the bandwidth of a link, gamma the
-time to combine a byte, tau a tick of shared memory and mu the time to copy a byte through it. What
-an algorithm spends of each is counted here from its definition (`terms`), so a fit is linear least
-squares. Without omega a ring of two, which sends and receives at once, would cost what a tree does,
-which sends and then receives; on short messages it takes longer.
+receive (the overhead of LogP: Culler and others, 1993), 1/beta the bandwidth of a link and gamma
+the time to combine a byte. What an algorithm spends of each is counted here from its definition
+(`terms`), so a fit is linear least squares. Without omega a ring of two, which sends and receives
+at once, would cost what a tree does, which sends and then receives; on short messages it takes
+longer. Memory that ranks share costs less than messages at every size, and is not priced.
 
 Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
 """
@@ -19,13 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
 from collectives.algorithms.halving_doubling import SHORT_BYTES
 from collectives.algorithms.point_to_point import PIECE_BYTES
-from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES
 
 # gloo's own collective: it has no terms here, only times.
 NATIVE = "gloo"
@@ -38,16 +36,7 @@ class Terms:
     messages: float = 0.0
     wire_bytes: float = 0.0
     reduced_bytes: float = 0.0
-    ticks: float = 0.0
-    copied_bytes: float = 0.0
     operations: float = 0.0
-
-    def __add__(self, other: Terms) -> Terms:
-        return Terms(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
-
-    def values(self) -> tuple[float, ...]:
-        """The six numbers in order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -63,13 +52,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Six prices. The defaults are a loopback's; `fit` finds those of a machine."""
+    """Four prices. The defaults are a loopback's; `fit` finds those of a machine."""
 
     message_seconds: float = 1.5e-4
     wire_seconds_per_byte: float = 8e-10
     reduce_seconds_per_byte: float = 1e-10
-    tick_seconds: float = 1e-5
-    copy_seconds_per_byte: float = 1e-10
     operation_seconds: float = 5e-5
 
     @classmethod
@@ -84,7 +71,7 @@ class CostModel:
         if not samples:
             raise ValueError("no samples to fit; measure at least one size for each algorithm")
         samples = [sample for sample in samples if sample.algorithm != NATIVE]
-        rows = np.array([terms(s.collective, s.algorithm, s.size_bytes, s.hosts).values()
+        rows = np.array([astuple(terms(s.collective, s.algorithm, s.size_bytes, s.hosts))
                          for s in samples])  # fmt: skip
         rows /= np.array([s.seconds for s in samples])[:, None]
         # To columns of one length, or prices of a nanosecond would be taken for rounding.
@@ -97,21 +84,8 @@ class CostModel:
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
     ) -> float:
         """Seconds on hosts with so many ranks each: (4,) is one host, (1, 1) two of one rank."""
-        correction = self.correction(collective, algorithm, size_bytes, hosts)
-        return correction * self.uncorrected(collective, algorithm, size_bytes, hosts)
-
-    def uncorrected(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
-    ) -> float:
-        """Seconds by the six prices alone."""
-        spent = terms(collective, algorithm, size_bytes, tuple(hosts)).values()
+        spent = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
         return sum(a * b for a, b in zip(spent, self.prices(), strict=True))
-
-    def correction(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
-    ) -> float:
-        """By what the prices are off, where that is known."""
-        return 1.0
 
     def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
         """The algorithms whose time is known."""
@@ -125,7 +99,7 @@ class CostModel:
         )
 
     def prices(self) -> tuple[float, ...]:
-        """The six numbers in order."""
+        """The four numbers in order."""
         return tuple(getattr(self, field.name) for field in fields(CostModel))
 
 
@@ -150,12 +124,9 @@ def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) ->
     if world == 1:
         return Terms()
     if algorithm == "shared_memory":
-        return _shared_memory(collective, size, world)
+        return Terms(reduced_bytes=size)
     if algorithm == "hierarchical":
-        inside = _shared_memory("broadcast", size, max(hosts))
-        if collective == "all_reduce":
-            inside += _shared_memory(collective, size, max(hosts))
-        return inside + _by_messages(collective, "ring", size, len(hosts), 1)
+        return _by_messages(collective, "ring", size, len(hosts), 1)
     # Ranks of one host send to another one over the same link.
     return _by_messages(collective, algorithm, size, world, max(hosts) if len(hosts) > 1 else 1)
 
@@ -199,19 +170,3 @@ def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing
     if (collective, algorithm) not in spent:
         raise ValueError(f"there is no {collective} by {algorithm!r}")
     return spent[collective, algorithm]
-
-
-def _shared_memory(collective: str, size: int, world: int) -> Terms:
-    chunks = max(1, math.ceil(size / SLOT_BYTES))
-    if collective == "all_reduce":
-        if size <= ONE_SHOT_BYTES or world == 2:
-            return Terms(reduced_bytes=(world - 1) * size, ticks=chunks, copied_bytes=size)
-        return Terms(
-            reduced_bytes=(world - 1) / world * size, ticks=2 * chunks, copied_bytes=2 * size
-        )
-    if collective == "reduce_scatter":
-        return Terms(reduced_bytes=(world - 1) / world * size, ticks=chunks, copied_bytes=size)
-    if collective == "all_gather":
-        chunks = max(1, math.ceil(size / world / SLOT_BYTES))
-        return Terms(ticks=chunks, copied_bytes=size + size / world)
-    return Terms(ticks=chunks, copied_bytes=2 * size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,7 +37,9 @@ class Topology:
     """The ranks of a group by host, this host's arena, and the tensors allocated in it."""
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
-        self._store, self._rank, self._timeout = store, rank, timeout
+        self._store, self._rank = store, rank
+        # One for all of it, which is several rounds of asking and telling.
+        self._deadline = time.monotonic() + timeout
         mappings, addresses = self._offer("arena", ARENA_BYTES, range(world))
         reach = [rank for rank in range(world) if mappings[rank] is not None]
         reaches = self._tell("reach", json.dumps(reach), range(world))
@@ -76,8 +79,9 @@ class Topology:
         if self.arena is not None:
             self.arena.close()
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
         """`numel` zeros that all ranks of the host map; an ordinary tensor if that cannot be."""
+        self._deadline = time.monotonic() + seconds
         self._allocations += 1
         size = max(1, numel) * dtype.itemsize
         mappings, _ = self._offer(f"allocation/{self._allocations}", size, self.here)
@@ -144,8 +148,8 @@ class Topology:
 
     def _tell(self, key: str, text: str, ranks: Sequence[int]) -> list[bytes]:
         """Put a text where the other ranks find it, and get theirs."""
-        self._store.set(f"{key}/{self._rank}", text)
-        return list(fetch(self._store, {r: f"{key}/{r}" for r in ranks}, self._timeout).values())
+        keys, tell = {r: f"{key}/{r}" for r in ranks}, {f"{key}/{self._rank}": text}
+        return list(fetch(self._store, keys, self._deadline, tell).values())
 
 
 def _why_not(own: Address, other: Address) -> str:

@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import Store
 
 from collectives.algorithms import tree
 from collectives.algorithms.point_to_point import PointToPoint
@@ -26,14 +25,16 @@ SIZES = {1 << 10: 4, 16 << 10: 4, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20
 MOST_TURNS = 25
 # After so long on a size, the turn that has begun is the last.
 SECONDS = 0.3
+# A group with a short timeout measures less: for each size the timeout over this.
+LEAST_OF_TIMEOUT = 40
 
 
 @dataclass(frozen=True)
 class TunedModel(CostModel):
     """A model that says, of what was measured, what the measurement said.
 
-    Between two measured sizes it is the model's time, scaled by what that was off by at both;
-    beyond them, by what it was off by at the nearest.
+    Between two measured sizes times lie on the line in logarithms; below the shortest it is
+    latency that counts, beyond the longest bytes.
     """
 
     samples: tuple[Sample, ...] = ()
@@ -43,20 +44,6 @@ class TunedModel(CostModel):
         """The prices of `CostModel.fit`, and the samples."""
         return cls(**asdict(CostModel.fit(samples)), samples=tuple(samples))
 
-    def correction(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
-    ) -> float:
-        """Measured time over the model's."""
-        off = {
-            size: seconds / self.uncorrected(collective, algorithm, size, hosts)
-            for size, seconds in self._measured(collective, algorithm, hosts).items()
-        }
-        if not off:
-            return 1.0
-        sizes = sorted(off)
-        logs = np.log([off[size] for size in sizes])
-        return float(np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs)))
-
     def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
         """The algorithms of the package, and gloo's own where it was measured."""
         known = super().candidates(collective, hosts)
@@ -65,14 +52,13 @@ class TunedModel(CostModel):
     def predict(
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
     ) -> float:
-        """Seconds; of gloo, what was measured: between two sizes on the line in logarithms."""
-        if algorithm != NATIVE:
-            return super().predict(collective, algorithm, size_bytes, hosts)
+        """Seconds: what was measured if anything was, else what the prices say."""
         seconds = self._measured(collective, algorithm, hosts)
+        if not seconds:
+            return super().predict(collective, algorithm, size_bytes, hosts)
         sizes = sorted(seconds)
         logs = np.log([seconds[size] for size in sizes])
         found = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs))
-        # Beyond the longest, bytes are all that counts.
         return float(found) * max(1.0, size_bytes / sizes[-1])
 
     def _measured(self, collective: str, algorithm: str, hosts: Sequence[int]) -> dict[int, float]:
@@ -100,21 +86,28 @@ def tune(
     call: Callable[[str, int], object],
     hosts: Sequence[int],
     wire: PointToPoint,
-    store: Store,
+    agree: Callable[[str], bytes],
     *,
     native: bool,
 ) -> TunedModel:
     """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
 
-    Every rank returns the same one. `native` says whether gloo's own can be called.
+    Every rank returns the same one: `agree` gives all of them rank 0's text. `native` says whether
+    gloo's own can be called.
     """
     samples, algorithms = [], candidates(kind, hosts, shared=False)
     if native:
         algorithms = (*algorithms, NATIVE)
+    patience = min(SECONDS, wire.seconds_left / LEAST_OF_TIMEOUT)
     for size, calls in SIZES.items():
         begun, seconds = time.perf_counter(), list[list[float]]()
-        while len(seconds) < MOST_TURNS and not _any(wire, time.perf_counter() > begun + SECONDS):
+        over = False
+        while not over:
             seconds.append([_turn(partial(call, name, size), calls, wire) for name in algorithms])
+            late = time.perf_counter() > begun + patience
+            over = _any(wire, late or len(seconds) == MOST_TURNS)
+            # The timeout is for ranks that do not come, not for measuring.
+            wire.renew()
         slowest = torch.tensor(seconds, dtype=torch.float64)
         tree.all_reduce(wire, slowest.view(-1), "MAX")
         # The first turn pays for the connections.
@@ -123,10 +116,7 @@ def tune(
             Sample(kind, algorithm, size, tuple(hosts), times)
             for algorithm, times in zip(algorithms, usual.tolist(), strict=True)
         ]
-    # One rank's arithmetic decides, or ranks could choose differently.
-    if wire.rank == 0:
-        store.set(f"model/{kind}", TunedModel.fit(samples).to_json())
-    return TunedModel.from_json(store.get(f"model/{kind}"))
+    return TunedModel.from_json(agree(TunedModel.fit(samples).to_json() if wire.rank == 0 else ""))
 
 
 def _turn(call: Callable[[], object], calls: int, wire: PointToPoint) -> float:

@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.faults import RankLost
+from collectives.errors import UNUSABLE, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
 from collectives.shared_memory.fingerprint import NAN_AT, compare
 from collectives.shared_memory.segment import HEADER_BYTES
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 512 << 10
 SLOT_BYTES = CHUNK_BYTES // 2
 _CLOCK, _SLEEPERS, _CALLS, _NOTES, _DATA = 0, 8, 128, 640, 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
@@ -45,7 +45,6 @@ _CALL_ROOM, _NOTE_ROOM = 256, 64
 ONE_SHOT_BYTES = 32 * 1024
 PIECE_BYTES = 512 * 1024
 YIELDS = 200
-UNUSABLE = "this group cannot be used any more"
 SHORTEST_NAP, LONGEST_NAP = 2e-5, 1e-3
 
 

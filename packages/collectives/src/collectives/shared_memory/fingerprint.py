@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PointToPoint
+from collectives.errors import Mismatch
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
          "barrier", "shared_empty", "reduce", "gather", "scatter")  # fmt: skip
@@ -97,17 +98,6 @@ class Call:
         return f"{self.kind}({', '.join(parts)})"
 
 
-class Mismatch(RuntimeError):
-    """Ranks met with different calls, or with a NaN; `ranks` are the odd ones.
-
-    Where calls are compared first (`checked`, or one host) no data has moved, the group works on.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
-
 def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
     """Raise Mismatch, the same on every rank, unless all ranks packed the same sound call.
 
@@ -120,7 +110,7 @@ def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
     calls = [replace(call, has_nan=False) for call in calls]
     usual, times = Counter(calls).most_common(1)[0]
     if times == len(calls):
-        raise Mismatch(f"{_ranks(with_nan)} brought a NaN to {usual}", with_nan)
+        raise Mismatch(f"{names_of(with_nan)} brought a NaN to {usual}", with_nan)
     odd = {rank: call for rank, call in zip(names, calls, strict=True) if call != usual}
     told = "; ".join(f"rank {rank} called {call}" for rank, call in odd.items())
     raise Mismatch(
@@ -186,5 +176,6 @@ def has_nan(tensor: Tensor) -> bool:
     return bool(tensor.isnan().any())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def names_of(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -53,10 +53,9 @@ def all_reduce(
         shared = None
     note = _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
     arena.announce(call, note)
-    if engine.reduces(flat.dtype, name):
-        copies = engine.addresses(shared.copies) if shared else None
-        if _reduced(arena, "all_reduce", flat.numel(), flat, flat, name, copies):
-            return
+    copies = engine.addresses(shared.copies) if shared else None
+    if _by_engine(arena, "all_reduce", flat, flat, name, copies=copies):
+        return
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     if shared is None:
         _copy_in(arena, pieces[0])
@@ -80,9 +79,7 @@ def all_reduce(
 def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
     """out = this rank's slice of the reduction of `flat`."""
     arena.announce(call)
-    if engine.reduces(flat.dtype, name) and _reduced(
-        arena, "reduce_scatter", out.numel(), flat, out, name
-    ):
+    if _by_engine(arena, "reduce_scatter", flat, out, name):
         return
     slices = flat.tensor_split(arena.world)
     width = SLOT_BYTES // arena.world // flat.element_size()
@@ -103,7 +100,7 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
 def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
     """out = every rank's `own`, one after the other."""
     arena.announce(call)
-    if _moved(arena, "all_gather", own, out):
+    if _by_engine(arena, "all_gather", own, out):
         return
     slices = out.tensor_split(arena.world)
     width = SLOT_BYTES // own.element_size()
@@ -120,7 +117,7 @@ def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
 def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
     """Give every rank the tensor of rank `source`."""
     arena.announce(call)
-    if _moved(arena, "broadcast", flat, flat, source):
+    if _by_engine(arena, "broadcast", flat, flat, root=source):
         return
     for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
         if arena.rank == source:
@@ -172,32 +169,22 @@ def barrier(arena: Arena, call: bytes) -> None:
         arena.heard()
 
 
-def _reduced(
-    arena: Arena, kind: str, count: int, source: Tensor, out: Tensor, op: str, copies: Any = None
+def _by_engine(
+    arena: Arena, kind: str, source: Tensor, out: Tensor, op: str = "", **more: Any
 ) -> bool:
-    """Do a reduction of `count` elements a rank by the engine; False if there is none."""
-    return arena.by_engine(
-        kind,
-        count=count,
-        itemsize=source.element_size(),
-        dtype=engine.DTYPES[source.dtype],
-        op=engine.OPS[op],
-        input=source.data_ptr(),
-        output=out.data_ptr(),
-        copies=copies,
-    )
+    """Reduce, or (without an op) move bytes whatever they mean, by the engine; False if it cannot.
 
-
-def _moved(arena: Arena, kind: str, source: Tensor, out: Tensor, root: int = 0) -> bool:
-    """Move bytes by the engine, whatever they mean; False if there is none."""
-    return arena.by_engine(
-        kind,
-        count=source.numel() * source.element_size(),
-        itemsize=1,
-        root=root,
-        input=source.data_ptr(),
-        output=out.data_ptr(),
-    )
+    It counts what a rank brings; of a reduce-scatter what it gets.
+    """
+    if op and not engine.reduces(source.dtype, op):
+        return False
+    count, size = (out if kind == "reduce_scatter" else source).numel(), source.element_size()
+    if op:
+        more |= {"dtype": engine.DTYPES[source.dtype], "op": engine.OPS[op]}
+    else:
+        count, size = count * size, 1
+    places = {"input": source.data_ptr(), "output": out.data_ptr()}
+    return arena.by_engine(kind, count=count, itemsize=size, **places, **more)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
