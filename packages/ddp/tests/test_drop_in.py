@@ -494,6 +494,86 @@ def test_buffers_are_rank_0s_after_every_step() -> None:
     assert first[-1] == 4
 
 
+# ----- gradients that are kept -----
+
+
+KEEP = {
+    "itself": lambda p: p.grad,
+    "an alias": lambda p: p.grad.detach().view(-1),
+    "none": lambda p: None,
+}
+
+
+class Held(nn.Module):
+    """Branches that take turns, large and small gradients, complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([net(), nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 99))])
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor, turn: int = 0) -> torch.Tensor:
+        return self.branches[turn % 2](x).square().sum(1, keepdim=True) * self.phase.abs()
+
+
+def keeps(kind: str) -> bool:
+    both = Both(Held(), find_unused_parameters=True)
+    kept: list[list] = [[], []]
+    buckets = set()
+    for turn in range(8):
+        both.zero_grad()
+        x = both.batches(3, 5)
+        alone = turn % 4 < 2
+        with both.model.no_sync() if alone else nullcontext():
+            both.model(x[both.rank], turn).mean().backward()
+        ranks = [both.rank] if alone else range(both.world)
+        (sum(both.twin(x[rank], turn).mean() for rank in ranks) / len(ranks)).backward()
+        for grads, module in zip(kept, (both.module, both.twin), strict=True):
+            grads += [KEEP[kind](p) for p in module.parameters() if p.grad is not None]
+        if turn > 3:
+            layout = both.model._replica.reducer.layout
+            buckets.add(tuple(bucket.buffer.data_ptr() for bucket in layout.buckets))
+    for ours, theirs in zip(*kept, strict=True):
+        assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-9)
+    return kind == "an alias" or len(buckets) == 1
+
+
+def runs_out_of_inputs() -> bool:
+    both = Both(net())
+    kept = []
+    with both.model.join():
+        for _ in range(2 + 2 * both.rank):
+            both.zero_grad()
+            both.model(both.batches(3, 5)[both.rank]).square().mean().backward()
+            kept += [(p.grad, p.grad.clone()) for p in both.module.parameters()]
+    return all(torch.equal(*pair) for pair in kept)
+
+
+@pytest.mark.parametrize("kind", KEEP)
+def test_gradients_that_are_kept_keep_their_value(kind: str) -> None:
+    assert run_ranks(keeps, 2, kind) == [True, True]
+
+
+def test_gradients_that_are_kept_outlive_the_inputs() -> None:
+    assert run_ranks(runs_out_of_inputs, 2) == [True, True]
+
+
+def exchanges_gradients() -> bool:
+    both = Both(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)))
+    for _ in range(3):
+        both.backward()
+        for module in (both.module, both.twin):
+            first, second = module[0].weight, module[1].weight
+            first.grad, second.grad = second.grad, first.grad
+        both.backward()
+        both.check_gradients()
+    return True
+
+
+def test_parameters_may_exchange_their_gradients() -> None:
+    assert run_ranks(exchanges_gradients, 2) == [True, True]
+
+
 # ----- copies -----
 
 

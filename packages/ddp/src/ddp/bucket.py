@@ -7,7 +7,8 @@ Notable:
 
       [ gradients | takes part | stepped | holds NaN | one flag a parameter: 1 where it is missing ]
 
-- buckets are sent in one order, the same on every rank, whatever order autograd takes.
+- buckets are sent in one order, the same on every rank, whatever order autograd takes;
+- a gradient of an earlier step that somebody still holds keeps its value.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter, ne
+from operator import add, attrgetter, is_, itemgetter, ne
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -57,39 +59,43 @@ class Bucket:
     names: tuple[str, ...] = ()
     # Whether `.grad` is the gradient's place here, not memory of its own.
     as_view: bool = True
+    # Whether the memory was made by `allocate`.
+    allocated: bool = False
 
-    @cached_property
-    def gradients(self) -> Tensor:
-        """The flat part that holds gradients."""
-        return self.buffer[: -RANK_FLAGS - len(self.views)]
-
-    @cached_property
-    def flags(self) -> Tensor:
-        """The flat part behind it."""
-        return self.buffer[-RANK_FLAGS - len(self.views) :]
-
-    @cached_property
-    def bytes_of(self) -> tuple[int, ...]:
-        """The size of each gradient."""
-        return tuple(view.nbytes for view in self.views)
-
-    @cached_property
-    def _given(self) -> list[Tensor]:
-        return [view.detach() for view in self.views]
-
-    @cached_property
-    def _shapes(self) -> tuple[torch.Size, ...]:
-        return tuple(view.shape for view in self.views)
-
-    @cached_property
-    def _kinds(self) -> tuple[tuple[object, ...], ...]:
-        return tuple((shape, torch.strided) for shape in self._shapes)
-
-    @cached_property
-    def _addresses(self) -> tuple[int, ...]:
-        return tuple(view.data_ptr() for view in self.views)
+    def __post_init__(self) -> None:
+        self._given = [view.detach() for view in self.views]
+        self.bytes_of = tuple(view.nbytes for view in self.views)
+        self._shapes = tuple(view.shape for view in self.views)
+        self._kinds = tuple((shape, torch.strided) for shape in self._shapes)
+        self._addresses = tuple(map(Tensor.data_ptr, self.views))
+        sizes = [self.buffer.numel() - RANK_FLAGS - len(self.views), RANK_FLAGS + len(self.views)]
+        # The flat parts that hold gradients, and flags.
+        self.gradients, self.flags = self.buffer.split(sizes)
+        self._uses = _uses_of_memory(self.buffer)
 
     # ----- gradients come and go -----
+
+    def part_with_held(self) -> None:
+        """Before places are written to: what others still hold of earlier gradients stays."""
+        for slot, uses in enumerate(_uses(self._given)):
+            given = self._given[slot]
+            if uses > _UNHELD and self.parameters[slot].grad is not given:
+                given.data = given.clone()
+                self._given[slot] = self.views[slot].detach()
+        if self.allocated or _uses_of_memory(self.buffer) <= self._uses:
+            return
+        # Aliases cannot be told apart: they keep the memory, and the bucket goes.
+        in_place = [slot for slot in range(len(self.views)) if self.holds(slot)]
+        if len(in_place) < len(self.views):
+            self.buffer = self.buffer.clone()
+            place = self.buffer.untyped_storage()
+            self.views = tuple(
+                view.new_empty(0).set_(place, view.storage_offset(), view.shape, view.stride())
+                for view in self.views
+            )
+            self.__post_init__()
+            for slot in in_place:
+                self.give(slot)
 
     def take(self, slot: int, share: float) -> None:
         """Scale a gradient into its place in one pass; `.grad` is that place from then on."""
@@ -139,6 +145,7 @@ class Bucket:
     def adopt(self, slot: int) -> None:
         """Move a gradient, unscaled, to its place, to be added to by later backward passes."""
         if self.as_view and self.parameters[slot].grad is not None and not self.holds(slot):
+            self.part_with_held()
             self.views[slot].copy_(self._gradient(slot))
             self.give(slot)
 
@@ -227,13 +234,8 @@ class Bucket:
         self.flags.copy_(self._nothing_to_tell[stepped])
         if self.missing or self.not_a_number or not taking_part:
             missing = [float(slot in self.missing) for slot in range(len(self.views))]
-            rank = [
-                float(taking_part),
-                float(stepped and taking_part),
-                float(bool(self.not_a_number)),
-            ]
-            told = [*rank, *missing]
-            self.flags.copy_(torch.tensor(told))
+            rank = [taking_part, stepped and taking_part, bool(self.not_a_number)]
+            self.flags.copy_(torch.tensor([*map(float, rank), *missing]))
 
     def clear(self) -> None:
         """Forget what this step brought."""
@@ -247,6 +249,19 @@ class Bucket:
         if world not in self._expected:
             self._expected[world] = tuple(flags * world for flags in self._nothing_to_tell)
         return torch.equal(self.flags, self._expected[world][stepped])
+
+
+def _uses(tensors: Sequence[Tensor]) -> list[int]:
+    """How many hold each tensor, in Python and below."""
+    return list(map(add, map(getrefcount, tensors), map(Tensor._use_count, tensors)))
+
+
+# Of a tensor that is in one list only.
+_UNHELD = _uses([torch.empty(0)])[0]
+
+
+def _uses_of_memory(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _all(of: Any) -> Any:
@@ -323,6 +338,7 @@ def make_bucket(
         )
     pieces = torch.split(buffer[: sum(sizes)], sizes)
     views = tuple(_view(*pair) for pair in zip(pieces, members, strict=True))
+    del pieces  # or the bucket would count them
     return Bucket(tuple(indices), members, buffer, views, names=called, as_view=as_view)
 
 

@@ -70,5 +70,6 @@ class Layout:
                 as_view=self.as_view,
             )
             bucket.place, bucket.is_last = number, number == len(runs) - 1
+            bucket.allocated = self.allocate is not None
             self.buckets.append(bucket)
             self.place |= {index: (bucket, slot) for slot, index in enumerate(run)}

@@ -78,6 +78,8 @@ class Reducer:
         """
         self.open, self._sent, self.absent = True, 0, []
         self.follow_order()
+        for bucket in self.layout.buckets:
+            bucket.part_with_held()
         mean = self.exchange.begin(self.layout.parameters)
         self.share = mean if share is None else share
         if self._parts is not None:
@@ -140,6 +142,7 @@ class Reducer:
             else:
                 # Its own last gradients stay what they are.
                 bucket.release()
+                bucket.part_with_held()
                 bucket.gradients.zero_()
                 bucket.arrived.update(range(len(bucket.indices)))
         self._send_complete(taking_part)
