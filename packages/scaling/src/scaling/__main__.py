@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ScalingWarning)
             lines, result = arguments.command(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        # Also what torch says of a device, and of a module that is missing.
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
@@ -102,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    columns, units, where = (
-        dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        for pairs in (arguments.column, arguments.unit, arguments.where)
-    )
+    pairs = (arguments.column, arguments.unit, arguments.where)
+    if wrong := [pair for given in pairs for pair in given if "=" not in pair]:
+        raise ValueError(f"{wrong[0]!r} is not NAME=VALUE")
+    columns, units, where = (dict(pair.split("=", 1) for pair in given) for given in pairs)
     factors = {name: float(unit) for name, unit in units.items()}
     options: dict[str, Any] = {"columns": columns, "units": factors, "where": where}
     runs = load_runs(arguments.runs, delimiter=arguments.delimiter, **options)
