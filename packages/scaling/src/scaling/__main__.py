@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -183,9 +183,7 @@ def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    beside = arguments.to.with_name(f".{arguments.to.name}.part")
-    beside.write_text(page, "utf-8")
-    os.replace(beside, arguments.to)
+    _written(arguments.to, lambda beside: beside.write_text(page, "utf-8"))
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
@@ -219,15 +217,20 @@ def _range(interval: Interval) -> str:
 
 
 def _drawn(result: Any, path: Path | None, **options: float) -> None:
-    """The figure, if one is asked for: beside the target, then renamed, so none is half written."""
+    """The figure, if one is asked for."""
     if path is None:
         return
     from scaling.plot import plot
 
     figure: Figure = plot(result, **options)
+    _written(path, lambda beside: figure.savefig(beside, dpi=150))
+
+
+def _written(path: Path, write: Callable[[Path], object]) -> None:
+    """Beside the target, then renamed, so that no file is half written."""
     beside = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(beside, dpi=150)
+        write(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
