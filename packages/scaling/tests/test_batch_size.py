@@ -10,6 +10,7 @@ from scaling import (
     fit_rate_law,
     fit_sweep,
     gradient_noise_scale,
+    plot,
     sweep_learning_rate,
 )
 from scaling.sweeps import training
@@ -225,9 +226,42 @@ def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
     np.testing.assert_array_equal(fit_sweep(path).best_rates, sweep.best_rates)
     once = fit_sweep(rows[::3])
     assert all(0 < i.low < b < i.high for b, i in zip(once.best_rates, once.intervals, strict=True))
+    # No gradient was seen: there is no noise scale, and a figure without it.
+    assert np.isnan(sweep.critical_batch_size)
+    assert plot(sweep).axes
     with pytest.raises(ValueError, match="which is the rate"):
         fit_sweep([{"x": 1.0, "batch": 2, "loss": 3.0}])
     with pytest.raises(ValueError, match=r"'lr' must be positive and finite, but row 2: .*-1"):
         fit_sweep({"lr": [1.0, -1.0], "batch": [1, 1], "loss": [1.0, 1.0]})
     with pytest.warns(ScalingWarning, match="at batch sizes 4 is at the edge"):
         fit_sweep({"lr": [1, 2, 3, 1, 2, 3], "bs": [2, 2, 2, 4, 4, 4], "loss": [2, 1, 2, 1, 2, 3]})
+
+
+@pytest.mark.parametrize(
+    ("cell", "loss"),
+    [
+        *((cell, np.inf) for cell in ("nan", "NaN", "inf", "diverged", float("nan"))),
+        *((cell, None) for cell in ("", " ", "NA", "-", "null", None)),
+        *((cell, 2.859) for cell in ("2,859", "2.859", 2.859)),
+    ],
+)
+def test_a_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
+    """As in any other table: a cell that cannot be read is none of these, and is named."""
+    table = {"lr": [1.0, 2.0, 3.0], "bs": [1, 1, 1], "loss": [3, cell, 4]}
+    if loss is None:
+        assert fit_sweep(table).rates.tolist() == [1.0, 3.0]
+    elif loss == np.inf:
+        with pytest.warns(ScalingWarning, match="edge of the rates"):
+            assert fit_sweep(table).loss[0, 1] == np.inf
+    else:
+        assert fit_sweep(table).loss[0, 1] == pytest.approx(loss)
+    with pytest.raises(ValueError, match=r"'loss' must be positive, but row 2: '2\.5x'"):
+        fit_sweep(table | {"loss": [3, "2.5x", 4]})
+
+
+def test_a_sweep_with_decimal_commas(tmp_path):
+    path = tmp_path / "sweep.csv"
+    path.write_text("lr;bs;loss\n0,0001;32;3,0\n0,001;32;2,4\n0,01;32;2,9\n")
+    sweep = fit_sweep(path)
+    np.testing.assert_allclose(sweep.rates, [1e-4, 1e-3, 1e-2])
+    np.testing.assert_allclose(sweep.loss, [[3.0, 2.4, 2.9]])

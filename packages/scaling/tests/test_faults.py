@@ -8,6 +8,7 @@ from scaling import (
     ScalingWarning,
     bootstrap,
     design,
+    effective_speedup,
     fit_isoflop,
     fit_law,
     fit_parametric,
@@ -17,6 +18,7 @@ from scaling import (
     load_runs,
     loss_at,
     optimum,
+    plan,
     profile,
     sweep_learning_rate,
 )
@@ -115,6 +117,17 @@ def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():
     assert (interval.low, interval.high) == (0, math.inf)
     with pytest.raises(ValueError, match="no degrees of freedom"):
         profile(fit, "alpha")
+    with pytest.raises(ValueError, match="leave no noise"):
+        design(fit, budget=1e22, target=1e24)
+    # Whatever is asked, within the runs or beyond them.
+    unbounded = [
+        fit.predict(1e8, 1e9).interval,
+        fit.predict(1e11, 1e13).interval,
+        plan(fit, 1e24, parameters=1e10).intervals["loss"],
+        effective_speedup(fit, fit_parametric(runs), 1e23).interval,
+        effective_speedup(fit_parametric(runs), fit, 1e23).interval,
+    ]
+    assert {(i.low, i.high) for i in unbounded} == {(0, math.inf)}
 
 
 def test_an_interval_too_wide_to_use_is_a_warning():
@@ -187,7 +200,25 @@ def test_losses_that_rise_with_compute_give_no_law_of_negative_size():
         (lambda f: f.law.predict(-1.0, 1e9), "must be positive"),
         (lambda f: f.law.cheapest(f.law.E), "not above the irreducible loss"),
         (lambda f: sweep_learning_rate("cnn"), "'cnn' with 'sgd'"),
-        (lambda f: sweep_learning_rate(rates=[-1.0]), "must be positive"),
+        *(
+            (
+                lambda f, given=given, task=task: sweep_learning_rate(task, **given),
+                "must be positive",
+            )
+            for task in ("linear", lambda rate, size, seed: 1.0)
+            for given in (
+                {"rates": [-1.0, 1.0], "batch_sizes": [1]},
+                {"rates": [], "batch_sizes": [1]},
+                {"rates": [1.0, math.nan], "batch_sizes": [1]},
+                {"rates": [1.0], "batch_sizes": [0, 1]},
+            )
+        ),
+        (lambda f: gradient_noise_scale([1, 2], [1.0, math.nan]), "must be positive and finite"),
+        (lambda f: design(f, budget=math.inf, target=1e24), "budget = inf"),
+        (
+            lambda f: design(f, budget=1e22, target=1e24, tokens_per_parameter=(5, math.inf)),
+            r"tokens_per_parameter = \(5, inf\)",
+        ),
         (lambda f: fit_rate_law([1, 2], [1, 2]), "five batch sizes"),
         (lambda f: gradient_noise_scale([4, 4], [1, 1]), "two different ones"),
     ],
@@ -205,3 +236,13 @@ def test_the_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys)
     assert capsys.readouterr().err.startswith("scaling: column 'loss' must be positive")
     assert main(["fit", str(tmp_path / "absent.csv")]) == 2
     assert "absent.csv" in capsys.readouterr().err
+    path.write_text("N,D,loss\n1e6,1e7,4\n")
+    for option, message in (
+        (["--column", "loss"], "'loss' is not NAME=VALUE"),
+        (["--unit", "loss"], "'loss' is not NAME=VALUE"),
+        (["--where", "set=c4"], "there is no such column"),
+    ):
+        assert main(["fit", str(path), *option]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["sweep", "--seeds", "1", "--device", "no-such-device"]) == 2
+    assert "no-such-device" in capsys.readouterr().err

@@ -293,6 +293,12 @@ def test_a_structured_array_is_a_table_and_a_plain_one_is_refused():
         load_runs(np.array([*BASE.values()]))
 
 
+def test_what_is_masked_in_an_array_was_not_measured():
+    loss = np.ma.array(BASE["loss"], mask=[i == 1 for i in range(len(BASE["loss"]))])
+    with pytest.warns(ScalingWarning, match=r"'loss' is blank in 1 rows \(2\)"):
+        assert 2 not in load_runs({**BASE, "loss": loss}).rows
+
+
 def test_a_header_that_is_repeated_in_other_letters_is_passed_over(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text("params,tokens,loss\n1e8,1e10,3.4\nParams, Tokens,LOSS\n2e8,2e10,3.1\n")

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ScalingWarning)
             lines, result = arguments.command(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        # Also what torch says of a device, and of a module that is missing.
         print(f"scaling: {error}", file=sys.stderr)
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
@@ -102,10 +103,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace) -> Runs:
-    columns, units, where = (
-        dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        for pairs in (arguments.column, arguments.unit, arguments.where)
-    )
+    pairs = (arguments.column, arguments.unit, arguments.where)
+    if wrong := [pair for given in pairs for pair in given if "=" not in pair]:
+        raise ValueError(f"{wrong[0]!r} is not NAME=VALUE")
+    columns, units, where = (dict(pair.split("=", 1) for pair in given) for given in pairs)
     factors = {name: float(unit) for name, unit in units.items()}
     options: dict[str, Any] = {"columns": columns, "units": factors, "where": where}
     runs = load_runs(arguments.runs, delimiter=arguments.delimiter, **options)
@@ -182,9 +183,7 @@ def _report(arguments: argparse.Namespace) -> Output:
     from scaling.report.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    beside = arguments.to.with_name(f".{arguments.to.name}.part")
-    beside.write_text(page, "utf-8")
-    os.replace(beside, arguments.to)
+    _written(arguments.to, lambda beside: beside.write_text(page, "utf-8"))
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
@@ -218,15 +217,20 @@ def _range(interval: Interval) -> str:
 
 
 def _drawn(result: Any, path: Path | None, **options: float) -> None:
-    """The figure, if one is asked for: beside the target, then renamed, so none is half written."""
+    """The figure, if one is asked for."""
     if path is None:
         return
     from scaling.plot import plot
 
     figure: Figure = plot(result, **options)
+    _written(path, lambda beside: figure.savefig(beside, dpi=150))
+
+
+def _written(path: Path, write: Callable[[Path], object]) -> None:
+    """Beside the target, then renamed, so that no file is half written."""
     beside = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(beside, dpi=150)
+        write(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

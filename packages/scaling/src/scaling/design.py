@@ -62,14 +62,18 @@ def design(
     """
     numbers = {"largest": largest, "apart": apart, "discrepancy": discrepancy}
     low, high = tokens_per_parameter
-    if not 0 < low < high:
-        raise ValueError(f"tokens_per_parameter = {low, high}: the least and the most, positive")
-    if not (budget > 0 and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0):
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"tokens_per_parameter = {low, high}: the least and the most, finite")
+    if not (
+        0 < budget < math.inf and runs >= 1 and largest > 0 and apart >= 1 and discrepancy >= 0
+    ):
         told = ", ".join(f"{k} = {v:g}" for k, v in numbers.items())
         raise ValueError(
             f"budget = {budget}, runs = {runs}, {told}: need some compute, at least one run, a"
             " factor above one and nothing negative"
         )
+    if len(fit.runs) <= len(CONSTANTS):
+        raise ValueError(f"{len(fit.runs)} runs leave no noise to plan by; train more than five")
     asked = target if isinstance(target, Quantity) else optimum("parameters", target)
     problem = fit.problem
     theta = problem.centered(fit.law)
@@ -96,7 +100,7 @@ def design(
             " tokens a parameter"
         )
     variance, n, d, c = min(plans, key=lambda plan: plan[0])
-    freedom = max(len(fit.runs) - len(CONSTANTS), 1)
+    freedom = len(fit.runs) - len(CONSTANTS)
     # The variance of log loss that makes least squares as sure as this fit is.
     delta = {"huber": fit.delta, "lad": 1e-4, "squares": math.inf}[fit.loss]
     noise = robust_scale(fit.residuals, delta, freedom)[1]

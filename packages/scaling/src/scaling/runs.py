@@ -157,7 +157,8 @@ def _chosen(table: Located, where: Mapping[str, Any], name: str) -> Located:
         seen = dict.fromkeys(str(r[column]) for _, r in table if column in r)
         table = [(row, r) for row, r in table if str(r.get(column)) == str(wanted)]
         if not table:
-            raise ValueError(f"{name}: {column!r} is nowhere {wanted!r}; it is {list_some(seen)}")
+            told = f"it is {list_some(seen)}" if seen else "there is no such column"
+            raise ValueError(f"{name}: {column!r} is nowhere {wanted!r}; {told}")
     return table
 
 

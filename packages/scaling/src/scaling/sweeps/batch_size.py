@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from scaling.runs import Array
 from scaling.sweeps.own import trained
-from scaling.sweeps.sweep import Sweep, swept
+from scaling.sweeps.sweep import Sweep, swept, tried
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
@@ -91,11 +91,8 @@ def sweep_learning_rate(
     from scaling.sweeps import training  # torch is only needed here
 
     default = SETTINGS[task, optimizer]
-    grid = np.geomspace(*default.rates) if rates is None else np.sort(np.asarray(rates, np.float64))
-    sizes = np.sort(np.asarray(batch_sizes or default.batch_sizes))
-    if not (grid > 0).all() or not (sizes > 0).all():
-        told = f"{grid.tolist()}, {sizes.tolist()}"
-        raise ValueError(f"rates and batch sizes must be positive: {told}")
+    usual = np.geomspace(*default.rates)
+    grid, sizes = tried(usual if rates is None else rates, batch_sizes or default.batch_sizes)
     asked: dict[str, Any] = {"seeds": seeds, "steps": steps, "dimension": dimension, "noise": noise}
     chosen = default._replace(**{k: v for k, v in asked.items() if v is not None})
     if min(chosen.seeds, chosen.steps, chosen.dimension) < 1 or not chosen.noise >= 0:

@@ -6,6 +6,7 @@ least loss at the edge of the rates is no bottom, and is refused.
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +59,10 @@ class Sweep:
 
     @property
     def critical_batch_size(self) -> float:
-        """The gradient noise scale at the start: see `gradient_noise_scale`."""
+        """The gradient noise scale at the start, `gradient_noise_scale`; nan where no gradient was
+        seen."""
+        if np.isnan(self.gradient_squares).all():
+            return math.nan
         return gradient_noise_scale(self.batch_sizes, self.gradient_squares)
 
 
@@ -71,11 +75,22 @@ def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) ->
     """
     b = np.asarray(batch_sizes, np.float64)
     squares = np.asarray(gradient_squares, np.float64)
+    if not (np.isfinite([b, squares]).all() and (b > 0).all() and (squares > 0).all()):
+        raise ValueError(f"{b.tolist()}, {squares.tolist()}: must be positive and finite")
     if len(np.unique(b)) < 2:
         raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
     # Relative errors are alike at all batch sizes, so weigh by the inverse of the square.
     trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
     return float(trace / square) if square > 0 else float("inf")
+
+
+def tried(rates: Sequence[float] | Array, batch_sizes: Sequence[int]) -> tuple[Array, Array]:
+    """Both in order; ValueError unless there are some, all positive and finite."""
+    grid, sizes = np.sort(np.asarray(rates, np.float64)), np.sort(np.asarray(batch_sizes))
+    for name, values in (("rates", grid), ("batch sizes", sizes)):
+        if not (len(values) and (values > 0).all() and np.isfinite(values).all()):
+            raise ValueError(f"{name} must be positive and finite: {values.tolist()}")
+    return grid, sizes
 
 
 def swept(

@@ -67,7 +67,8 @@ def _mapping(content: Mapping[str, Any]) -> Located:
 
 
 def _columns(columns: Mapping[str, Any]) -> Located:
-    table = {name: np.atleast_1d(np.asarray(v)) for name, v in columns.items()}
+    # As Python's own values: what is masked is None, and messages show cells as they were given.
+    table = {name: np.atleast_1d(np.asanyarray(v)).tolist() for name, v in columns.items()}
     lengths = {name: len(v) for name, v in table.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns differ in length: {lengths}")

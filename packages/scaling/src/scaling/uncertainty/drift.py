@@ -69,10 +69,7 @@ class Drift:
         widened = _widen(mean.interval, mean.loss, run_noise(residuals, level))
         if not self.decades(compute):
             return widened
-        low = self.run * math.log(mean.loss / widened.low)
-        high = self.run * math.log(widened.high / mean.loss)
-        further = Interval(mean.loss * math.exp(-low), mean.loss * math.exp(high), level)
-        return _widen(further, mean.loss, self.loss * self.decades(compute))
+        return _widen(widened, mean.loss, self.loss * self.decades(compute), self.run)
 
     def decades(self, compute: float) -> float:
         """How far a compute lies beyond the runs."""
@@ -148,11 +145,14 @@ def _reach(level: float) -> float:
     return float(ndtri(0.5 + level / 2))
 
 
-def _widen(interval: Interval, value: float, spread: float) -> Interval:
-    """Both ends moved out, in logs and in quadrature, by a normal deviation of `spread`."""
-    if not spread or not 0 < interval.low <= value <= interval.high < math.inf:
+def _widen(interval: Interval, value: float, spread: float, times: float = 1.0) -> Interval:
+    """Both ends `times` as far, then out by a normal deviation of `spread`, in logs.
+
+    One without ends stays.
+    """
+    if not (spread or times > 1) or not 0 < interval.low <= value <= interval.high < math.inf:
         return interval
     more = _reach(interval.level) * spread
-    low = math.hypot(math.log(value / interval.low), more)
-    high = math.hypot(math.log(interval.high / value), more)
+    low = math.hypot(times * math.log(value / interval.low), more)
+    high = math.hypot(times * math.log(interval.high / value), more)
     return Interval(value * math.exp(-low), value * math.exp(min(high, 600.0)), interval.level)

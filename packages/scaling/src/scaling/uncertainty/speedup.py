@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import Interval, optima_of
+from scaling.law import CONSTANTS, Interval, optima_of
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.doubts import BENDS, bend
 
@@ -30,7 +30,8 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
 
     Both losses must be of the same text. The 95 % interval is that of 1,000 pairs of resamples,
     widened by the drift of both laws beyond their runs, and by the residuals of a law that bends.
-    inf where b never gets there. ValueError for a compute that is not positive.
+    inf where b never gets there; (0, inf) where five runs leave no degrees of freedom. ValueError
+    for a compute that is not positive.
     """
     if not compute > 0:
         raise ValueError(f"compute = {compute}: must be positive")
@@ -40,6 +41,8 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
     drawn = np.sort(np.log(_needed(b.resampled.constants, reached) / compute))
     # Of values that may be infinite: no mean of two.
     low, high = (float(drawn[round(p * (len(drawn) - 1))]) for p in (0.025, 0.975))
+    if min(len(a.runs), len(b.runs)) <= len(CONSTANTS):
+        return Speedup(compute, loss, factor, Interval(0.0, math.inf))
     missed = math.hypot(_lack(a, compute), _lack(b, compute * factor))
     law = b.law
     gamma = law.alpha * law.beta / (law.alpha + law.beta)
