@@ -4,6 +4,7 @@ switch of its configuration flipped."""
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
 }
-# Not built by this release of transformers from the defaults of its own class.
-UNBUILT = {"dbrx"}
+# Not built by this release of transformers, from the defaults of its own class or at all.
+UNBUILT = {"dbrx", "kimi_k2", "mimo"}
 NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
 SIZES = {
     **dict.fromkeys(("intermediate_size", "n_inner", "shared_intermediate_size"), 640),
@@ -206,3 +207,53 @@ def test_a_name_of_the_hub_says_what_to_download() -> None:
         Transformer.from_hf("meta-llama/Llama-3.1-8B")
     with pytest.raises(TypeError, match=r"config is int; give a folder, a config\.json"):
         Transformer.from_hf(3)
+
+
+@pytest.mark.parametrize(
+    ("alias", "like", "biased"), [("kimi_k2", "deepseek_v3", False), ("mimo", "qwen2", True)]
+)
+def test_a_family_under_another_name_is_the_same(alias: str, like: str, biased: bool) -> None:
+    content = defaults(like) | {"architectures": None, "attention_bias": biased}
+    same = Transformer.from_hf(content)
+    assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("t5", {"is_gated_act": True}),
+        ("mt5", {"is_gated_act": False}),
+        ("mpt", {"expansion_ratio": 8}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
+    ],
+)
+def test_what_the_class_takes_notice_of_is_what_counts(
+    family: str, changed: dict[str, Any]
+) -> None:
+    agrees(family, small(family) | changed)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
+def test_kinds_of_layers_are_checked_in_every_family(family: str) -> None:
+    sizes = small(family) if family in ("lfm2_moe", "ministral") else NEEDED.get(family, {})
+    content = defaults(family) | {"layer_types": None, "architectures": None} | sizes
+    field = "layers_block_type" if content.get("layers_block_type") else "layer_types"
+    layers = Transformer.from_hf(content).layers
+    wrong = [["ful_attention"] * layers]
+    if family != "nemotron_h":  # It has as many layers as are listed.
+        wrong.append(["full_attention"] * (layers + 1))
+    for kinds in wrong:
+        with pytest.raises(ValueError, match="layer_types"):
+            Transformer.from_hf(content | {field: kinds})
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "bert", "roberta", "camembert"])
+def test_attention_to_another_model_is_refused(family: str) -> None:
+    content = defaults(family) | {"is_decoder": True, "add_cross_attention": True}
+    with pytest.raises(ValueError, match="add_cross_attention is true"):
+        Transformer.from_hf(content | {"architectures": None})
+
+
+def test_a_model_type_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model_type is \['llama'\]; it must be a name"):
+        Transformer.from_hf({"model_type": ["llama"]})

@@ -494,3 +494,27 @@ def test_every_field_of_a_record_is_checked(record: type) -> None:
                 record(**sizes | {field.name: wrong})
     with pytest.raises(ValueError, match="per_token is 5; it must lie between 1 and"):
         Experts(count=4, per_token=5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flops(MODEL, seq=8, encoder_seq=4), "encoder_seq is 4; transformer has no enc"),
+        (lambda: kv_cache(MODEL, seq=8, encoder_seq=4), "encoder_seq is 4; transformer has no enc"),
+        (
+            lambda: mfu(MODEL, tokens_per_second=1, seq=8, encoder_seq=4, peak_flops=1e12),
+            "encoder_seq is 4; transformer has no encoder",
+        ),
+        (
+            lambda: flops(MODEL, seq=8, phase="decode", recompute="full"),
+            "recompute is 'full' in 'decode'; only training computes again",
+        ),
+        (
+            lambda: accounting.roofline("H100", shape=(8, 8, 8), flops=3),
+            r"give either shape=\(m, k, n\), or flops and bytes",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 import pytest
-from accounting import Transformer, kv_cache, plan_for, training_memory
+from accounting import MLA, Experts, Transformer, kv_cache, plan_for, training_memory
 from accounting.cli.main import main
 from accounting.cli.questions import amount, serving
 from accounting.search.launch import command_lines
@@ -91,6 +91,60 @@ def test_command_lines_multiply_to_the_devices() -> None:
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" in line
     assert "--use-distributed-optimizer" in line
     assert line.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+
+
+@pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
+def test_a_launcher_starts_one_process_a_device(gpus: int) -> None:
+    for line in plan_for(SMALL, gpus=gpus).commands().values():
+        words = line.split()
+        nodes = int(words[words.index("--nnodes") + 1])
+        assert nodes * int(words[words.index("--nproc-per-node") + 1]) == gpus
+
+
+@pytest.mark.parametrize(
+    ("precision", "there"),
+    [("fp32", ""), ("sgd_fp32", ""), ("megatron_bf16", "--bf16"), ("mixed_fp16", "--fp16")],
+)
+def test_a_command_line_computes_in_what_the_answer_counted(precision: str, there: str) -> None:
+    lines = plan_for(SMALL, gpus=8, precision=precision).commands()
+    assert {"--bf16", "--fp16"} & set(lines["megatron"].split()) == {there} - {""}
+    # torchtitan computes in bfloat16 if nothing else is said, and does not know fp16.
+    assert ("torchtitan" in lines) == (there != "--fp16")
+    assert ("mixed_precision_param=float32" in lines.get("torchtitan", "")) == (there == "")
+    assert "--fp16" in plan_for(SMALL, gpus=8, hardware="V100").commands()["megatron"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_a_micro_batch_of_torchtitan_is_the_plans(pipeline: int, microbatches: int) -> None:
+    given = {"data": 4 // pipeline, "pipeline": pipeline, "microbatches": microbatches}
+    answer = plan_for(SMALL, gpus=4, batch=64, seq=128, schedule="1f1b", **given)
+    line = answer.commands()["torchtitan"]
+    said = dict(word.split("=") for word in line.split() if word.startswith("--") and "=" in word)
+    local = int(said["--training.local_batch_size"])
+    assert 64 % (local * answer.plan.data) == 0
+    micro = said.get("--parallelism.pipeline_parallel_microbatch_size", local)
+    assert int(micro) == 64 // answer.plan.data // microbatches
+
+
+def test_megatrons_line_has_the_latent_the_shared_expert_and_the_dense_layers() -> None:
+    model = Transformer(
+        **{"layers": 3, "d_model": 64, "heads": 4, "vocab_size": 1000, "head_dim": 32},
+        **{"mla": MLA(kv_rank=16, rope_head_dim=8, q_rank=24)},
+        experts=Experts(count=8, per_token=2, width=48, shared=96, layers=(1, 2)),
+    )
+    line = plan_for(model, gpus=8).commands()["megatron"]
+    assert "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 32" in line
+    assert "--qk-pos-emb-head-dim 8 --v-head-dim 32 --q-lora-rank 24" in line
+    assert "--moe-shared-expert-intermediate-size 96 --moe-layer-freq '[0, 1, 1]'" in line
+    assert "--kv-channels" not in line
+    grouped = Transformer(
+        **{"layers": 2, "d_model": 64, "heads": 4, "kv_heads": 2, "vocab_size": 1000},
+        **{"qk_norm": True, "qkv_bias": True},
+    )
+    line = plan_for(grouped, gpus=8).commands()["megatron"]
+    assert "--qk-layernorm --add-qkv-bias" in line
+    assert "--num-query-groups 2" in line
 
 
 def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,9 +57,9 @@ def flops(
     checks.flag("flash", flash)
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
-    source = 0
-    if model.encoder:
-        source = checks.whole("encoder_seq", encoder_seq or model.encoder.positions or seq)
+    if recompute != "none" and phase != "training":
+        raise ValueError(f"recompute is {recompute!r} in {phase!r}; only training computes again")
+    source = model.source_tokens(encoder_seq, seq)
     meet = {
         "tokens": tokens,
         "last": batch if phase == "prefill" else tokens,

@@ -54,8 +54,8 @@ def kv_cache(
         numbers = Fraction(mixer.state, tensor)
         state = product(f"state of {mixer.name}", "B", **sizes, numbers=numbers, bytes=entry)
         parts.append(state)
+    seen = model.source_tokens(encoder_seq, seq)
     if model.encoder:
-        seen = checks.whole("encoder_seq", encoder_seq or model.encoder.positions or seq)
         sizes = {"layers": model.layers, "sequences": batch, "tokens": seen, "heads": held}
         sizes["width"] = model.qk_dim + model.v_head_dim
         parts.append(product("keys and values of the encoder", "B", **sizes, bytes=entry))

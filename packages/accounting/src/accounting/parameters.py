@@ -56,15 +56,6 @@ def by_part(model: Shape) -> list[tuple[str, list[Matrix]]]:
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]
 
 
-def block_parameters(model: Shape, *, active: bool = False) -> int:
-    """Parameters of all blocks with their norms, without embedding, final norm and head."""
-    return sum(
-        m.times * (m.chosen if active else m.copies) * m.one
-        for m in matrices(model)
-        if m.layers is not None
-    )
-
-
 def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
     """A low-rank update of one matrix, `A` (inputs, rank) and `B` (rank, outputs): r(m + l)."""
     checks.whole("inputs", inputs)

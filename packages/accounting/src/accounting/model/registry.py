@@ -20,6 +20,10 @@ _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
 _NESTED = ("text_config", "llm_config", "language_config")
 _INHERITED = ("tie_word_embeddings", "_name_or_path")
 _ATTENTION = ("attention", "full_attention", "*")
+_KINDS = (
+    *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
+    *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
+)
 # What keeps the same for the backward counts as one: GELU in its variants, and xIELU, their input.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
@@ -31,6 +35,8 @@ _ACTIVATIONS = {
 def transformer_arguments(content: Mapping[str, Any]) -> Table:
     """The keyword arguments of the `Transformer` that this configuration describes."""
     family = content.get("model_type")
+    if not isinstance(family, str | None):
+        raise ValueError(f"model_type is {family!r}; it must be a name")
     if family not in FAMILIES:
         for field in _NESTED:
             inner = content.get(field)
@@ -80,6 +86,7 @@ class Config:
         self.let: Table = table.get("let", {})
         self.fields: Table = table.get("fields", {})
         self.layers, self.layer = 0, -1
+        self.types = content.get("layer_types") or content.get("layers_block_type") or ()
         own = (self.get, self.given, self.sliding, self.attends)
         self.functions = _FUNCTIONS | {function.__name__: function for function in own}
 
@@ -118,12 +125,7 @@ class Config:
         return default if kind is None else kind in _ATTENTION
 
     def _kind(self) -> Any:
-        types = self.content.get("layer_types") or self.content.get("layers_block_type")
-        if not types:
-            return None
-        if len(types) != self.layers:
-            raise ValueError(f"layer_types has {len(types)} entries for {self.layers} layers")
-        return types[self.layer]
+        return self.types[self.layer] if self.types else None
 
     def value(self, entry: Any) -> Any:
         """A number or a switch as it is, a formula worked out."""
@@ -153,6 +155,10 @@ class Config:
     def arguments(self, table: Table) -> Table:
         """The sizes that a table of formulas gives."""
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
+        if self.types and len(self.types) != self.layers:
+            raise ValueError(f"layer_types has {len(self.types)} entries for {self.layers} layers")
+        for kind in self.types:
+            checks.choice("a kind in layer_types", kind, _KINDS)
         found: Table = {}
         for key, entry in table.items():
             if key in _ABOUT:

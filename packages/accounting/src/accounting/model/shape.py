@@ -156,6 +156,15 @@ class Shape:
         layers = self.window.layers or () if self.window else ()
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
+    def source_tokens(self, given: int | None, seq: int) -> int:
+        """What an encoder sees: what is given, else its table of positions, else `seq`."""
+        if self.encoder:
+            seen = (self.encoder.positions or seq) if given is None else given
+            return checks.whole("encoder_seq", seen)
+        if given is not None:
+            raise ValueError(f"encoder_seq is {given}; {self.name} has no encoder")
+        return 0
+
     @property
     def qk_dim(self) -> int:
         """Width of one query or key inside the attention."""

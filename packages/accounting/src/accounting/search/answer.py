@@ -11,7 +11,7 @@ from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan
-from accounting.precision import recipe
+from accounting.precision import Precision, recipe
 from accounting.search.launch import command_lines
 from accounting.search.plans import Candidate, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
@@ -29,7 +29,7 @@ class Answer:
 
     model: Shape
     hardware: Hardware
-    precision: str
+    recipe: Precision
     batch: int
     seq: int
     tokens: float
@@ -48,13 +48,19 @@ class Answer:
     failures: Goodput
 
     @property
+    def precision(self) -> str:
+        """The name of the recipe."""
+        return self.recipe.name
+
+    @property
     def plan(self) -> Plan:
         """The layout."""
         return self.best.plan
 
     def commands(self) -> dict[str, str]:
         """The command lines that run it."""
-        return command_lines(self.model, self.plan, batch=self.batch, seq=self.seq)
+        asked: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
+        return command_lines(self.model, self.plan, **asked)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries and numbers, ready for `json.dumps`."""
@@ -155,7 +161,7 @@ def plan_for(
     return Answer(
         model=model,
         hardware=device,
-        precision=kind.name,
+        recipe=kind,
         batch=batch,
         seq=seq,
         tokens=tokens,

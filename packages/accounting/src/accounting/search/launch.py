@@ -9,13 +9,18 @@ from accounting.plan import Plan
 _PROGRAMS = tables("search/launch.toml")
 
 
-def command_lines(model: Shape, plan: Plan, *, batch: int, seq: int) -> dict[str, str]:
-    """A line for each program that there is, by its name."""
-    here, each = min(8, plan.devices), batch // plan.data
-    launcher = f"torchrun --nnodes {-(-plan.devices // here)} --nproc-per-node {here}"
+def command_lines(
+    model: Shape, plan: Plan, *, batch: int, seq: int, dtype: str = "bf16"
+) -> dict[str, str]:
+    """A line for each program that can do it, by its name; as many in each node, at most eight."""
+    here = max(n for n in range(1, 9) if plan.devices % n == 0)
+    each, experts = batch // plan.data, model.experts
+    launcher = f"torchrun --nnodes {plan.devices // here} --nproc-per-node {here}"
+    layers = experts.layers if experts and experts.layers is not None else range(model.layers)
     names: Table = {
-        **{"m": model, "p": plan, "experts": model.experts, "batch": batch, "seq": seq},
+        **{"m": model, "p": plan, "experts": experts, "batch": batch, "seq": seq, "dtype": dtype},
         **{"each": each, "micro": each // plan.microbatches},
+        "sparse": [int(layer in layers) for layer in range(model.layers)],
     }
 
     def filled(text: str) -> str:
@@ -27,4 +32,5 @@ def command_lines(model: Shape, plan: Plan, *, batch: int, seq: int) -> dict[str
             + [filled(text) for text, there in about["options"] if value(there, names)]
         )
         for name, about in _PROGRAMS.items()
+        if value(about["if"], names)
     }

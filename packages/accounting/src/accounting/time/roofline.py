@@ -73,6 +73,8 @@ def roofline(
     """Place an operation, given by its counts or as a matmul's `shape` (m, k, n)."""
     device = find(hardware)
     if shape is not None:
+        if flops is not None or bytes is not None:
+            raise ValueError("give either shape=(m, k, n), or flops and bytes")
         if len(shape) != 3:
             raise ValueError(f"shape is {shape}; it must be (m, k, n)")
         flops, bytes = matmul(*shape, dtype=dtype)
