@@ -82,6 +82,10 @@ def refuse_bad_groups():
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="empty parameter list: pass"):
         ShardedOptimizer(iter([]), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"one tensor: pass model\.parameters\(\) or"):
+        ShardedOptimizer(model.weight, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"\(2, 2\) is torch.sparse_coo: .* dense parameters"):
+        ShardedOptimizer([torch.eye(2).to_sparse()], torch.optim.SGD, lr=0.1)
     with pytest.raises(
         ValueError, match=r"parameter number 0, of shape \(3, 2\), is in groups 0 and 1"
     ):

@@ -137,11 +137,11 @@ def save_checkpoint(
         groups = _groups(model, optimizer) if optimizer else []
         for number, each in enumerate(groups):
             # Where torch's own reader looks for them.
-            for key, value in {"params": each["names"], **each["options"]}.items():
+            for key, value in each.items():
                 objects[f"optimizer.param_groups.{number}.{key}"] = value
         objects[HEADER] = {
             "version": VERSION,
-            "groups": groups,
+            "groups": len(groups),
             "modules": model_parts(model)[1],
             "extra": extra or {},
         }
@@ -282,6 +282,6 @@ def _writes_empty(slot: Slot, rank: int) -> bool:
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     names = group_names(model, optimizer)
     return [
-        {"names": group, "options": options_of(options)}
+        {"params": group, **options_of(options)}
         for group, options in zip(names, optimizer.param_groups, strict=True)
     ]

@@ -113,9 +113,17 @@ def _own(folder: Folder) -> Contents:
         elif whose == "optimizer" and not rest.startswith("param_groups."):
             parameter, _, key = rest.partition(".")[2].rpartition(".")
             states.setdefault(parameter, []).append((key, name))
-    return Contents(
-        folder, model, states, header["groups"], header["modules"], dict(header["extra"]), True
-    )
+    named = header["groups"] if header["version"] < 3 else _own_groups(folder, header["groups"])
+    return Contents(folder, model, states, named, header["modules"], dict(header["extra"]), True)
+
+
+def _own_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{} for _ in range(count)]
+    options = [name for name in folder.objects if name.startswith("optimizer.param_groups.")]
+    for name, value in folder.read([], options).items():
+        number, _, key = name.removeprefix("optimizer.param_groups.").partition(".")
+        groups[int(number)][key] = value
+    return [{"names": group.pop("params"), "options": group} for group in groups]
 
 
 def _prefix(stored: Iterable[str], names: Sequence[str]) -> str:

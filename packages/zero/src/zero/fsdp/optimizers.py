@@ -40,13 +40,13 @@ def install() -> None:
 
 def adopt(optimizer: torch.optim.Optimizer) -> OnShards | None:
     """What is to be done for an optimizer of shards; None for any other."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found, count = _known.get(optimizer, (None, 0))
-    if count != len(parameters):
-        if found is not None or any(home_of(parameter) for parameter in parameters):
+    found, known = _known.get(optimizer, (None, 0))
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if count != known:
+        if any(home_of(p) for group in optimizer.param_groups for p in group["params"]):
             found = found or OnShards(optimizer)
             found.look(optimizer)
-        _known[optimizer] = found, len(parameters)
+        _known[optimizer] = found, count
     return found
 
 
@@ -159,6 +159,8 @@ class Exchange:
         """Let each owner see whole parameters and gradients, and others nothing."""
         parameters = [parameter for parameter, _, _ in self.held]
         stepped = self._agree([parameter.grad is not None for parameter in parameters])
+        if not stepped:
+            return
         self._lent = {i: (parameters[i].data, parameters[i].grad) for i in stepped}
         values = self._gather([data for data, _ in self._lent.values()])
         grads = self._gather([plain(grad) for _, grad in self._lent.values() if grad is not None])
@@ -171,6 +173,8 @@ class Exchange:
     @torch.no_grad()
     def give_back(self) -> list[nn.Parameter]:
         """Take this rank's shards of what the owners have made; return what was stepped."""
+        if not self._lent:
+            return []
         wholes = {i: self.held[i][0].data.reshape(-1) for i in self._of(self.wire.rank)}
         outgoing = [[wholes[i][slice(*runs[i])] for i in wholes] for runs in self._runs]
         mine = self._runs[self.wire.rank]

@@ -58,7 +58,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         all_reduce: Collective | None = None,
         **kwargs: Any,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, Tensor):
+            raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
+        given = list(params)
         if not given:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
         self.wire = Wire(
@@ -118,8 +120,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group({**options_of(group), "params": mine})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, update this rank's shard, gather everybody's."""
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Average the gradients, update this rank's shard, gather everybody's.
+
+        `kwargs` are for the wrapped optimizer's own `step`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.copy_(values)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
-        self.inner.step()
+        self.inner.step(**kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
         for shard, values in zip(shards, self._device_values, strict=False):
@@ -199,6 +204,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
+        for parameter in parameters:
+            if parameter.layout != torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.layout}: "
+                    "sharding needs dense parameters"
+                )
         numels = [parameter.numel() for parameter in parameters]
         cut = by_element if split == "elements" else by_parameter
         partition = cut(numels, self.wire.world, self.bucket_bytes // parameters[0].element_size())
