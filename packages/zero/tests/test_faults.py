@@ -291,11 +291,11 @@ def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
 def save_newer(path):
     from zero.checkpoint import checkpoint
 
-    checkpoint.VERSION = 3
+    checkpoint.VERSION = 4
     return first_checkpoint(path)
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
     run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
     message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
-    assert "has format 3, newer than 2" in message
+    assert "has format 4, newer than 3" in message
