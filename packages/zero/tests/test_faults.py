@@ -82,6 +82,10 @@ def refuse_bad_groups():
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="empty parameter list: pass"):
         ShardedOptimizer(iter([]), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"one tensor: pass model\.parameters\(\) or"):
+        ShardedOptimizer(model.weight, torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"\(2, 2\) is torch.sparse_coo: .* dense parameters"):
+        ShardedOptimizer([torch.eye(2).to_sparse()], torch.optim.SGD, lr=0.1)
     with pytest.raises(
         ValueError, match=r"parameter number 0, of shape \(3, 2\), is in groups 0 and 1"
     ):
@@ -287,11 +291,11 @@ def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
 def save_newer(path):
     from zero.checkpoint import checkpoint
 
-    checkpoint.VERSION = 3
+    checkpoint.VERSION = 4
     return first_checkpoint(path)
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
     run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
     message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
-    assert "has format 3, newer than 2" in message
+    assert "has format 4, newer than 3" in message

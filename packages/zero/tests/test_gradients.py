@@ -1,7 +1,9 @@
 """What a caller or torch's own tools do to `.grad`, `.data` and `requires_grad` is what happens."""
 
 import copy
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from worker_pool import run_ranks, try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from zero import FSDP, ShardedOptimizer
+from zero_training import assert_alike
 
 DEADLINE = 300.0
 STAGES = [1, 2, 3]
@@ -51,15 +57,6 @@ def backward(model, twin, step, scale=1.0):
     world = dist.get_world_size()
     for rank in range(world):
         (scale * loss_of(twin, step, rank) / world).backward()
-
-
-def assert_alike(model, twin):
-    whole = (
-        model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
-    )
-    for name, value in twin.named_parameters():
-        torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-12)
-    return True
 
 
 def multiply_data(parameters):

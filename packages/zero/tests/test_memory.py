@@ -23,7 +23,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def make_build(stage):
+def make_build(stage, cpu_offload=False):
     def build(group):
         model = nn.Sequential(
             nn.Embedding(VOCABULARY, WIDTH),
@@ -31,10 +31,11 @@ def make_build(stage):
             nn.Linear(WIDTH, VOCABULARY, bias=False),
         )
         if stage == 3:
-            model = FSDP(model, group=group)
+            model = FSDP(model, group=group, cpu_offload=cpu_offload)
         if stage in (0, 3):
             return model, torch.optim.AdamW(model.parameters())
         options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}
+        options["cpu_offload"] = cpu_offload
         return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
     return build
@@ -57,6 +58,26 @@ def test_the_measured_peak_is_within_five_percent_of_the_predicted(stage, world)
                 assert getattr(moment, kind) == getattr(measured, kind), (moment.name, kind)
             assert measured.peak == pytest.approx(moment.peak, rel=0.05), moment.name
         assert result.measured_peak == pytest.approx(result.predicted_peak, rel=0.05)
+
+
+def offloaded_and_not(stage):
+    return [memory_report(make_build(stage, cpu_offload), loss) for cpu_offload in (False, True)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_offloaded_is_on_the_host_and_not_on_the_device(stage):
+    for there, offloaded in run_ranks(offloaded_and_not, 2, stage, timeout=DEADLINE):
+        before, after = there.measured[2], offloaded.measured[2]
+        # Adam's two moments, the shard, and the gradient of the shard at stage 3.
+        assert before.host == after.optimizer == 0
+        shard = before.optimizer / 2
+        assert after.host == pytest.approx((4 if stage == 3 else 3) * shard, rel=0.01)
+        saved = (4 if stage == 3 else 2) * shard
+        assert before.total - after.total == pytest.approx(saved, rel=0.01)
+        assert offloaded.measured_peak < there.measured_peak - 1.9 * shard
+        assert offloaded.measured_peak == pytest.approx(offloaded.predicted_peak, rel=0.01)
+        for moment, measured in zip(offloaded.predicted, offloaded.measured, strict=True):
+            assert moment.host == measured.host
 
 
 def allocator_and_count(stage):

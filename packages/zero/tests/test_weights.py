@@ -14,7 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from worker_pool import run_ranks, try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
+from zero_training import flip_bits
 
 DEADLINE = 300.0
 
@@ -184,23 +188,9 @@ def write_some(path):
 
 
 def flips(path, every):
-    """How many flipped bits of every file load without an error."""
-    passed = tried = 0
-    for file in sorted(Path(path).iterdir()):
-        good = file.read_bytes()
-        for at in range(0, len(good), every):
-            bad = bytearray(good)
-            bad[at] ^= 1 << at % 8
-            file.write_bytes(bad)
-            tried += 1
-            try:
-                load_checkpoint(path, make(1))
-                passed += 1
-            except RuntimeError as error:
-                passed += "damaged" not in str(error)
-        file.write_bytes(good)
+    counts = flip_bits(path, every, lambda: load_checkpoint(path, make(1)))
     load_checkpoint(path, make(1))
-    return tried, passed
+    return counts
 
 
 @pytest.mark.parametrize("every", [31, pytest.param(1, marks=pytest.mark.exhaustive)])

@@ -1,7 +1,9 @@
 """FSDP as torch's own tools see it, FSDP2's options, and uses of it beside forward and backward."""
 
 import copy
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,63 +18,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from worker_pool import run_ranks, try_ranks
-from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import FSDP, load_checkpoint, save_checkpoint
+from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 DEADLINE = 300.0
 
 
-def make(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
-
-
-def batch(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
-
-
 def same(ours, theirs):
     return all(torch.equal(ours[name], value) for name, value in theirs.items())
-
-
-def pair(stage=3, **options):
-    """Ours, and one process."""
-    model, twin = make(), make()
-    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
-    if stage == 3:
-        model = FSDP(model, **options)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1), twin, theirs
-    ours = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=0.1, shard_gradients=stage == 2, **options
-    )
-    return model, ours, twin, theirs
-
-
-def train(model, ours, twin, theirs, loss, steps=3, clip=None):
-    world = dist.get_world_size()
-    for number in range(steps):
-        loss(model, batch(number, dist.get_rank())).backward()
-        for rank in range(world):
-            (loss(twin, batch(number, rank)) / world).backward()
-        for module, optimizer in ((model, ours), (twin, theirs)):
-            if clip:
-                nn.utils.clip_grad_norm_(module.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    return assert_alike(model, twin)
-
-
-def assert_alike(model, twin):
-    whole = (
-        model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
-    )
-    for name, value in twin.named_parameters():
-        torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-12)
-    return True
-
-
-def mean_square(model, inputs):
-    return model(inputs).square().mean()
 
 
 def torchs_state_dicts(folder):
@@ -278,20 +234,6 @@ def test_ranks_that_run_different_layers_are_told_which():
         assert "rank 0: all_gather of 120 bytes of 0.weight and 1 more" in message
         assert "rank 1: all_gather of 216 bytes of 2.weight and 1 more" in message
         assert "run the same layers in the same order on every rank" in message
-
-
-def whole_tensor_optimizers():
-    for optimizer_cls in (torch.optim.Adafactor, torch.optim.Muon):
-        model = FSDP(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)))
-        optimizer = optimizer_cls(model.parameters(), lr=0.1)
-        model(torch.ones(2, 5)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"looks at whole tensors, .* use Sharded"):
-            optimizer.step()
-    return True
-
-
-def test_optimizers_of_whole_tensors_are_refused_on_shards():
-    assert all(run_ranks(whole_tensor_optimizers, 2, timeout=DEADLINE))
 
 
 def memory_over(steps, stage):

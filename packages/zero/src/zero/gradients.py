@@ -210,7 +210,9 @@ def unscale(pieces: list[Tensor], wire: Wire, found_inf: Tensor, inv_scale: Tens
     """GradScaler's: divide by the scale; set `found_inf` on every rank if any has found one."""
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
-    wire.all_reduce(found_inf, op=dist.ReduceOp.MAX).wait()
+    agreed = found_inf.to(wire.device)
+    wire.all_reduce(agreed, op=dist.ReduceOp.MAX).wait()
+    found_inf.copy_(agreed)
 
 
 def pieces_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -260,10 +262,10 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
 
 def _everyones(values: Tensor, wire: Wire) -> Tensor:
     """Each rank's `values`, in rank order: what comes of them is alike on all ranks, NaNs too."""
-    rows = values.new_zeros(wire.world, values.numel())
+    rows = values.new_zeros(wire.world, values.numel(), device=wire.device)
     rows[wire.rank] = values
     wire.all_reduce(rows).wait()
-    return rows
+    return rows.to(values.device)
 
 
 # Over all elements, to one number.

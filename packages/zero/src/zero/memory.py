@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero.fsdp.fsdp import FSDP
 from zero.gradients import AveragedGradient
+from zero.host import on_host
 from zero.optimizer.optimizer import ShardedOptimizer
 from zero.wire import DryRun
 
@@ -37,7 +39,10 @@ Loss = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes held at one moment of a step, and the peak since the moment before."""
+    """Bytes held at one moment of a step, and the peak since the moment before.
+
+    `host` is what cpu_offload keeps off the device: neither in the other kinds nor in the peak.
+    """
 
     name: str
     parameters: int
@@ -46,10 +51,11 @@ class Moment:
     buffers: int
     activations: int
     peak: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes held at this moment."""
+        """All bytes that the device holds at this moment."""
         return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
@@ -71,7 +77,7 @@ class MemoryReport:
         return max((moment.peak for moment in self.measured), default=0)
 
     def __str__(self) -> str:
-        columns = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak")
+        columns = ("parameters", "gradients", "optimizer", "buffers", "activations", "peak", "host")
         lines = ["".join(c.rjust(20 if i == 0 else 13) for i, c in enumerate(("MiB", *columns)))]
         for kind, moments in (("predicted", self.predicted), ("measured", self.measured)):
             for moment in moments:
@@ -133,12 +139,13 @@ def zero_stage_bytes(
 def _run(build: Build, loss: Loss, group: Group, count: type[_Count]) -> tuple[Moment, ...]:
     model, optimizer = build(group)
     held = _held(model, optimizer)
-    moments = [Moment("initialized", **held, activations=0, peak=sum(held.values()))]
+    moments = [Moment("initialized", **held, activations=0, peak=_on_device(held))]
     # The first step makes the state and learns the order of the layers.
     loss(model).backward()
     _step(optimizer)
     optimizer.zero_grad()
-    counter = count(sum(_held(model, optimizer).values()), model)
+    counter = count(_on_device(_held(model, optimizer)), model)
+    counter.host.update(t.untyped_storage() for t in held_tensors(model, optimizer)["host"])
     with counter.phase():
         value = loss(model)
     moments.append(_moment("forward", model, optimizer, counter))
@@ -163,13 +170,17 @@ def _moment(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, counter: _Count
 ) -> Moment:
     held = _held(model, optimizer)
-    activations = max(0, counter.live - sum(held.values())) if name == "forward" else 0
+    activations = max(0, counter.live - _on_device(held)) if name == "forward" else 0
     return Moment(name, **held, activations=activations, peak=counter.peak)
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes by kind, each storage once."""
     return {kind: _bytes(tensors) for kind, tensors in held_tensors(model, optimizer).items()}
+
+
+def _on_device(held: dict[str, int]) -> int:
+    return sum(held.values()) - held["host"]
 
 
 def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
@@ -183,16 +194,16 @@ def held_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     if isinstance(optimizer, ShardedOptimizer):
         gradients += optimizer.reducer.held()
         inner = optimizer.inner
-    state = [
-        value
-        for values in inner.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor)
-    ]
-    buffers = list(model.buffers())
-    return {
-        "parameters": parameters, "gradients": gradients, "optimizer": state, "buffers": buffers
-    }  # fmt: skip
+        parameters += [p for group in inner.param_groups for p in group["params"]]
+    kinds: dict[str, list[Tensor]] = {"parameters": parameters, "gradients": gradients}
+    host = [t for tensors in kinds.values() for t in tensors if on_host(t.untyped_storage())]
+    for kind, tensors in kinds.items():
+        kinds[kind] = [t for t in tensors if not on_host(t.untyped_storage())]
+    kinds["optimizer"] = []
+    for parameter, values in inner.state.items():
+        there = host if on_host(parameter.untyped_storage()) else kinds["optimizer"]
+        there += [value for value in values.values() if isinstance(value, Tensor)]
+    return {**kinds, "buffers": list(model.buffers()), "host": host}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -206,6 +217,8 @@ class _Count:
     def __init__(self, start: int, model: nn.Module) -> None:
         self.live = self.peak = start
         self.model = model
+        # What is on the host, and so not counted.
+        self.host: WeakSet[torch.UntypedStorage] = WeakSet()
 
     @contextmanager
     def phase(self) -> Iterator[None]:
@@ -232,12 +245,15 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
-        for storage in {t.untyped_storage() for t in _tensors(result)}:
-            # Views and in-place results lie in a storage that was given.
-            if id(storage) not in given:
-                self.count.live += storage.nbytes()
-                weakref.finalize(storage, self._free, storage.nbytes())
+        given = {t.untyped_storage() for t in _tensors((args, kwargs))}
+        for storage in {t.untyped_storage() for t in _tensors(result)} - given:
+            # Views and in-place results lie in a storage that was given; what is made of the
+            # host's tensors alone is the host's.
+            if given and all(on_host(some) or some in self.count.host for some in given):
+                self.count.host.add(storage)
+                continue
+            self.count.live += storage.nbytes()
+            weakref.finalize(storage, self._free, storage.nbytes())
         now = sum(unit.unsharded_bytes for unit in self.units)
         self.count.live += now - self.unsharded
         self.unsharded = now

@@ -47,7 +47,7 @@ class Wire:
     Of a mesh (replicate, shard) it is the second group; gradients' sums go on over the first.
 
     `bytes[name]` counts the whole array S of each call, as nccl-tests does: the input of a
-    reduce-scatter, the output of an all-gather, the tensor of an all-reduce, broadcast or reduce.
+    reduce-scatter or an all-to-all, the output of an all-gather, the tensor of any other.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Wire:
     ) -> None:
         # Where each shard is held by several ranks (a mesh of two dimensions): the others of ours.
         self.replicas: Wire | None = None
+        self._mesh = group if isinstance(group, DeviceMesh) else None
         if isinstance(group, DeviceMesh):
             if group.ndim not in (1, 2):
                 raise ValueError(
@@ -77,6 +78,7 @@ class Wire:
         self._all_reduce = all_reduce or dist.all_reduce
         if isinstance(group, DryRun):
             self.rank, self.world = group.rank, group.world
+            self.device = torch.device("meta")
             return
         if not dist.is_initialized():
             raise RuntimeError(
@@ -93,6 +95,15 @@ class Wire:
             self._all_gather = all_gather_into_tensor or direct_all_gather
         if backend == "nccl":
             self.device = torch.device("cuda")
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh, for DTensors; the last dimension shards."""
+        if self._mesh is None:
+            assert not isinstance(self.group, DryRun)
+            group: Any = self.group or dist.group.WORLD
+            self._mesh = DeviceMesh.from_group(group, self.device.type)
+        return self._mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         """Return a wire of the same group, which counts by itself."""
@@ -131,6 +142,18 @@ class Wire:
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start the sum of `tensor` over the ranks that hold shards, in place."""
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
+
+    def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
+        """Send `blocks[r]` to rank r; return what each rank sent, of these lengths."""
+        outgoing = torch.cat(list(blocks))
+        if self.device.type == "cuda":
+            outgoing = outgoing.to(self.device)
+        incoming = outgoing.new_empty(sum(lengths))
+        sizes: dict[str, Any] = {"output_split_sizes": list(lengths)}
+        sizes["input_split_sizes"] = [block.numel() for block in blocks]
+        call = dist.all_to_all_single
+        self._start("all_to_all", outgoing, call, incoming, outgoing, **sizes).wait()
+        return list(incoming.to(blocks[0].device).split(list(lengths)))
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over ranks, in place on group rank `owner`."""
@@ -210,8 +233,8 @@ class Wire:
 def wire_bytes(payload: dict[str, int], world: int) -> float:
     """Bytes that one rank sends, on average, for these payloads.
 
-    (n-1)/n of the array for a reduce-scatter, an all-gather, a reduce or a broadcast, twice that
-    for an all-reduce: each element must leave n-1 of n ranks, once or twice.
+    (n-1)/n of the array for a reduce-scatter, an all-gather, a reduce, a broadcast or an
+    all-to-all, twice that for an all-reduce: each element leaves n-1 of n ranks, once or twice.
     """
     rounds = {"all_reduce": 2}
     total = sum(size * rounds.get(name, 1) for name, size in payload.items())

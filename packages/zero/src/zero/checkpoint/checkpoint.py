@@ -40,7 +40,8 @@ from zero.checkpoint.holding import (
 from zero.checkpoint.loading import Loading
 from zero.checkpoint.storage import Writer, find, together
 from zero.checkpoint.weights import find_weights
-from zero.optimizer.optimizer import ShardedOptimizer, options_of
+from zero.optimizer.optimizer import ShardedOptimizer
+from zero.optimizer.state import options_of
 
 
 class Saving:
@@ -133,9 +134,14 @@ def save_checkpoint(
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts, objects = _state(model, optimizer, rank)
     if rank == 0:
+        groups = _groups(model, optimizer) if optimizer else []
+        for number, each in enumerate(groups):
+            # Where torch's own reader looks for them.
+            for key, value in each.items():
+                objects[f"optimizer.param_groups.{number}.{key}"] = value
         objects[HEADER] = {
             "version": VERSION,
-            "groups": _groups(model, optimizer) if optimizer else [],
+            "groups": len(groups),
             "modules": model_parts(model)[1],
             "extra": extra or {},
         }
@@ -250,31 +256,32 @@ def _state(
     if optimizer is None or inner is None:
         return parts, objects
     for slot in (slot for group in slots(model, optimizer) for slot in group):
+        run = slot.run
+        if run is None:
+            continue
+        # Of what all holders have alike, the holder of the first element writes.
+        first = not slot.copy and not run.start and (run.stop > 0 or _writes_empty(slot, rank))
         for key, value in inner.state.get(slot.local, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == slot.local.shape:
-                name = f"optimizer.state.{slot.name}.{key}"
-                flat = value.detach().reshape(-1)
-                run = slot.shape, slot.start, slot.stop
-                parts.append(Part(name, *run, flat, slot.replicated, slot.copy))
-            elif slot.copy or slot.start or (not slot.stop and not _writes_empty(slot, rank)):
-                # The holder of the first element writes what all holders have alike.
-                continue
-            elif isinstance(value, torch.Tensor):
-                name, flat = f"optimizer.whole.{slot.name}.{key}", value.detach().reshape(-1)
+            name = f"optimizer.state.{slot.name}.{key}"
+            flat = value.detach().reshape(-1) if isinstance(value, torch.Tensor) else None
+            if flat is not None and value.shape == run.shape:
+                place = slot.whole, run.start, run.stop
+                parts.append(Part(name, *place, flat, slot.replicated, slot.copy))
+            elif flat is not None and first:
                 parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.replicated))
-            elif not slot.replicated or rank == 0:
-                objects[f"optimizer.object.{slot.name}.{key}"] = value
+            elif first and (not slot.replicated or rank == 0):
+                objects[name] = value
     return parts, objects
 
 
 def _writes_empty(slot: Slot, rank: int) -> bool:
     """Whether this rank may write the state of a parameter without elements."""
-    return not slot.shape.numel() and (slot.replicated or rank == 0)
+    return not slot.whole.numel() and (slot.replicated or rank == 0)
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     names = group_names(model, optimizer)
     return [
-        {"names": group, "options": options_of(options)}
+        {"params": group, **options_of(options)}
         for group, options in zip(names, optimizer.param_groups, strict=True)
     ]

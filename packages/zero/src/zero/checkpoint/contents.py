@@ -20,10 +20,12 @@ from zero.checkpoint.holding import Part
 from zero.checkpoint.storage import Folder
 from zero.checkpoint.weights import Weights
 
-# 2: checksums, and second names of tied tensors.
-VERSION = 2
+# 2: checksums, and second names of tied tensors. 3: optimizers' state under torch's names.
+VERSION = 3
 HEADER = "zero"
 USUAL = ("", "model.", "module.")
+
+States = dict[str, list[tuple[str, str]]]
 
 
 @dataclass
@@ -33,8 +35,8 @@ class Contents:
     source: Folder | Weights
     # Each stored tensor of the model: our name -> the source's.
     model: dict[str, str]
-    # Each parameter's state: our name -> (kind, key, the source's name).
-    states: dict[str, list[tuple[str, str, str]]] = field(default_factory=dict)
+    # Each parameter's state: our name -> (key, the source's name).
+    states: States = field(default_factory=dict)
     # The optimizer's groups: names of parameters, and options.
     groups: list[dict[str, Any]] | None = None
     modules: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +60,7 @@ def read_contents(source: Folder | Weights, names: Sequence[str], prefix: str | 
     if isinstance(source, Weights):
         return Contents(source, model)
     states, rest = _states(source, prefix, set(names))
-    used = {name for entries in states.values() for _, _, name in entries}
+    used = {name for entries in states.values() for _, name in entries}
     model = {ours: name for ours, name in model.items() if name not in used and ours not in rest}
     contents = Contents(source, model, states)
     groups: dict[str, dict[str, Any]] = {}
@@ -103,18 +105,25 @@ def _own(folder: Folder) -> Contents:
     if header["version"] >= 2 and not folder.verifier.present:
         raise ValueError(f"{folder.path} has lost its checksums: use an older checkpoint")
     model: dict[str, str] = {}
-    states: dict[str, list[tuple[str, str, str]]] = {}
+    states: States = {}
     for name in folder.metadata.state_dict_metadata:
         whose, _, rest = name.partition(".")
         if whose == "model":
             model[rest] = name
-        elif whose == "optimizer":
-            kind, _, rest = rest.partition(".")
-            parameter, _, key = rest.rpartition(".")
-            states.setdefault(parameter, []).append((kind, key, name))
-    return Contents(
-        folder, model, states, header["groups"], header["modules"], dict(header["extra"]), True
-    )
+        elif whose == "optimizer" and not rest.startswith("param_groups."):
+            parameter, _, key = rest.partition(".")[2].rpartition(".")
+            states.setdefault(parameter, []).append((key, name))
+    named = header["groups"] if header["version"] < 3 else _own_groups(folder, header["groups"])
+    return Contents(folder, model, states, named, header["modules"], dict(header["extra"]), True)
+
+
+def _own_groups(folder: Folder, count: int) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [{} for _ in range(count)]
+    options = [name for name in folder.objects if name.startswith("optimizer.param_groups.")]
+    for name, value in folder.read([], options).items():
+        number, _, key = name.removeprefix("optimizer.param_groups.").partition(".")
+        groups[int(number)][key] = value
+    return [{"names": group.pop("params"), "options": group} for group in groups]
 
 
 def _prefix(stored: Iterable[str], names: Sequence[str]) -> str:
@@ -133,11 +142,9 @@ def _prefix(stored: Iterable[str], names: Sequence[str]) -> str:
     return (usual or best or [""])[0]
 
 
-def _states(
-    folder: Folder, prefix: str, names: set[str]
-) -> tuple[dict[str, list[tuple[str, str, str]]], set[str]]:
+def _states(folder: Folder, prefix: str, names: set[str]) -> tuple[States, set[str]]:
     """The state of each parameter in names or numbers; and what is none of the model's."""
-    states: dict[str, list[tuple[str, str, str]]] = {}
+    states: States = {}
     rest = set()
     for name in folder.metadata.state_dict_metadata:
         match = re.match(r"(?:.*\.)?state\.(.+)\.([^.]+)$", name)
@@ -147,8 +154,7 @@ def _states(
         ours = parameter.removeprefix(prefix)
         if ours in names or parameter.isdigit():
             known = ours if ours in names else parameter
-            kind = "any" if name in folder.tensors else "object"
-            states.setdefault(known, []).append((kind, key, name))
+            states.setdefault(known, []).append((key, name))
             rest.add(name.removeprefix(prefix))
     return states, rest
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.fsdp.fsdp import FSDP
+from zero.fsdp.optimizers import adopt
 from zero.fsdp.wrap import clean
 from zero.optimizer.optimizer import ShardedOptimizer
+from zero.rows import Run
 from zero.wire import Wire
 
 
@@ -45,12 +47,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter as the inner optimizer knows it: `local` holds elements `start` to `stop`."""
+    """A parameter as an optimizer knows it: it keeps `run` of the whole's state for `local`.
+
+    `run` is None where another rank keeps it.
+    """
 
     name: str
-    shape: torch.Size
-    start: int
-    stop: int
+    whole: torch.Size
+    run: Run | None
     local: nn.Parameter
     replicated: bool
     copy: bool = False
@@ -92,9 +96,11 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     inner = unwrapped(model)
     parts, sharded = [], _sharded_names(model)
     for slot in _parameter_slots(model):
-        values = slot.local.detach().reshape(-1)
-        run = slot.shape, slot.start, slot.stop
-        parts.append(Part(slot.name, *run, values, slot.replicated, slot.copy, slot.local.detach()))
+        assert slot.run is not None
+        local, run = slot.local.detach(), slot.run
+        values = local.reshape(-1)
+        place = slot.name, slot.whole, run.start, run.stop
+        parts.append(Part(*place, values, slot.replicated, slot.copy, local))
     parameters = sharded | {name for name, _ in _named_parameters(model, tied=True)}
     others = {}
     wrapper = _compiled_from(model)
@@ -120,10 +126,13 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
         names = {parameter: slot.name for parameter, slot in by_local.items()}
         split: dict[nn.Parameter, Slot] = {}
         for parameter, piece, shard, _ in optimizer.shards():
-            name = _name_of(parameter, names)
-            run = parameter.shape, piece.start, piece.stop
-            split[shard] = Slot(name, *run, shard, False, is_copy(optimizer.wire))
+            run = Run(piece.start, piece.stop, shard.shape)
+            name, copy = _name_of(parameter, names), is_copy(optimizer.wire)
+            split[shard] = Slot(name, parameter.shape, run, shard, False, copy)
         return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
+    on_shards = adopt(optimizer)
+    if on_shards:
+        by_local = {p: replace(slot, run=on_shards.run(p)) for p, slot in by_local.items()}
     return [
         [_name_of(parameter, by_local) for parameter in group["params"]]
         for group in optimizer.param_groups
@@ -143,10 +152,12 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
         for unit in model.units:
             for p in unit.parameters:
                 seen.add(p.local)
-                yield Slot(p.name, p.shape, p.start, p.stop, p.local, False, is_copy(model.wire))
+                run = Run(p.start, p.stop, p.local.shape)
+                yield Slot(p.name, p.shape, run, p.local, False, is_copy(model.wire))
     for name, parameter in _named_parameters(model):
         if parameter not in seen:
-            yield Slot(name, parameter.shape, 0, parameter.numel(), parameter, True)
+            run = Run(0, parameter.numel(), parameter.shape)
+            yield Slot(name, parameter.shape, run, parameter, True)
 
 
 def is_copy(wire: Wire) -> bool:

@@ -38,8 +38,8 @@ class Loading:
         self.left_out: list[str] = []
         self.parts = self._match(model_parts(model)[0], second_names(model))
         self.groups: list[dict[str, Any]] = []
-        # For each parameter of the optimizer: (kind, key, name in the checkpoint).
-        self.states: list[list[tuple[str, str, str]]] = []
+        # For each parameter of the optimizer: (key, name in the checkpoint).
+        self.states: list[list[tuple[str, str]]] = []
         self.slots: list[list[Slot]] = []
         if optimizer is not None:
             self._match_optimizer(model, optimizer)
@@ -152,21 +152,22 @@ class Loading:
         """The optimizer's tensors to read: (parameter's number, key, part); and the objects."""
         tensors, objects = [], []
         held = [slot for group in self.slots for slot in group]
+        stored = self.contents.source.tensors
         for index, (slot, entries) in enumerate(zip(held, self.states, strict=True)):
-            for kind, key, name in entries:
-                if kind == "object":
-                    objects.append((index, key, name))
+            for key, name in entries if slot.run else ():
+                if name in stored:
+                    tensors.append((index, key, self._room(name, stored[name], slot, key, device)))
                 else:
-                    tensors.append((index, key, self._room(name, kind, slot, device)))
+                    objects.append((index, key, name))
         return tensors, objects
 
-    def _room(self, name: str, kind: str, slot: Slot, device: str | None) -> Part:
-        found: Any = self.contents.source.tensors[name]
-        size, dtype = found
-        if kind == "state" or (kind == "any" and size == slot.shape and size):
+    def _room(self, name: str, found: Any, slot: Slot, key: str, device: str | None) -> Part:
+        (size, dtype), run = found, slot.run
+        if run is not None and size == slot.whole and key != "step":
             place = device or slot.local.device
-            values = torch.empty(slot.stop - slot.start, dtype=dtype, device=place)
-            return Part(name, slot.shape, slot.start, slot.stop, values.view(-1), holder=slot.local)
+            values = torch.empty(run.stop - run.start, dtype=dtype, device=place)
+            shaped = values.view(run.shape)
+            return Part(name, size, run.start, run.stop, values, holder=shaped)
         values = torch.empty(size.numel(), dtype=dtype, device=device)
         return Part(name, size, 0, size.numel(), values)
 
@@ -197,7 +198,7 @@ class Loading:
             }
         )
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer.state = inner.state
+            optimizer.show_state(bool(self.contents.states))
         for chosen, group in zip(options, optimizer.param_groups, strict=True):
             group.update(chosen)
 

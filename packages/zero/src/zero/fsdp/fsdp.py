@@ -20,17 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
 
 from zero.faults import difference
-from zero.fsdp.guard import install
 from zero.fsdp.marks import after_gradient, before_gradient, cast
+from zero.fsdp.optimizers import install
 from zero.fsdp.replicated import Replicated
 from zero.fsdp.unit import ShardedParameter, Unit
 from zero.fsdp.whole import StateDictionaries, summoned
 from zero.fsdp.wrap import Materialize, clean, make_units, watch
-from zero.gradients import plain
-from zero.norm import scale_to, square_sum
 from zero.wire import Collective, DryRun, Group, Wire
 
 
@@ -50,6 +47,8 @@ class FSDP(nn.Module):
     reshard_after_forward: False keeps layers whole until their backward, and gathers each once.
     prefetch: how many layers are gathered ahead of the one that runs.
     ignored_params: left to the caller, not sharded, averaged or made equal on all ranks.
+    cpu_offload: shards and their gradients lie on the host, where an optimizer keeps its state and
+        steps; a device holds the layers that run.
     """
 
     def __init__(
@@ -66,6 +65,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
+        cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
@@ -100,7 +100,7 @@ class FSDP(nn.Module):
             module,
             shard,
             materialize,
-            partial(Unit, self.wire, compute_dtype, gradient_dtype),
+            partial(Unit, self.wire, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
         )
         sharded = {p.local for unit in self.units for p in unit.parameters}
@@ -117,17 +117,17 @@ class FSDP(nn.Module):
         self._accumulates = False
         self._reducing: deque[Unit] = deque()
         self._ready: dict[Unit, int] = {}
-        # Each shard's unit; the units that were read without a call of their module in the latest
-        # forward, the modules that they are gathered with since, and where in the tree those are.
+        # Each shard's unit; the units that were read without a call of their module since the
+        # latest step, the modules that they are gathered with since, where in the tree those are.
         self._sharded: dict[nn.Parameter, tuple[Unit, ShardedParameter]] = {}
         self._read_outside: list[Unit] = []
+        self._version = -1
         self._lifted: dict[nn.Module, set[Unit]] = {}
         self._path_of: dict[Unit, str] = {}
         # How many sharded modules, and the whole, are in their forward, one within the other.
         self._running = 0
         self._summoned = False
-        mesh = group if isinstance(group, DeviceMesh) else None
-        self.state_dictionaries = StateDictionaries(self.wire, mesh)
+        self.state_dictionaries = StateDictionaries(self.wire)
         self._hook_ids: dict[nn.Module, set[int]] = {}
         self._hook_modules()
         if compute_dtype is not None:
@@ -152,7 +152,11 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.expire()
         self._follow()
-        self._read_outside.clear()
+        version = sum(unit.shard._version for unit in self.units)
+        if version != self._version:
+            # Until a step, earlier forwards' backward may still come.
+            self._version = version
+            self._read_outside.clear()
         self.state_dictionaries.forget()
 
     def _end_forward(self, output: Any) -> Any:
@@ -216,17 +220,10 @@ class FSDP(nn.Module):
         finally:
             self._sync = before
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` of everything but ignored parameters."""
-        replicated = [p.grad for p in self._replicated.parameters if p.grad is not None]
-        locals_ = [p.local.grad for unit in self.units for p in unit.parameters]
-        shards = [plain(gradient) for gradient in locals_ if gradient is not None]
-        total = square_sum(shards, self.wire.device)
-        self.wire.all_reduce(total).wait()
-        norm = (total + square_sum(replicated, self.wire.device)).sqrt()
-        scale_to(max_norm, norm, shards + replicated)
-        return norm.float()
+        shards = [p.local for unit in self.units for p in unit.parameters]
+        return nn.utils.clip_grad_norm_(shards + self._replicated.parameters, max_norm)
 
     def _tied(self, parameter: nn.Parameter, whole: dict[str, Tensor]) -> Tensor:
         for unit in self.units:
@@ -445,7 +442,7 @@ class FSDP(nn.Module):
             copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in own}, memo)
         )
         copied._hooked, copied._hook_ids, copied._sharded = set(), {}, {}
-        copied.state_dictionaries = StateDictionaries(copied.wire, self.state_dictionaries.mesh)
+        copied.state_dictionaries = StateDictionaries(copied.wire)
         for module, ids in self._hook_ids.items():
             twin = memo[id(module)]
             for hooks in vars(twin).values():

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.direct import Work
 from zero.gradients import shard_gradient
+from zero.host import to_device, to_host
 from zero.partition import alias, by_element
 from zero.wire import Wire
 
@@ -37,6 +40,17 @@ class ShardedParameter:
     places: tuple[tuple[nn.Module, str], ...]
 
 
+# Each shard's unit, and its number there: optimizers are known by the parameters that they hold.
+_homes = WeakTensorKeyDictionary()
+
+
+def home_of(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
+    """The unit of a shard; None for any other parameter."""
+    unit, number = _homes.get(parameter, (lambda: None, 0))
+    home = unit()
+    return (home, home.parameters[number]) if home else None
+
+
 class Unit:
     """Parameters of one dtype that are gathered, used and freed together."""
 
@@ -45,9 +59,12 @@ class Unit:
         wire: Wire,
         compute_dtype: torch.dtype | None,
         gradient_dtype: torch.dtype | None,
+        cpu_offload: bool,
         named: Sequence[tuple[str, nn.Parameter, tuple[tuple[nn.Module, str], ...]]],
     ) -> None:
         self.wire = wire
+        # Whether shards, and so what an optimizer keeps of them, are on the host.
+        self.cpu_offload = cpu_offload
         first = named[0][1]
         # The same on every rank, and another than any other unit's.
         self.label = f"{named[0][0]} and {len(named) - 1} more" if named[1:] else named[0][0]
@@ -61,9 +78,10 @@ class Unit:
             flat[offset : offset + parameter.numel()] = parameter.detach().reshape(-1)
         wire.broadcast_first(flat)
         low, high = partition.spans[0].shard(wire.rank, wire.world) if partition.spans else (0, 0)
-        self.shard = flat[low:high].clone()
+        self.shard = to_host(flat[low:high]) if cpu_offload else flat[low:high].clone()
         self.full = torch.empty_like(flat, dtype=dtype)
         self._nbytes = self.full.untyped_storage().nbytes()
+        self._partition = partition
         mine = {piece.index: piece for piece in partition.pieces(low, high)}
         self.parameters = []
         for index, (name, parameter, places) in enumerate(named):
@@ -77,7 +95,6 @@ class Unit:
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
-        self._offsets = partition.offsets
         self._unsharded = False
         # The shard's version that was gathered: an optimizer step makes it stale.
         self._version = -1
@@ -92,6 +109,17 @@ class Unit:
         self._undecided: dict[int, Tensor] = {}
         self.full.untyped_storage().resize_(0)
         self.swap_in_local()
+        self._register()
+
+    def run_of(self, parameter: ShardedParameter, rank: int) -> tuple[int, int]:
+        """The elements of a parameter that a rank holds."""
+        index = self.parameters.index(parameter)
+        pieces = (p for p in self._partition.shard_pieces(rank) if p.index == index)
+        return next(((piece.start, piece.stop) for piece in pieces), (0, 0))
+
+    def _register(self) -> None:
+        for number, parameter in enumerate(self.parameters):
+            _homes[parameter.local] = ref(self), number
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """Return a copy with memory of its own, without gradients, as torch copies parameters."""
@@ -101,18 +129,19 @@ class Unit:
         memo[id(self)] = copied
         copied.__dict__.update(self.__dict__)
         copied.wire = copy.deepcopy(self.wire, memo)
-        copied.shard = self.shard.clone()
+        copied.shard = to_host(self.shard) if self.cpu_offload else self.shard.clone()
         copied.full = self.full.new_empty(self.full.shape)
         copied.full.untyped_storage().resize_(0)
         copied._unsharded, copied._version, copied._users = False, -1, 0
         copied.parameters, at = [], 0
-        for old, offset in zip(self.parameters, self._offsets, strict=True):
+        for old, offset in zip(self.parameters, self._partition.offsets, strict=True):
             values = copied.shard[at : at + old.stop - old.start]
             at += values.numel()
             local = nn.Parameter(in_column(values, len(old.shape)), old.local.requires_grad)
             whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
             memo[id(old.local)], memo[id(old.whole)] = local, whole
             copied.parameters.append(replace(old, local=local, whole=whole))
+        copied._register()
         return copied
 
     def find_places(self, memo: dict[int, Any]) -> None:
@@ -160,7 +189,7 @@ class Unit:
             return
         self._version = self.shard._version
         self.full.untyped_storage().resize_(self._nbytes)
-        self._source = self.shard.to(self.full.dtype)
+        self._source = self._on_device(self.full)
         self._gathering = self.wire.all_gather(self.full, self._source, self.label)
 
     def gather(self) -> None:
@@ -172,6 +201,9 @@ class Unit:
             work.wait()
             self._source = None
             self._unsharded = True
+
+    def _on_device(self, like: Tensor) -> Tensor:
+        return to_device(self.shard, like) if self.cpu_offload else self.shard.to(like.dtype)
 
     def expire(self) -> None:
         """Gather anew before the next use: a caller may have changed shards unseen (`.data`)."""
@@ -234,7 +266,7 @@ class Unit:
                 return gradient
         buffer = self.full.new_empty(self.full.numel(), dtype=self.gradient_dtype)
         end = 0
-        for parameter, offset in zip(self.parameters, self._offsets, strict=True):
+        for parameter, offset in zip(self.parameters, self._partition.offsets, strict=True):
             end = offset + prod(parameter.shape)
             part = buffer[offset:end]
             if parameter.whole.grad is None:
@@ -254,6 +286,8 @@ class Unit:
         work.wait()
         average = output.to(self.shard.dtype)
         average /= self.wire.copies
+        if self.cpu_offload:
+            average = to_host(average)
         at = 0
         for index, parameter in enumerate(self.parameters):
             part = average[at : at + parameter.stop - parameter.start]
@@ -286,11 +320,11 @@ class Unit:
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """Whole parameters in the master dtype; every rank calls it."""
-        flat = self.shard.new_empty(self.full.numel())
-        self.wire.all_gather(flat, self.shard).wait()
+        flat = self.full.new_empty(self.full.shape, dtype=self.shard.dtype)
+        self.wire.all_gather(flat, self._on_device(flat)).wait()
         return {
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
-            for parameter, offset in zip(self.parameters, self._offsets, strict=True)
+            for parameter, offset in zip(self.parameters, self._partition.offsets, strict=True)
         }
 
 

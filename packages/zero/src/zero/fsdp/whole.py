@@ -1,8 +1,4 @@
-"""FSDP's shards as others know parameters: whole for a while, or DTensors in state dictionaries.
-
-Notable: between steps a shard is a run of elements, which no DTensor describes; in a state
-dictionary it is rows of the whole (`Shard(0)`), which torch's own tools gather, save and load.
-"""
+"""FSDP's shards as others know parameters: whole for a while, or DTensors in state dictionaries."""
 
 from __future__ import annotations
 
@@ -11,13 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from zero.fsdp.unit import ShardedParameter, Unit
-from zero.wire import DryRun, Wire
+from zero.rows import rows, whole_of
+from zero.wire import Wire
 
 
 class StateDictionaries:
@@ -26,9 +21,8 @@ class StateDictionaries:
     Every rank asks for a state dictionary, as it is a collective. Loading takes whole tensors too.
     """
 
-    def __init__(self, wire: Wire, mesh: DeviceMesh | None) -> None:
+    def __init__(self, wire: Wire) -> None:
         self.wire = wire
-        self.mesh = mesh
         # Shards as they are, without communication.
         self.raw = False
         self._latest: tuple[Unit, dict[str, Tensor]] | None = None
@@ -74,28 +68,7 @@ class StateDictionaries:
     def _rows(self, unit: Unit, parameter: ShardedParameter) -> DTensor:
         if self._latest is None or self._latest[0] is not unit:
             self._latest = unit, unit.full_parameters()
-        whole = self._latest[1][parameter.name]
-        mesh = self._mesh()
-        if not whole.dim():
-            return DTensor.from_local(whole.clone(), mesh, [Replicate()] * mesh.ndim)
-        chunks = whole.chunk(self.wire.world)
-        mine = chunks[self.wire.rank] if self.wire.rank < len(chunks) else whole[:0]
-        placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-        return DTensor.from_local(
-            mine.clone(),
-            mesh,
-            placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
-
-    def _mesh(self) -> DeviceMesh:
-        if self.mesh is None:
-            assert not isinstance(self.wire.group, DryRun)
-            group: Any = self.wire.group or dist.group.WORLD
-            self.mesh = DeviceMesh.from_group(group, self.wire.device.type)
-        return self.mesh
+        return rows(self._latest[1][parameter.name], self.wire)
 
 
 def _elements(name: str, value: Tensor, parameter: ShardedParameter, problems: list[str]) -> Tensor:
@@ -107,8 +80,8 @@ def _elements(name: str, value: Tensor, parameter: ShardedParameter, problems: l
             f"{tuple(parameter.shape)} in the model, of which this rank holds a part"
         )
         return local
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.reshape(-1)[parameter.start : parameter.stop].view_as(local)
+    mine: Tensor = whole_of(value).reshape(-1)[parameter.start : parameter.stop]
+    return mine.view_as(local)
 
 
 @contextmanager

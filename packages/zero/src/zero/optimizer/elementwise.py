@@ -31,14 +31,29 @@ def how_to_split(
     has; some optimizers treat those above a few thousand differently. Raises ValueError with the
     reason if it can be neither (LBFGS, SparseAdam).
     """
-    # A caller may have set another default device, such as meta.
-    with torch.device(device or "cpu"):
-        split = _try(optimizer_cls, options, group or {}, [(6, 4), (4, 5)])
-        # Eight-bit states, for one, are kept in blocks of tensors that are large enough.
-        for many in LARGE:
-            if split == "elements" and largest >= many:
-                split = _try(optimizer_cls, options, group or {}, [(many // 64, 64), (6, 4)])
-        return split
+    # A step of no length, as warm-up begins with, would show nothing.
+    options, group = (
+        {**o, "lr": 0.01} if not o.get("lr", 1) else o for o in (options, group or {})
+    )
+    # Eight-bit states, for one, are kept in blocks of tensors that are large enough.
+    sizes = [many for many in LARGE if largest >= many]
+    key = optimizer_cls, f"{options} {group} {device} {sizes}"
+    if key not in _found:
+        # A caller may have set another default device, such as meta.
+        with torch.device(device or "cpu"):
+            split = _try(optimizer_cls, options, group, [(6, 4), (4, 5)])
+            for many in sizes:
+                if split == "elements":
+                    split = _try(optimizer_cls, options, group, [(many // 64, 64), (6, 4)])
+        if " at 0x" in key[1]:
+            # An address does not name an option for good.
+            return split
+        _found[key] = split
+    return _found[key]
+
+
+# What was found for a class, its options and sizes: trying takes some twenty milliseconds.
+_found: dict[tuple[type, str], Split] = {}
 
 
 def _try(

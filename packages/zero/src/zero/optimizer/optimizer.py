@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zero.faults import difference
-from zero.norm import scale_to, square_sum
-from zero.optimizer.elementwise import LARGE, Split, how_to_split
+from zero.host import to_host
+from zero.optimizer.elementwise import Split, how_to_split
 from zero.optimizer.reducer import Bucket, Reducer, make_buckets
-from zero.optimizer.state import full_state, load_state, local_state
+from zero.optimizer.state import full_state, load_state, options_of, state_rows_of
 from zero.partition import Piece, by_element, by_parameter
 from zero.wire import Collective, Group, Wire
 
@@ -36,6 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
     bucket_size_mb: how much one collective carries; by default 25, or 8 with `shard_gradients`,
         where a bucket's gradients are held twice until they are sent.
+    cpu_offload: the state, and its step, are the host's, on copies of this rank's elements.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: stand in for torch.distributed's.
 
     At construction parameters become views of one flat tensor for each group and dtype, and take
@@ -51,12 +52,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         shard_gradients: bool = False,
         split: Split | Literal["auto"] = "auto",
         bucket_size_mb: float | None = None,
+        cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
         **kwargs: Any,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
+        if isinstance(params, Tensor):
+            raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
+        given = list(params)
         if not given:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
         self.wire = Wire(
@@ -66,15 +70,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all_reduce=all_reduce,
         )
         self._cls, self._options, self._split = optimizer_cls, kwargs, split
+        self.cpu_offload = cpu_offload
         # How each group is split.
         self.splits: list[Split] = []
-        self._tried: dict[str, Split] = {}
         if bucket_size_mb is None:
             bucket_size_mb = 8.0 if shard_gradients else 25.0
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         self.reducer = Reducer(self.wire, release=shard_gradients)
         self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._mine: list[list[nn.Parameter]] = []
+        # With cpu_offload, what the shards are copies of.
+        self._device_values: list[Tensor] = []
         # Each parameter's place in a flat tensor.
         self._places: dict[nn.Parameter, Tensor] = {}
         self.inner: torch.optim.Optimizer
@@ -86,7 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Made with all groups at once, for optimizers that set up their state when they are made.
         groups = zip(self.param_groups, self._mine, strict=True)
         self.inner = optimizer_cls([{**options_of(g), "params": p} for g, p in groups], **kwargs)
-        self.state = self.inner.state
+        # Steps after which the ranks compare whether they keep any state.
+        self._unsure = 2
+        self.show_state(False)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
 
@@ -112,31 +120,48 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group({**options_of(group), "params": mine})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average the gradients, update this rank's shard, gather everybody's."""
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Average the gradients, update this rank's shard, gather everybody's.
+
+        `kwargs` are for the wrapped optimizer's own `step`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._adopt_moved()
         self._lend_gradients()
+        shards = [shard for _, _, shard, _ in self._pieces]
+        for shard, values in zip(shards, self._device_values, strict=False):
+            # A caller may have changed parameters since.
+            shard.copy_(values)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
-        self.inner.step()
+        self.inner.step(**kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        for shard, values in zip(shards, self._device_values, strict=False):
+            values.copy_(shard, non_blocking=True)
         self._gather()
-        for _, _, shard, _ in self._pieces:
+        for shard in shards:
             shard.grad = None
+        if self._unsure:
+            self._unsure -= 1
+            self.show_state(self.wire.any([bool(self.inner.state)])()[0])
         return loss
+
+    def show_state(self, some: bool) -> None:
+        """Let `state` be empty on all ranks or on none, as torch's tools ask; `some`: on none."""
+        nobodys = {self.param_groups[0]["params"][0]: {}} if some else self.inner.state
+        self.state = self.inner.state or nobodys  # type: ignore[assignment]
 
     def shards(self) -> list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]]:
         """What this rank holds: parameter, which elements of it, and the inner optimizer's view."""
         return list(self._pieces)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, without communication: for the same rank of as many ranks."""
-        return local_state(self)
+        """The unsharded optimizer's, with DTensors for its tensors; every rank calls it."""
+        return state_rows_of(self)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state dictionary, on CPU; every rank calls it."""
@@ -161,18 +186,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             self.reducer.enabled = before
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the averaged gradient to 2-norm `max_norm` at the most; return its norm before.
-
-        `torch.nn.utils.clip_grad_norm_` would see one rank's gradients, not their average.
-        """
-        gradients = self._lend_gradients()
-        total = square_sum(gradients, self.wire.device)
-        self.wire.all_reduce(total).wait()
-        norm = total.sqrt()
-        scale_to(max_norm, norm, gradients)
-        return norm.float()
+        """`torch.nn.utils.clip_grad_norm_` of all groups, after averaging what was not yet."""
+        self.reducer.finish()
+        return nn.utils.clip_grad_norm_(list(self._places), max_norm)
 
     @property
     def split(self) -> Split:
@@ -182,15 +199,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
         largest = max((p.numel() for p in group["params"]), default=0)
-        options = options_of(group)
-        key = f"{options} {device} {[largest >= many for many in LARGE]}"
-        if key not in self._tried:
-            self._tried[key] = how_to_split(
-                self._cls, self._options, device, group=options, largest=largest
-            )
-        return self._tried[key]
+        return how_to_split(
+            self._cls, self._options, device, group=options_of(group), largest=largest
+        )
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
+        for parameter in parameters:
+            if parameter.layout != torch.strided:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.layout}: "
+                    "sharding needs dense parameters"
+                )
         numels = [parameter.numel() for parameter in parameters]
         cut = by_element if split == "elements" else by_parameter
         partition = cut(numels, self.wire.world, self.bucket_bytes // parameters[0].element_size())
@@ -208,8 +227,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for bucket in buckets:
             for parameter, piece in bucket.own:
                 values = flat[piece.offset : piece.offset + piece.numel]
-                whole = split == "parameters"
-                shard = nn.Parameter(values.view(parameter.shape) if whole else values)
+                if split == "parameters":
+                    values = values.view(parameter.shape)
+                if self.cpu_offload:
+                    self._device_values.append(values)
+                shard = nn.Parameter(to_host(values) if self.cpu_offload else values)
                 self._pieces.append((parameter, piece, shard, bucket))
                 mine.append(shard)
         return mine
@@ -229,15 +251,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             place.copy_(now)
             parameter.data = place
 
-    def _lend_gradients(self) -> list[Tensor]:
+    def _lend_gradients(self) -> None:
         used = self.reducer.finish()
-        lent = []
         for parameter, piece, shard, bucket in self._pieces:
             shard.grad = None
             if parameter in used and bucket.gradient is not None:
-                shard.grad = bucket.average_of(piece).view(shard.shape)
-                lent.append(shard.grad)
-        return lent
+                average = bucket.average_of(piece).view(shard.shape)
+                shard.grad = to_host(average) if self.cpu_offload else average
 
     def _gather(self) -> None:
         works = []
@@ -267,8 +287,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problem = difference(self.wire.objects(mine))
         if problem:
             raise ValueError(problem)
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's hyperparameters."""
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}

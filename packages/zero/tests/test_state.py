@@ -1,0 +1,222 @@
+"""Optimizers on shards: state dictionaries as torch's tools see them, whole matrices, offload."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import load_checkpoint, save_checkpoint
+from zero_training import assert_alike, batch, make, mean_square, pair, train
+
+DEADLINE = 600.0
+FULL = StateDictOptions(full_state_dict=True)
+KINDS = {
+    "AdamW": {"amsgrad": True},
+    "SGD": {"momentum": 0.9},
+    "NAdam": {},
+    "Muon": {},
+    "Adafactor": {},
+}
+# What `make test` tries; the rest is exhaustive.
+SAMPLED = ("AdamW", "Muon")
+
+
+def matrices(seed=0):
+    torch.manual_seed(seed)
+    layers = nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False)
+    return nn.Sequential(*layers).double()
+
+
+def trained(stage, name, steps=2, **options):
+    build = matrices if name == "Muon" else make
+    both = pair(stage, name, build=build, **KINDS[name], **options)
+    train(*both, mean_square, steps=steps)
+    return both
+
+
+def inner(model, stage):
+    """What torch's tools name as the unwrapped model does."""
+    return model.module if stage == 3 else model
+
+
+def assert_same_state(ours, theirs):
+    """Nested dictionaries of tensors, whole on both sides."""
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if isinstance(value, dict):
+            assert_same_state(ours[key], value)
+        elif isinstance(value, torch.Tensor):
+            torch.testing.assert_close(ours[key], value, rtol=1e-9, atol=1e-12)
+
+
+def reloaded(twin, theirs):
+    """The same in one process: loading casts what Optimizer keeps in another dtype."""
+    fresh = copy.deepcopy(twin)
+    optimizer = type(theirs)(fresh.parameters(), lr=0.1)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    return fresh, optimizer
+
+
+def load_by_torch(folder, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def torchs_tools(stage, name, folder):
+    model, ours, twin, theirs = trained(stage, name)
+    part = inner(model, stage)
+    expected = get_optimizer_state_dict(twin, theirs)
+    sharded = get_optimizer_state_dict(part, ours)
+    some = next(iter(sharded["state"].values()))
+    assert name == "Adafactor" or any(isinstance(value, DTensor) for value in some.values())
+    whole = get_optimizer_state_dict(part, ours, options=FULL)
+    assert_same_state(whole["state"], expected["state"])
+    groups = zip(whole["param_groups"], expected["param_groups"], strict=True)
+    assert all(a["params"] == b["params"] and a["lr"] == b["lr"] for a, b in groups)
+
+    # Out by torch and in by torch, into a fresh pair; then a step.
+    weights, state = get_state_dict(part, ours)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/torch")
+    for way in ("dcp", "ours", "full", "rank 0", "plain"):
+        other, optimizer, _, _ = pair(
+            stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
+        )
+        load_into = inner(other, stage)
+        if way == "dcp":
+            load_by_torch(f"{folder}/torch", load_into, optimizer)
+        elif way == "ours":
+            load_checkpoint(f"{folder}/torch", other, optimizer)
+        else:
+            given = copy.deepcopy(whole) if way != "rank 0" or dist.get_rank() == 0 else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "rank 0")
+            if way == "plain":
+                optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            else:
+                set_optimizer_state_dict(load_into, optimizer, given, options=options)
+            load_into.load_state_dict(twin.state_dict())
+        fresh = reloaded(twin, theirs)
+        train(other, optimizer, *fresh, mean_square, steps=2)
+
+    # Ours, read by torch.
+    save_checkpoint(f"{folder}/zero", model, ours)
+    other, optimizer, _, _ = trained(stage, name, steps=1)
+    load_by_torch(f"{folder}/zero", inner(other, stage), optimizer)
+    train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=2)
+    return True
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.exhaustive) for n in KINDS],
+)
+def test_torchs_tools_get_save_and_set_whole_optimizer_states(tmp_path, name):
+    for stage in (1, 2, 3):
+        folder = str(tmp_path / str(stage))
+        assert all(run_ranks(torchs_tools, 3, stage, name, folder, timeout=DEADLINE))
+
+
+def whole_matrices(name, world, folder):
+    options = {"group": init_device_mesh("cpu", (2, 2))} if world == 4 else {}
+    model, ours, twin, theirs = trained(3, name, steps=3, **options)
+    # By closures, with clipping by norm, and a layer frozen for a while.
+    for number in range(3):
+        model.module[0].weight.requires_grad_(number != 1)
+        twin[0].weight.requires_grad_(number != 1)
+
+        def closure(number=number):
+            ours.zero_grad()
+            mean_square(model, batch(number, dist.get_rank())).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        ours.step(closure)
+        theirs.zero_grad()
+        for rank in range(world):
+            (mean_square(twin, batch(number, rank)) / world).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        theirs.step()
+    ours.zero_grad()
+    theirs.zero_grad()
+    assert_alike(model, twin)
+    # Every state is on one rank of a row, but what is replicated.
+    mine = sum(v.numel() for s in ours.state.values() for v in s.values() if v.dim())
+    whole = sum(v.numel() for s in theirs.state.values() for v in s.values() if v.dim())
+    counts = torch.tensor([mine])
+    dist.all_reduce(counts)
+    assert name != "Muon" or counts.item() == whole * (2 if world == 4 else 1)
+    save_checkpoint(folder, model, ours)
+    for stage in (1, 3):
+        resumed, optimizer, _, _ = pair(
+            stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
+        )
+        load_checkpoint(folder, resumed, optimizer)
+        train(resumed, optimizer, *reloaded(twin, theirs), mean_square)
+    return True
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 4])
+def test_optimizers_of_whole_matrices_equal_one_process_at_stage_three(tmp_path, name, world):
+    assert all(run_ranks(whole_matrices, world, name, world, str(tmp_path / "x"), timeout=DEADLINE))
+
+
+def dropped_on_one_rank():
+    model, ours, _, _ = pair(3, "Muon", build=matrices)
+    mean_square(model, batch(0, 0)).backward()
+    if dist.get_rank():
+        model.module[0].weight.grad = None
+    with pytest.raises(RuntimeError, match=r"0\.weight has a gradient on some ranks only: set"):
+        ours.step()
+    model, _, _, _ = pair(3)
+    mean_square(model, batch(0, 0)).backward()
+    with pytest.raises(RuntimeError, match="LBFGS cannot be sharded"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    return True
+
+
+def test_optimizers_that_cannot_step_shards_say_so():
+    assert all(run_ranks(dropped_on_one_rank, 2, timeout=DEADLINE))
+
+
+def offloaded(stage, name):
+    build = matrices if name == "Muon" else make
+    results = []
+    for cpu_offload in (False, True):
+        both = pair(stage, name, build=build, cpu_offload=cpu_offload, **KINDS[name])
+        train(*both, mean_square, clip=0.05)
+        model, ours = both[:2]
+        model_values = model.gather_full_params() if stage == 3 else model.state_dict()
+        state = ours.full_state_dict() if stage < 3 else ours.state_dict()
+        results.append((model_values, state["state"]))
+    (values, states), (offloaded_values, offloaded_states) = results
+    assert all(torch.equal(values[name], offloaded_values[name]) for name in values)
+    for number, state in states.items():
+        for key, value in state.items():
+            other = offloaded_states[number][key]
+            if isinstance(value, DTensor):
+                value, other = value.full_tensor(), other.full_tensor()
+            assert torch.equal(value, other)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_training_is_bit_equal(stage):
+    for name in ("AdamW", "Muon"):
+        assert all(run_ranks(offloaded, 2, stage, name, timeout=DEADLINE))

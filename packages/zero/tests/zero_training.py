@@ -1,0 +1,87 @@
+"""What tests share: a small model sharded and in one process, trained alike, held together."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from zero import FSDP, ShardedOptimizer
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
+
+
+def batch(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64)
+
+
+def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr=0.1, **options):
+    """Ours, and one process: model, optimizer, model, optimizer."""
+    model, twin = build(), build()
+    fsdp = {k: options.pop(k) for k in ("reshard_after_forward", "prefetch") if k in options}
+    cls = getattr(torch.optim, name)
+    theirs = cls(twin.parameters(), lr=lr, **options)
+    if stage == 3:
+        model = FSDP(model, group=group, cpu_offload=cpu_offload, **fsdp)
+        return model, cls(model.parameters(), lr=lr, **options), twin, theirs
+    ours = ShardedOptimizer(
+        model.parameters(),
+        cls,
+        group=group,
+        shard_gradients=stage == 2,
+        cpu_offload=cpu_offload,
+        lr=lr,
+        **options,
+    )
+    return model, ours, twin, theirs
+
+
+def train(model, ours, twin, theirs, loss, steps=3, clip=None):
+    """Both on the same batches; they must end alike."""
+    world = dist.get_world_size()
+    for number in range(steps):
+        loss(model, batch(number, dist.get_rank())).backward()
+        for rank in range(world):
+            (loss(twin, batch(number, rank)) / world).backward()
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            if clip:
+                nn.utils.clip_grad_norm_(module.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return assert_alike(model, twin)
+
+
+def mean_square(model, inputs):
+    return model(inputs).square().mean()
+
+
+def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
+    """The sharded model's parameters are the other's."""
+    whole = (
+        model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
+    )
+    for name, value in twin.named_parameters():
+        torch.testing.assert_close(whole[name].data, value.data, rtol=rtol, atol=atol)
+    return True
+
+
+def flip_bits(path, every, load):
+    """Flip a bit in every so many bytes of each file: how many were tried, how many loaded."""
+    passed = tried = 0
+    for file in sorted(Path(path).iterdir()):
+        good = file.read_bytes()
+        for at in range(0, len(good), every):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            file.write_bytes(bad)
+            tried += 1
+            try:
+                load()
+                passed += 1
+            except RuntimeError as error:
+                passed += "damaged" not in str(error)
+        file.write_bytes(good)
+    return tried, passed
