@@ -57,8 +57,7 @@ class Bootstrap:
         estimate = asked.of(self.fit.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
-        reach = stdtrit(min(freedom, self.drawn - 1), 0.5 + self.level / 2)
-        half = reach * math.sqrt(1 + len(CONSTANTS) / freedom)
+        half = reach(freedom, self.level, self.drawn)
         low, high = np.quantile(values, ndtr([2 * bias - half, 2 * bias + half]))
         return Interval(min(float(low), estimate), max(float(high), estimate), self.level)
 
@@ -81,6 +80,12 @@ class Bootstrap:
         """The fitted law's loss, with an interval for its mean, not for one more noisy run."""
         loss = self.fit.law.predict(parameters, tokens)
         return Prediction(loss, self.interval(loss_at(parameters, tokens)))
+
+
+def reach(freedom: int, level: float, drawn: int) -> float:
+    """At which normal deviates of `drawn` resamples an interval of a law of few runs ends."""
+    t: float = stdtrit(min(freedom, drawn - 1), 0.5 + level / 2)
+    return t * math.sqrt(1 + len(CONSTANTS) / freedom)
 
 
 def bootstrap(

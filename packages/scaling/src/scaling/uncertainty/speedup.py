@@ -8,10 +8,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtr
 
 from scaling.fit.parametric import ParametricFit
 from scaling.law import CONSTANTS, Interval, optima_of
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.uncertainty.bootstrap import reach
 from scaling.uncertainty.doubts import BENDS, bend
 
 
@@ -28,10 +30,10 @@ class Speedup:
 def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Speedup:
     """How many times more compute `b` needs for the loss that `a` has at its best with `compute`.
 
-    Both losses must be of the same text. The 95 % interval is that of 1,000 pairs of resamples,
-    widened by the drift of both laws beyond their runs, and by the residuals of a law that bends.
-    inf where b never gets there; (0, inf) where five runs leave no degrees of freedom. ValueError
-    for a compute that is not positive.
+    Both losses must be of the same text. The 95 % interval is that of 1,000 pairs of resamples, by
+    t for as few runs as the smaller set has, widened by the drift of both laws beyond their runs,
+    and by the residuals of a law that bends. inf where b never gets there; (0, inf) where five runs
+    leave no degrees of freedom. ValueError for a compute that is not positive.
     """
     if not compute > 0:
         raise ValueError(f"compute = {compute}: must be positive")
@@ -39,10 +41,12 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
     factor = float(_needed(b.law.constants[None], np.array([loss]))[0]) / compute
     reached = optima_of(a.resampled.constants, compute)[2]
     drawn = np.sort(np.log(_needed(b.resampled.constants, reached) / compute))
-    # Of values that may be infinite: no mean of two.
-    low, high = (float(drawn[round(p * (len(drawn) - 1))]) for p in (0.025, 0.975))
-    if min(len(a.runs), len(b.runs)) <= len(CONSTANTS):
+    runs = min(len(a.runs), len(b.runs))
+    if runs <= len(CONSTANTS):
         return Speedup(compute, loss, factor, Interval(0.0, math.inf))
+    half = reach(runs - len(CONSTANTS), 0.95, min(a.resampled.drawn, b.resampled.drawn))
+    # Of values that may be infinite: no mean of two.
+    low, high = (float(drawn[round(p * (len(drawn) - 1))]) for p in ndtr([-half, half]))
     missed = math.hypot(_lack(a, compute), _lack(b, compute * factor))
     law = b.law
     gamma = law.alpha * law.beta / (law.alpha + law.beta)
