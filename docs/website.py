@@ -28,6 +28,7 @@ GUIDES = (
     "architecture", "choosing", "scaling_out", "answers", "numerics", "benchmarking", "guarantees",
     "contributing", "changelog",
 )  # fmt: skip
+PICTURES = (".svg", ".png")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 SETTINGS: dict[str, Any] = {
     "project": "llmsys",
@@ -75,15 +76,15 @@ def stage(folder: Path) -> None:
             text += _contents()
         _write(folder / place, text)
     for path in sorted(shown):
-        _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _file(path))
+        if path.suffix in PICTURES:
+            target = folder / _picture(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+        else:
+            _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _file(path))
     for name in PACKAGES:
         _write(folder / "api" / f"{name}.md", _api(name))
     _write(folder / "results" / "index.md", _results())
-    pictures = [*DOCS.glob("answers/pictures/*.svg"), *DOCS.glob("results/*.png")]
-    for picture in [*pictures, *ROOT.glob("packages/*/*.svg")]:
-        target = folder / _picture(picture)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(picture, target)
 
 
 def places() -> dict[Path, str]:
@@ -104,7 +105,8 @@ def _link(match: re.Match[str], page: Path, place: str, pages: Any, shown: set[P
         reached = pages[target]
     elif target / "README.md" in pages:
         reached = pages[target / "README.md"]
-    elif target.suffix in (".svg", ".png"):
+    elif target.suffix in PICTURES:
+        shown.add(target)
         reached = str(_picture(target))
     else:
         shown.add(target)

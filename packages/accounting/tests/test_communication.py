@@ -8,8 +8,7 @@ from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_memory import even
-from test_parameters import shapes
+from random_shapes import even, shapes
 
 SMALL = Transformer(layers=4, d_model=64, heads=8, kv_heads=4, vocab_size=96)
 SPARSE = Transformer(

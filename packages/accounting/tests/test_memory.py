@@ -13,12 +13,11 @@ from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.peak import peak_memory, tensor_bytes
 from accounting.memory.training import device_parameters, model_states
-from accounting.model.records import Experts
 from accounting.search.plans import fewest_devices, plans_that_fit, smallest_machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_shapes import even, shapes
 from reference import Model
-from test_parameters import shapes
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,26 +210,6 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
     assert {name: p.bytes_per_parameter for name, p in PRECISIONS.items()} == expected
     assert PRECISIONS["deepseek_v3"].master == "fp32"
     assert PRECISIONS["deepseek_v3"].moments == ("bf16", "bf16")
-
-
-def even(shape: Transformer) -> Transformer:
-    """The same shape with sizes that four devices share."""
-    from dataclasses import replace
-
-    return replace(
-        shape,
-        layers=4,
-        heads=shape.heads * 4,
-        kv_heads=shape.kv_heads * 4,
-        d_ff=shape.d_ff * 4,
-        experts=Experts(count=4, per_token=2, width=shape.d_ff * 4, layers=(1, 2))
-        if shape.experts
-        else None,
-        attention_layers=None,
-        mlp_layers=None,
-        vocab_size=shape.vocab_size * 4,
-        window=None,
-    )
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,42 +1,8 @@
 import torch
 from accounting import Transformer, parameters
-from accounting.model.records import Experts, Window
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from random_shapes import shapes
 from torch import nn
-
-
-def shapes() -> st.SearchStrategy[Transformer]:
-    """Random transformers, with and without grouped queries, experts, windows, biases and ties."""
-
-    @st.composite
-    def build(draw: st.DrawFn) -> Transformer:
-        layers, group, kv = (
-            draw(st.integers(1, 5)),
-            draw(st.integers(1, 3)),
-            draw(st.integers(1, 3)),
-        )
-        experts = draw(st.booleans())
-        return Transformer(
-            layers=layers,
-            d_model=draw(st.integers(1, 40)),
-            heads=group * kv,
-            kv_heads=kv,
-            head_dim=draw(st.integers(1, 16)),
-            d_ff=draw(st.integers(1, 64)),
-            vocab_size=draw(st.integers(0, 99)),
-            gated_mlp=draw(st.booleans()),
-            norm=draw(st.sampled_from(["rmsnorm", "layernorm", "none"])),
-            tied=draw(st.booleans()),
-            qkv_bias=draw(st.booleans()),
-            mlp_bias=draw(st.booleans()),
-            experts=Experts(count=4, per_token=2, layers=tuple(range(1, layers)))
-            if experts
-            else None,
-            window=draw(st.sampled_from([None, Window(size=5)])),
-        )
-
-    return build()
 
 
 def test_attention_and_mlp_equal_torchs_own_layers() -> None:

@@ -26,8 +26,8 @@ WHOLE, WHOLE_CPU, SHARED, SHARED_CPU = 1.05, 1.04, 0.87, 0.9
 # three times a step (a hook, reading `.grad`, setting it), where torch stays in C++.
 SMALL, SMALL_CPU = 1.0, 1.03
 ROUTED = 1.0
-# Of the least that any overlap can reach on this link: `overlap_bound_ms`.
-THROTTLED = 1.05
+# Of the least that any overlap can reach on this link, `overlap_bound_ms`: 1.02 to 1.08 are seen.
+THROTTLED = 1.1
 
 
 def row(model: str, design: str, rounds: int, given: dict) -> dict:

@@ -191,8 +191,9 @@ def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
         sharded = FSDP(torch.nn.Linear(64, 64, bias=False), group=DryRun(8))
         sharded(torch.ones(2, 64)).sum().backward()
     size = 64 * 64 * 4
-    # Four-byte flags: what became of each gradient, and whether a bucket must be sent again.
-    assert optimizer.wire.take() == {"reduce_scatter": size, "all_gather": size, "all_reduce": 16}
+    # Four-byte flags: what became of each gradient, whether a bucket must be sent again, and in the
+    # first steps whether any rank has state.
+    assert optimizer.wire.take() == {"reduce_scatter": size, "all_gather": size, "all_reduce": 20}
     # Gathered for forward and for backward: the first step does not know yet which layer is last.
     assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size, "all_reduce": 4}
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
