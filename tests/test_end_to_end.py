@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
+from llmsys_suite.report.findings import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 SUBTITLE = "One language model's whole life in one command"
@@ -40,6 +43,28 @@ def test_a_run_ends_with_every_audit_check_green(finished):
     checks = json.loads((out / "checks.json").read_text())
     assert len(checks) > 50
     assert all(check["passed"] for check in checks)
+
+
+@pytest.mark.timing
+def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
+    out, begun = tmp_path / "run", time.monotonic()
+    run = subprocess.Popen([*LLMSYS, "run", "--out", str(out)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout.readline()
+    said = time.monotonic() - begun
+    run.stdout.read()
+    assert run.wait() == 0
+    assert said <= 2.0
+    assert time.monotonic() - begun <= 180
+    # Of this process's children and theirs, in KiB: the largest.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= 1.5 * 2**20
+    assert (out / "report.html").stat().st_size <= 1e6
+    folder = RunFolder.open(out)
+    ratios = {row["figure"]: row["ratio"] for row in planned(folder.results, evidence_of(folder))}
+    assert ratios.pop("one process's step, ms") == pytest.approx(1, abs=0.25)
+    assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
+    # Messages have heads.
+    assert ratios.pop("DDP's wire, MiB a rank") == pytest.approx(1, abs=0.01)
+    assert set(ratios.values()) == {1}
 
 
 def test_the_folder_holds_what_the_readme_says(finished):
@@ -104,7 +129,6 @@ def test_no_process_takes_more_than_two_gibibytes(finished):
 def test_a_tampered_record_is_red_and_fails(finished):
     out, _ = finished
     from llmsys_suite.audit import training
-    from llmsys_suite.folder import RunFolder
 
     folder = RunFolder.open(out)
     stages, samples = folder.results, folder.samples()
