@@ -47,11 +47,12 @@ def test_a_run_ends_with_every_audit_check_green(finished):
 @pytest.mark.timing
 def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
     out, begun = tmp_path / "run", time.monotonic()
-    run = subprocess.Popen([*LLMSYS, "run", "--out", str(out)], stderr=subprocess.PIPE, text=True)
-    assert run.stderr.readline()
-    said = time.monotonic() - begun
-    run.stderr.read()
-    assert run.wait() == 0
+    command = [*LLMSYS, "run", "--out", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr.readline()
+        said = time.monotonic() - begun
+        run.stderr.read()
+    assert run.returncode == 0
     assert said <= 2.0
     assert time.monotonic() - begun <= 180
     assert (out / "report.html").stat().st_size <= 1e6
