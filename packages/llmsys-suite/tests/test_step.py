@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accounting.memory.live import make_state, training_step_memory
+from llmsys_suite.audit.stages import ten_steps
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep
@@ -42,7 +43,7 @@ def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
         assert row["step_p50_ms"] == pytest.approx(np.median(whole))
         assert (row["step_p10_ms"], row["step_p90_ms"]) == pytest.approx((whole[1], whole[8]))
         assert row["tokens_per_s"] == pytest.approx(2 * 16 / np.median(whole) * 1e3)
-        assert row["clocked_s"] == pytest.approx(kept.sum() / 1e3)
+        assert row["clocked_s"] == pytest.approx(kept.sum(axis=1) / 1e3)
         assert row["mfu"] < row["hfu"]
 
 
@@ -207,3 +208,16 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
 def test_an_unknown_device_is_refused():
     with pytest.raises(UsageError, match="device 'tpu' is unknown"):
         Case(device="tpu")
+
+
+def test_a_program_that_holds_the_core_between_two_steps_is_no_alarm_and_a_wrong_clock_is():
+    seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
+    held = found(seconds)
+    held["clock"] = (np.asarray(held["clock"]) + 0.5 * (np.arange(16) > 7)).tolist()
+    assert all(check.passed for check in ten_steps(sweep.row(MINI, held, 1)))
+    slow = found(seconds)
+    slow["clock"] = (1.2 * np.asarray(slow["clock"])).tolist()
+    assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [True, False]
+    wrong = sweep.row(MINI, found(seconds), 1)
+    wrong["backward_mean_ms"] *= 1.01
+    assert [check.passed for check in ten_steps(wrong)] == [False, True]

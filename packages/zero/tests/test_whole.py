@@ -3,6 +3,7 @@
 import copy
 import sys
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -237,14 +238,14 @@ def test_ranks_that_run_different_layers_are_told_which():
 
 
 def memory_over(steps, stage):
-    """The resident bytes after a tenth of the steps, and after all of them."""
+    """The resident bytes after each quarter of the steps."""
     model, ours, _, _ = pair(stage)
     seen = []
     for number in range(steps):
         mean_square(model, batch(0, 0)).backward()
         ours.step()
         ours.zero_grad()
-        if number + 1 in (steps // 10, steps):
+        if (number + 1) % (steps // 4) == 0:
             with open("/proc/self/statm") as file:
                 seen.append(int(file.read().split()[1]) * 4096)
     return seen
@@ -253,6 +254,7 @@ def memory_over(steps, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_host_memory_is_flat(steps, stage):
-    # A list that grew by one object a step would hold 64 bytes times the steps at the least.
-    for before, after in run_ranks(memory_over, 2, steps, stage, timeout=1500):
-        assert after - before < 1 << 20
+    # A list that grew by one object a step would take 64 bytes a step, in every quarter; what an
+    # allocator takes once, and late on a busy machine, it takes in one.
+    for seen in run_ranks(memory_over, 2, steps, stage, timeout=1500):
+        assert min(after - before for before, after in pairwise(seen)) < 1 << 16

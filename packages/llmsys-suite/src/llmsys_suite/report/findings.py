@@ -223,7 +223,8 @@ def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
     plan, picture = results.get("plan"), ""
     if products and isinstance(plan, of.Plan):
         picture = plots.roofline(products, profile.bytes_per_second, plan.peak)
-    folded = [("steps after warm-ups, by size", profile.protocol)]
+    protocol = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in profile.protocol]
+    folded = [("steps after warm-ups, by size", protocol)]
     folded += [("products by shape", products)] if products else []
     return Section("profile", finding, shown, picture, folded)
 

@@ -124,7 +124,8 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
 def _write(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
     kept = {"cases": [asdict(case) for case in cases], "rows": rows}
     (out / "rows.json").write_text(json.dumps(kept, indent=1) + "\n")
-    _csv(out / "steps.csv", [{k: v for k, v in row.items() if k != "operators"} for row in rows])
+    numbers = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
+    _csv(out / "steps.csv", numbers)
     tops = [
         {k: row[k] for k in LABELS[:-1]} | {"phase": phase["phase"]} | operator
         for row in rows

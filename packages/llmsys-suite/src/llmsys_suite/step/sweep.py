@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def in_a_process(
 def row(case: Case, found: dict[str, Any], warmup: int) -> Row:
     """Of the ten steps after `warmup` others: means, deviations, percentiles, utilization."""
     kept = found["seconds"][warmup : warmup + STEPS]
+    clock = found["clock"][warmup : warmup + STEPS + 1]
     result = case.labels() | {"warmup": warmup}
     for part, phase in enumerate(PHASES):
         values = [1e3 * seconds[part] for seconds in kept]
@@ -123,7 +125,8 @@ def row(case: Case, found: dict[str, Any], warmup: int) -> Row:
         "peak_gib": found["peak_bytes"] / GIB,
         "loss": found["loss"],
         "threads": found["threads"],
-        "clocked_s": found["clock"][warmup + STEPS] - found["clock"][warmup],
+        "seconds": kept,
+        "clocked_s": [end - begin for begin, end in pairwise(clock)],
         "operators": found["operators"],
         "note": "",
     }
