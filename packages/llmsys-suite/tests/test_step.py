@@ -160,6 +160,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--sizes", ","], "no case is asked for"),
         (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
         (["--contexts", "128,many"], "no whole numbers"),
         (["--contexts", "2"], "context 2 is no whole number from 8 on"),
