@@ -246,3 +246,23 @@ def test_the_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys)
         assert message in capsys.readouterr().err
     assert main(["sweep", "--seeds", "1", "--device", "no-such-device"]) == 2
     assert "no-such-device" in capsys.readouterr().err
+
+
+def test_what_is_no_number_or_no_fit_is_named():
+    runs = isoflop_runs(noise=1e-3)
+    fit, valleys = fit_parametric(runs), fit_isoflop(runs)
+    for call in (fit.optimal, fit.law.optimal, valleys.optimal):
+        for wrong in ("1e24", None, True, [1e24], np.array([1e23, 1e24])):
+            with pytest.raises(TypeError, match=r"compute = .*: must be one number"):
+                call(wrong)
+    with pytest.raises(TypeError, match=r"parameters = .*: must be one number"):
+        fit.predict(np.array([1e9, 2e9]), 1e11)
+    with pytest.raises(TypeError, match=r"inference_tokens = '1T': must be one number"):
+        fit.optimal(1e24, inference_tokens="1T")
+    with pytest.raises(TypeError, match=r"budget = '1e24': must be one number"):
+        plan(fit, "1e24")
+    for wrong in (valleys, fit.law, runs):
+        with pytest.raises(TypeError, match=r"what fit_parametric\(runs\) returns, not"):
+            plan(wrong, 1e24)
+        with pytest.raises(TypeError, match=r"what fit_parametric\(runs\) returns, not"):
+            effective_speedup(fit, wrong, 1e24)

@@ -87,6 +87,31 @@ def test_the_law_that_the_rows_came_from_foretells_best():
     assert again[0][1].form.name == "tied"
 
 
+@pytest.mark.parametrize(
+    ("active", "tokens", "granularity", "loss"),
+    [(7e9, 137.6e9, 32, 2.076), (1e12, 7.94e12, 64, 1.367)],
+)
+def test_the_mixture_law_gives_the_losses_that_its_paper_foretells(
+    active, tokens, granularity, loss
+):
+    # Sixty-four experts in the place of a feed-forward layer, which has two thirds of a block.
+    parameters = active * (4 + 64 * 8) / 12
+    form = CATALOG["mixture"]
+    ours = form.predict(
+        form.published, parameters=parameters, tokens=tokens, granularity=granularity
+    )
+    assert ours == pytest.approx(loss, rel=0.01)  # constants of two digits
+
+
+def test_four_bits_are_worth_three_quarters_of_the_parameters():
+    # Kumar et al., figure of the effective parameters: 78 % at 4 bits, 95 % at 8.
+    form, tokens = CATALOG["precision"], 1e30
+    for bits, share in ((4, 0.776), (8, 0.950)):
+        kept = form.predict(form.published, parameters=share * 1e8, tokens=tokens, bits=64)
+        ours = form.predict(form.published, parameters=1e8, tokens=tokens, bits=bits)
+        assert ours == pytest.approx(float(kept), rel=1e-3)
+
+
 def test_a_law_of_one_s_own_is_a_line_of_text():
     form = Form("own", ["x"], {"a": "0", "b": "-p * log(x)"}, {"p": [0.1, 2.0]}, target="y")
     x = np.geomspace(1, 100, 12)

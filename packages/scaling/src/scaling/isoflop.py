@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from scaling.law import Interval, Optimum, check_level
+from scaling.law import Interval, Optimum, check_level, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
 from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
@@ -55,6 +55,7 @@ class IsoflopFit:
         its `drift` beyond the largest budget; its ends for D follow from those for N. Two budgets
         leave no scatter, and the interval is (0, inf).
         """
+        require_numbers(compute=compute)
         if not 0 < compute < math.inf:
             raise ValueError(f"compute = {compute}: must be positive and finite")
         n, freedom = self.scale * compute**self.exponent, len(self.valleys) - 2

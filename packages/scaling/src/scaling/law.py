@@ -5,7 +5,9 @@ with tokens to be served after training it is the root of one monotone function.
 """
 
 import math
+import reprlib
 from dataclasses import dataclass
+from numbers import Real
 from typing import overload
 
 import numpy as np
@@ -30,6 +32,13 @@ class Interval:
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
+
+
+def require_numbers(**named: object) -> None:
+    """TypeError unless each is one number: text, None, truth values and arrays are not."""
+    for name, value in named.items():
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name} = {reprlib.repr(value)}: must be one number")
 
 
 def check_level(level: float) -> None:
@@ -102,6 +111,7 @@ class Law:
         `inference_tokens` is T, the tokens that the model will serve in its life: the more, the
         smaller the model and the longer its training (Sardana et al. 2024).
         """
+        require_numbers(compute=compute, inference_tokens=inference_tokens)
         if not (0 < compute < math.inf and 0 <= inference_tokens < math.inf):
             raise ValueError(
                 f"compute = {compute}, inference_tokens = {inference_tokens}: the first must be "

@@ -7,7 +7,7 @@ and what earlier cuts of them got wrong) is in every number.
 from dataclasses import dataclass
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval
+from scaling.law import FLOPS_PER_PARAMETER_SERVED_TOKEN, Interval, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN
 
 
@@ -41,10 +41,14 @@ def plan(
     The more is served, the smaller the best model and the longer its training (Sardana et al.
     2024). ValueError where serving a model of the given size takes the whole budget.
     """
+    if not isinstance(fit, ParametricFit):
+        raise TypeError(f"a plan needs what fit_parametric(runs) returns, not {type(fit).__name__}")
+    require_numbers(budget=budget, served_tokens=served_tokens)
     if parameters is None:
         best = fit.optimal(budget, inference_tokens=served_tokens)
         n, d, loss, intervals = best.parameters, best.tokens, best.loss, best.intervals or {}
     else:
+        require_numbers(parameters=parameters)
         n = parameters
         left = budget - FLOPS_PER_PARAMETER_SERVED_TOKEN * n * served_tokens
         if not (n > 0 and served_tokens >= 0 and left > 0):

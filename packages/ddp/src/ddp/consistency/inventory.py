@@ -29,7 +29,7 @@ class Inventory:
         self._children = [module._modules for module in modules]
         self._owned = [module._parameters for module in modules]
         self._buffers = [module._buffers for module in modules]
-        self._seen = self._look()
+        self._seen = self._found()
         # Sparse gradients cannot lie in a flat buffer: they are sent by themselves.
         sparse = {
             layer.weight
@@ -50,7 +50,7 @@ class Inventory:
         Parameters that were frozen since stay: they count as unused, on every rank, so that a
         training loop may freeze and unfreeze them at every step at no cost.
         """
-        now = self._look()
+        now = self._found()
         if self._seen.is_still(now):
             return False
         if not all(isinstance(p, nn.Parameter) for p in now.owned):
@@ -86,7 +86,7 @@ class Inventory:
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
 
-    def _look(self) -> _Seen:
+    def _found(self) -> _Seen:
         # Keeping the tensors keeps their ids from being given to others.
         owned = [p for p in chain.from_iterable(map(dict.values, self._owned)) if p is not None]
         children = list(chain.from_iterable(map(dict.values, self._children)))

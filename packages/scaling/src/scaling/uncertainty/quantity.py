@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaling.law import CONSTANTS, Law, loss_of, optima_of
+from scaling.law import CONSTANTS, Law, loss_of, optima_of, require_numbers
 from scaling.runs import Array
 
 FIELDS = ("parameters", "tokens", "loss")
@@ -34,6 +34,7 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
     """The "parameters", "tokens" or "loss" of the best model for `compute` FLOPs."""
     if field not in FIELDS:
         raise ValueError(f"{field!r} is not one of {FIELDS}")
+    require_numbers(compute=compute, inference_tokens=inference_tokens)
     if not 0 < compute < math.inf:
         raise ValueError(f"compute = {compute}: must be positive and finite")
     row, name = FIELDS.index(field), f"best {field} at {compute:.3g} FLOPs"
@@ -42,6 +43,7 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
     """The loss of one model."""
+    require_numbers(parameters=parameters, tokens=tokens)
     if not (parameters > 0 and tokens > 0):
         raise ValueError(f"parameters = {parameters}, tokens = {tokens}: must be positive")
     told = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"

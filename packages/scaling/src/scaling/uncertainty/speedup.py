@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import CONSTANTS, Interval, optima_of
+from scaling.law import CONSTANTS, Interval, optima_of, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.bootstrap import reach
 from scaling.uncertainty.doubts import BENDS, bend
@@ -35,6 +35,11 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
     and by the residuals of a law that bends. inf where b never gets there; (0, inf) where five runs
     leave no degrees of freedom. ValueError for a compute that is not positive.
     """
+    for fit in (a, b):
+        if not isinstance(fit, ParametricFit):
+            told = type(fit).__name__
+            raise TypeError(f"a speedup needs what fit_parametric(runs) returns, not {told}")
+    require_numbers(compute=compute)
     if not compute > 0:
         raise ValueError(f"compute = {compute}: must be positive")
     loss = a.law.optimal(compute).loss
