@@ -2,8 +2,10 @@
 
 import copy
 import hashlib
+import json
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, closest, furthest, none, within
@@ -483,3 +485,10 @@ def test_a_run_without_an_audit_says_so(tmp_path):
     folder.finish()
     with pytest.raises(UsageError, match="was not audited"):
         check_again(folder)
+
+
+def test_a_check_of_numpys_numbers_can_be_kept():
+    for actual in (1.0, 2.0):
+        one = np.float64(1.0)
+        kept = json.loads(json.dumps(closest("n", "s", "a", [(one, actual, "")], 1e-9).to_json()))
+        assert kept["passed"] is (actual == 1.0)

@@ -24,7 +24,7 @@ from llmsys_suite.report.compare import (
     too_slow,
     warnings,
 )
-from llmsys_suite.stages.results import Plan, Train
+from llmsys_suite.stages.results import Failed, Plan, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 OURS = ("ddp flat", "zero 1", "fsdp")
@@ -331,6 +331,28 @@ def test_what_times_may_depend_on_is_warned_of(tmp_path, difference, named):
 def test_equal_runs_have_no_differences_whatever_their_times(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=5)
     assert list(differences(a, b)) == []
+
+
+def test_losses_of_another_machine_are_held_against_a_stored_run(tmp_path):
+    a = make_run(tmp_path / "a")
+    b = make_run(tmp_path / "b", environment=ENVIRONMENT | {"processor": "sliderule", "cores": 9})
+    assert list(differences(a, b)) == []
+    with pytest.raises(UsageError, match=r"differ in size: tiny and mini.*losses do not compare"):
+        list(differences(a, make_run(tmp_path / "c", size="mini")))
+
+
+def test_a_training_that_failed_compares_with_none(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    b.add_stage("train", Failed("rank 1: ValueError: no"))
+    b.finish()
+    for compared in (lambda: compare_runs([a], [b]), lambda: list(differences(b, a))):
+        with pytest.raises(UsageError, match="has no stage train that ended"):
+            compared()
+
+
+def test_runs_without_a_variant_in_common_are_said():
+    with pytest.raises(UsageError, match="no variant besides the peer"):
+        compare_ratios([{"zero 1": (np.zeros(9), 0)}], [{"fsdp": (np.zeros(9), 0)}])
 
 
 def test_other_losses_counts_and_lengths_are_differences(tmp_path):

@@ -57,6 +57,7 @@ def test_unknown_names_and_senseless_numbers(options, complaint):
         ({"context": 1}, "--context 1 is below 8"),
         ({"steps": 2.5}, r"steps 2\.5 is no whole number"),
         ({"learning_rate": 0.0}, "learning_rate 0.0"),
+        ({"resume": Path(__file__).parent}, "no checkpoint at .*tests"),
         ({"learning_rate": float("nan")}, "learning_rate nan"),
         ({"stages": ("train",)}, "need, in this order, plan, train, report"),
         ({"size": "huge"}, "size 'huge' is unknown"),

@@ -1,5 +1,7 @@
 """Batches are real text, the same at every world size, and never the held-out text."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError, resolve
@@ -92,6 +94,11 @@ def test_nothing_to_read_is_said(tmp_path, name):
     (tmp_path / "empty").touch()
     with pytest.raises(UsageError, match=name):
         load_corpus(tmp_path / name)
+
+
+def test_what_cannot_be_read_is_said():
+    with pytest.raises(UsageError, match="/proc/self/mem cannot be read"):
+        read_text(Path("/proc/self/mem"))
 
 
 def test_too_little_text_is_said_with_both_numbers(tmp_path):

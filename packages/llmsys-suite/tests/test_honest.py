@@ -12,8 +12,8 @@ from llmsys_suite.audit import probe, reference, training
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import Run
 from llmsys_suite.variants import VARIANTS
 from worker_pool import run_ranks
 

@@ -12,8 +12,8 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import Run
 from llmsys_suite.stages import learn
 from llmsys_suite.stages.results import Train
 from llmsys_suite.variants import VARIANTS
@@ -73,6 +73,25 @@ def refused(resume):
 def test_rows_that_do_not_split_are_refused(tmp_path):
     run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
     run_ranks(refused, 3, str(tmp_path / "part" / learn.CHECKPOINT))
+
+
+@pytest.mark.parametrize(
+    ("begun", "complaint"),
+    [
+        ({"context": 64}, "begun with rows of 64 tokens, not 128"),
+        ({"text": "other"}, "begun on another text"),
+        ({"total": 900}, "begun for 900 steps.*leave out --learn 700"),
+    ],
+)
+def test_a_training_goes_on_as_it_was_begun_or_not_at_all(begun, complaint):
+    asked = learn.beginning(RunConfig(learn=700), torch.zeros(9, dtype=torch.uint8))
+    learn.require_same(dict(asked), asked, Path("c"))
+    with pytest.raises(UsageError, match=complaint):
+        learn.require_same(asked | begun, asked, Path("c"))
+    with pytest.raises(UsageError, match="written by no stage `learn`: it lacks context"):
+        learn.require_same({}, asked, Path("c"))
+    other = asked | {"total": 900}
+    learn.require_same(other, asked | {"total": RunConfig.learn}, Path("c"))
 
 
 def test_the_fastest_that_can_learn_is_chosen():

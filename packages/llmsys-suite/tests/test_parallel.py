@@ -11,8 +11,8 @@ from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
+from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import Run
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite import plain
-from llmsys_suite.audit import network, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.data import Corpus, load_corpus, read_text
+from llmsys_suite.measure import network
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from worker_pool import run_ranks
 
@@ -60,6 +61,17 @@ def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
             assert node.module != "llmsys_suite" or [a.name for a in node.names] == ["plain"]
     assert {name for name in imported if "llmsys" in name} <= allowed
     assert not any("functional" in name for name in imported)
+
+
+def test_a_few_rows_at_a_time_are_the_batch(monkeypatch):
+    weights = weights_of(Decoder(SHAPE))
+    tokens, targets = torch.randint(0, 256, (2, 5, 9))
+    whole, slopes = plain.gradients(weights, tokens, targets, SHAPE.num_heads)
+    monkeypatch.setattr(reference, "SCORE_BYTES", 8 * SHAPE.num_heads * 9**2 * 2)
+    assert reference.mean_loss(weights, tokens, targets, SHAPE.num_heads) == pytest.approx(whole)
+    value, found = reference.gradients(weights, tokens, targets, SHAPE.num_heads)
+    assert value == pytest.approx(whole)
+    assert reference.furthest(found, slopes)[0] < 1e-12
 
 
 def test_the_plain_file_is_the_specification_of_the_single_process():

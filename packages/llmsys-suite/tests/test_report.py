@@ -2,11 +2,13 @@
 
 import html
 import json
+import os
 import random
 import re
 import shutil
 import statistics
 import subprocess
+import threading
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -129,16 +131,18 @@ def a_run(path):
     return folder
 
 
-def looked_at(folder, scratch, width, dark=False):
+def the_browser():
     browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium or google-chrome on the path")
+    return browser or pytest.skip("no chromium or google-chrome on the path")
+
+
+def looked_at(folder, scratch, width, dark=False):
     page = (folder.path / "report.html").read_text()
     driven = scratch / f"{width}.html"
     driven.write_text(page.replace("</body>", LOOK.replace("WIDTH", str(width)) + "</body>"))
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
+        [the_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
          f"--user-data-dir={scratch}/profile", f"--window-size={width},900", "--dump-dom",
          str(driven)], capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
@@ -148,7 +152,7 @@ def looked_at(folder, scratch, width, dark=False):
 def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
     folder = a_run(tmp_path / "run")
     write_report(folder)
-    assert (folder.path / "report.html").stat().st_size < 2**20
+    assert (folder.path / "report.html").stat().st_size <= 1e6
     for width, dark in ((1280, False), (390, False), (390, True)):
         found = looked_at(folder, tmp_path, width, dark)
         assert found["over"] == []
@@ -157,6 +161,62 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(tmp_path):
         assert found["pictures"] == len(STAGES) - 1  # all but audit and report, learn's twice
         assert abs(found["contrast"]) > 500
         assert (found["contrast"] > 0) == dark
+
+
+#: Resolves to when the first of the page was painted, after its navigation began.
+PAINTED = """new Promise(resolve => new PerformanceObserver(seen => seen.getEntries()
+  .filter(entry => entry.name == "first-contentful-paint")
+  .forEach(entry => resolve(entry.startTime))).observe({type: "paint", buffered: true}))"""
+
+
+def painted_ms(page, scratch):
+    """When a browser without a window painted it, asked through a pair of pipes."""
+    (commands, asking), (answering, answers) = os.pipe(), os.pipe()
+    browse = [the_browser(), "--headless", "--no-sandbox", "--disable-gpu",
+              f"--user-data-dir={scratch}/profile", "--remote-debugging-pipe"]  # fmt: skip
+    # It reads commands from its third file and writes answers to its fourth.
+    piped = f'exec "$@" 3<&{commands} 4>&{answers}'
+    with (
+        subprocess.Popen(["bash", "-c", piped, "-", *browse], pass_fds=(commands, answers),
+                         stderr=subprocess.DEVNULL) as browser,
+        open(asking, "wb", buffering=0) as out, open(answering, "rb") as back,
+    ):  # fmt: skip
+        os.close(commands)
+        os.close(answers)
+        patience = threading.Timer(60, browser.kill)
+        patience.start()
+
+        def ask(number, method, session=None, **params):
+            said = {"id": number, "method": method, "params": params}
+            said |= {"sessionId": session} if session else {}
+            out.write(json.dumps(said).encode() + b"\0")
+            text = b""
+            while True:
+                text += (byte := back.read(1))
+                assert byte, "the browser ended"
+                if byte == b"\0":
+                    found = json.loads(text[:-1])
+                    if found.get("id") == number:
+                        return found["result"]
+                    text = b""
+
+        try:
+            tab = ask(1, "Target.createTarget", url="about:blank")["targetId"]
+            session = ask(2, "Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
+            ask(3, "Page.navigate", session, url=page.as_uri())
+            return ask(4, "Runtime.evaluate", session, expression=PAINTED, awaitPromise=True)[
+                "result"
+            ]["value"]
+        finally:
+            patience.cancel()
+            browser.kill()
+
+
+@pytest.mark.timing
+def test_the_page_is_painted_within_a_second(tmp_path):
+    folder = a_run(tmp_path / "run")
+    write_report(folder)
+    assert 0 < painted_ms(folder.path / "report.html", tmp_path) < 1000
 
 
 def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):

@@ -1,12 +1,14 @@
 """Ranks wait for each other as long as it takes; a stage that fails does not end the others."""
 
 import os
+import pkgutil
 import random
 import time
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import llmsys_suite
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,8 @@ from llmsys_suite.config import RunConfig, resolve
 from llmsys_suite.data import epoch_steps, load_corpus, read_text
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import Run
 from llmsys_suite.stages import attention, links, memory
 from llmsys_suite.stages.results import Links
 from llmsys_suite.start import run as start
@@ -42,6 +44,11 @@ def a_run(folder=None, seconds=2):
     )
     worker.make_group(run)
     return run
+
+
+def test_no_module_takes_the_place_of_a_public_name():
+    modules = {module.name for module in pkgutil.iter_modules(llmsys_suite.__path__)}
+    assert not modules & {*llmsys_suite.__all__}
 
 
 def gather_with_a_slow_rank():

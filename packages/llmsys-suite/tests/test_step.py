@@ -160,6 +160,7 @@ def test_compiling_pays_once_what_it_saves_exceeds_what_it_took():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--sizes", ","], "no case is asked for"),
         (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
         (["--contexts", "128,many"], "no whole numbers"),
         (["--contexts", "2"], "context 2 is no whole number from 8 on"),
@@ -218,6 +219,7 @@ def test_a_program_that_holds_the_core_between_two_steps_is_no_alarm_and_a_wrong
     slow = found(seconds)
     slow["clock"] = (1.2 * np.asarray(slow["clock"])).tolist()
     assert [check.passed for check in ten_steps(sweep.row(MINI, slow, 1))] == [True, False]
+    json.dumps([check.to_json() for check in ten_steps(sweep.row(MINI, found(seconds), 1))])
     wrong = sweep.row(MINI, found(seconds), 1)
     wrong["backward_mean_ms"] *= 1.01
     assert [check.passed for check in ten_steps(wrong)] == [False, True]

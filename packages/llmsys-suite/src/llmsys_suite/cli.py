@@ -189,13 +189,13 @@ def compare(
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
     old, new = ([_run_folder(Path(path)) for path in side.split(",")] for side in (before, after))
-    if assert_equal:
-        found = [line for folder in (*old[1:], *new) for line in differences(old[0], folder)]
-        print("\n".join(found) if found else "losses and counts are equal")
-        raise typer.Exit(1 if found else 0)
-    rows = compare_runs(old, new, resolve=percentage(resolve, "--resolve"))
+    rows = [] if assert_equal else compare_runs(old, new, resolve=percentage(resolve, "--resolve"))
+    found = [line for f in (*old[1:], *new) if assert_equal for line in differences(old[0], f)]
     for doubt in dict.fromkeys(line for f in (*old[1:], *new) for line in warnings(old[0], f)):
         print(f"llmsys: {doubt}", file=sys.stderr)
+    if assert_equal:
+        print("\n".join(found) if found else "losses and counts are equal")
+        raise typer.Exit(1 if found else 0)
     for row in rows:
         print(row)
     raise typer.Exit(1 if fail_above is not None and too_slow(rows, fail_above) else 0)

@@ -264,8 +264,10 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
     if config.data is not None and not os.path.exists(config.data):
         raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
-    if config.resume is not None and not os.path.isdir(config.resume):
+    if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
         raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
+    if config.resume is not None and "learn" not in config.stages:
+        raise UsageError(f"--resume {config.resume} goes on with the stage learn; ask for that")
     first = os.environ.get("RANK", "0") == "0"
     # What torchrun starts again finds its own folder.
     first = first and restarts() == 0

@@ -73,7 +73,10 @@ def read_text(path: Path | None = None) -> Text:
         files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
     else:
         raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
-    content = b"\n".join(file.read_bytes() for file in files)
+    try:
+        content = b"\n".join(file.read_bytes() for file in files)
+    except OSError as error:
+        raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     if len(content) < 2:
         raise UsageError(f"no text in {path or source}; give a file or a folder that holds some")
     cut = len(content) * 9 // 10

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import resource
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,23 @@ def available_memory_bytes(device: str) -> int:
 
         return int(torch.cuda.mem_get_info()[0])
     return _meminfo("MemAvailable")
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process has held, since `forget_peak_memory` if that was called.
+
+    Not what getrusage says where it can be helped: that begins with what the parent held.
+    """
+    for line in _lines("/proc/self/status"):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak_memory() -> None:
+    """Begin again, where the kernel can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def diagnosis() -> list[tuple[str, str, str]]:

@@ -9,7 +9,9 @@ Notable:
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable
@@ -63,6 +65,14 @@ class RunFolder:
         beside = self.path / f".{name}.part"
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.path / name)
+
+    def write_csv(self, name: str, rows: Iterable[Sample]) -> None:
+        """Write one table whole; its columns are those of any row."""
+        rows, text = list(rows), io.StringIO()
+        writer = csv.DictWriter(text, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+        self.write_text(name, text.getvalue())
 
     def read_json(self, name: str) -> Any:
         """One JSON file; UsageError where it is not there or not JSON."""
@@ -146,12 +156,17 @@ class RunFolder:
 
     def samples(self) -> list[Sample]:
         """All raw measurements; a last line cut short by a kill is left out."""
-        rows = []
-        for line in (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+        lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+        rows: list[Sample] = []
+        try:
+            # At once: an epoch has half a million lines, and each line's keys would be its own.
+            rows = json.loads(f"[{','.join(lines)}]")
+        except json.JSONDecodeError:
+            for line in lines:
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError:
+                    break
         return rows
 
     def _files(self) -> list[str]:

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import os
-import resource
 import sys
 import threading
 import time
@@ -24,12 +23,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from llmsys_suite.config import STAGES, RunConfig, restarts
 from llmsys_suite.data import load_corpus, read_text
-from llmsys_suite.environment import environment
+from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import STORE
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.rank import OtherRankFailed, Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import OtherRankFailed, Run
 from llmsys_suite.stages.results import Failed
 
 #: Stages that are wings of their own.
@@ -145,6 +144,7 @@ def try_stage(run: Run, stage: str) -> None:
 
 def run_stage(run: Run, stage: str) -> None:
     """One stage on this rank, and what it found into the results and the folder."""
+    forget_peak_memory()
     run.witness(f"{stage} begins")
     begin = time.perf_counter()
     module = importlib.import_module(ELSEWHERE.get(stage, f"llmsys_suite.stages.{stage}"))
@@ -161,8 +161,8 @@ def run_stage(run: Run, stage: str) -> None:
 
 
 def _peak_process_mib(run: Run) -> float:
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0)
-    peak = peak.to(run.device)
+    """The most that any rank held during the stage."""
+    peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)
 

@@ -27,7 +27,8 @@ class Check:
     @property
     def passed(self) -> bool:
         """Whether the two sources agree; NaN never does."""
-        return math.isfinite(self.actual) and self.low <= self.actual <= self.high
+        # A plain bool: of numpy's numbers it would be numpy's, which no JSON holds.
+        return math.isfinite(self.actual) and bool(self.low <= self.actual <= self.high)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for checks.json."""

@@ -11,14 +11,14 @@ import torch
 from accounting.memory.live import make_state
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmsys_suite.audit import network, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import probe
 from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
-from llmsys_suite.measure import yardstick
+from llmsys_suite.measure import network, yardstick
 from llmsys_suite.model import Decoder
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:

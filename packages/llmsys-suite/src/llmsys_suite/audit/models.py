@@ -33,7 +33,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, near
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
 from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
 from llmsys_suite.stages import learn as learn_stage
@@ -50,13 +50,12 @@ def learn(run: Run, result: results.Learn) -> Iterator[Check]:
     stored = load_file(run.folder.path / "model.safetensors")
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     yield equal("held-out loss", "reported", "the file's weights in float64",
-                float(reference.loss(weights, *on_device(run, held), heads)),
+                reference.mean_loss(weights, *on_device(run, held), heads),
                 result.heldout[-1][1], REPLAYED_LOSS)  # fmt: skip
     if result.begun_at == 0:
         first = reference.batch(text.train, config.rows, config.context, config.seed + 1, 0)
-        exact = float(
-            reference.loss(weights_of(seeded(run, run.model)), *on_device(run, first), heads)
-        )
+        start = weights_of(seeded(run, run.model))
+        exact = reference.mean_loss(start, *on_device(run, first), heads)
         yield equal("first loss", "reported", "float64", exact, result.losses[0], REPLAYED_LOSS)
 
 
@@ -131,7 +130,7 @@ def _trained_again(run: Run, row: dict[str, Any]) -> float:
         _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
     held = reference.spread(text.heldout, scale_stage.HELDOUT_ROWS, scale_stage.CONTEXT)
-    return float(reference.loss(weights, *on_device(run, held), heads))
+    return reference.mean_loss(weights, *on_device(run, held), heads)
 
 
 def _parabolas(rows: list[dict[str, Any]]) -> tuple[float, float]:
@@ -171,7 +170,7 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
         for i, (ours, theirs) in enumerate(zip(found, exact, strict=True))
     ]
     yield furthest("patterns", "inspect", "float64", off, GRADIENT)
-    loss = float(reference.loss(weights, tokens, targets, heads))
+    loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     yield equal(
         "lens after the last layer", "interp", "the loss in float64", loss, lens, REPLAYED_LOSS
@@ -198,7 +197,7 @@ def inspect(run: Run, result: results.Inspect) -> Iterator[Check]:
     width = model.config.d_model // heads
     cut[name] = cut[name].clone()
     cut[name][ablation["head"] * width : (ablation["head"] + 1) * width] = 0
-    without = float(reference.loss(cut, tokens, targets, heads))
+    without = reference.mean_loss(cut, tokens, targets, heads)
     yield equal("loss without a head", "interp", "its values set to zero in float64", without,
                 ablation["loss"], REPLAYED_LOSS)  # fmt: skip
     yield Check("the ablation moves the loss", "interp", "the loss with the head",
@@ -213,7 +212,7 @@ def compress(run: Run, result: results.Compress) -> Iterator[Check]:
     text = read_text(run.config.data).heldout
     held = reference.spread(text, compress_stage.HELDOUT_ROWS, run.trained.config.context)
     weights, heads = weights_of(run.trained), run.trained.config.num_heads
-    exact = float(reference.loss(weights, *on_device(run, held), heads))
+    exact = reference.mean_loss(weights, *on_device(run, held), heads)
     rows = {row["method"]: row for row in result.rows}
     yield equal("held-out loss, uncompressed", "reported", "float64", exact,
                 rows[compress_stage.BASELINE]["heldout_loss"], REPLAYED_LOSS)  # fmt: skip

@@ -27,8 +27,8 @@ from llmsys_suite.audit.mutations import DEFECTS, Defect
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import launch
+from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.run import Run
 from llmsys_suite.stages import inspect, learn, links, memory, parallel, plan, profile, scale, train
 from llmsys_suite.step import process, sweep
 from llmsys_suite.variants import variants_here

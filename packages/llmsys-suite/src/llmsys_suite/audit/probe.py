@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.audit import network, reference
+from llmsys_suite.audit import reference
 from llmsys_suite.audit.again import global_batch, initial_weights, on_device
 from llmsys_suite.data import read_text
+from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant

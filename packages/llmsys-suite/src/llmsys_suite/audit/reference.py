@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -21,25 +21,38 @@ from llmsys_suite.plain import AdamW, Weights, batch, logits, loss, softmax
 
 __all__ = ["AdamW", "batch", "logits", "loss", "softmax"]
 
-#: A batch goes through in so many rows at a time that its scores stay below this.
-SCORE_BYTES = 2**28
+#: A batch goes through in so many rows at a time that a layer's scores stay below this.
+SCORE_BYTES = 2**24
 
 
 def gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
     """The loss and its derivative by every weight, a few rows at a time."""
-    rows, context = tokens_BT.shape
-    some = max(1, SCORE_BYTES // (8 * heads * context**2))
     total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
-    for begin in range(0, rows, some):
-        cut = slice(begin, begin + some)
-        value, found = plain.gradients(weights, tokens_BT[cut], targets_BT[cut], heads)
-        share = len(tokens_BT[cut]) / rows
+    for share, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
+        value, found = plain.gradients(weights, tokens, targets, heads)
         total += share * value
         for name, g in found.items():
             summed[name] += share * g
     return total, summed
+
+
+@torch.no_grad()
+def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
+    """The loss alone, a few rows at a time."""
+    parts = _a_few_rows(tokens_BT, targets_BT, heads)
+    return sum(share * float(loss(weights, x, y, heads)) for share, x, y in parts)
+
+
+def _a_few_rows(
+    tokens_BT: Tensor, targets_BT: Tensor, heads: int
+) -> Iterator[tuple[float, Tensor, Tensor]]:
+    """Tokens and targets of some of the rows, and which share of all those are."""
+    rows, context = tokens_BT.shape
+    some = max(1, SCORE_BYTES // (8 * heads * context**2))
+    for tokens, targets in zip(tokens_BT.split(some), targets_BT.split(some), strict=True):
+        yield len(tokens) / rows, tokens, targets
 
 
 def diloco(
@@ -88,7 +101,7 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of rows that lie evenly over a text."""
     stride = (len(text) - context - 1) // rows
-    windows = torch.tensor([list(text[i * stride :][: context + 1]) for i in range(rows)])
+    windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -100,7 +113,7 @@ def epoch_batch(
     epoch, at = divmod(step, steps)
     order = _shuffled(steps * rows, (seed * 1_000_003 + epoch) % 2**32)
     some = [context * window for window in order[at * rows : (at + 1) * rows]]
-    windows = torch.tensor([list(text[start:][: context + 1]) for start in some])
+    windows = torch.tensor([list(text[start : start + context + 1]) for start in some])
     return windows[:, :-1], windows[:, 1:]
 
 

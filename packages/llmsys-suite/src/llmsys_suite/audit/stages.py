@@ -31,7 +31,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, none
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import memory as memory_stage
@@ -269,7 +269,7 @@ def precision(run: Run, result: results.Precision) -> Iterator[Check]:
     text = read_text(run.config.data).train
     batch = reference.batch(text, rows, config.context, run.config.seed, 0)
     weights = weights_of(seeded(run, config))
-    exact = float(reference.loss(weights, *on_device(run, batch), config.num_heads))
+    exact = reference.mean_loss(weights, *on_device(run, batch), config.num_heads)
     for row in result.timing:
         tolerance = REPLAYED_LOSS if row["dtype"] == "float32" else BFLOAT16_LOSS
         yield equal(f"loss in {row['dtype']}", "reported", "float64", exact, row["loss"], tolerance)

@@ -12,13 +12,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from llmsys_suite.audit import reference
+from llmsys_suite.audit import reference, wire
 from llmsys_suite.audit.again import global_batch
 from llmsys_suite.audit.check import Check, closest, equal, furthest, near, none, within
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import (
-    LINK_RATE,
     LOCAL,
     PEER,
     SERVER,
@@ -51,10 +50,6 @@ BAND = 1.6
 BETWEEN_S = 2e-3
 #: DiLoCo's last loss over one process's: what ranks that drift apart may lose in a few rounds.
 DRIFTED = 1.1
-#: Of four bits an element what coding leaves.
-CODED = 0.5
-#: Messages have heads, and some say which gradients are there.
-HEAD_BYTES = 1024
 
 Records = dict[tuple[str, int], list[Sample]]
 
@@ -74,7 +69,7 @@ def checks(
     yield from _weights(config, train, evidence)
     yield from _losses(config, train, samples, evidence)
     yield from _times(config, plan, train, samples, steps, evidence)
-    yield from _wire(config, plan, train, samples, evidence)
+    yield from wire.checks(config, plan, train, samples, evidence)
 
 
 def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[Check]:
@@ -168,14 +163,13 @@ def _losses(
     if local is not None:
         # Until its ranks drift apart it is one process too.
         curves[LOCAL] = local[:1]
-    for name, expected in (("first losses", evidence["probe"]["replayed_losses"]),):
-        off = [
-            (abs(curve[step] / value - 1), f"{variant} step {step}: {curve[step]:.9g}, {value:.9g}")
-            for variant, curve in curves.items()
-            for step, value in enumerate(expected)
-            if step < len(curve)
-        ]
-        yield furthest(name, "samples", "float64 and AdamW written out", off, REPLAYED_LOSS)
+    off = [
+        (abs(curve[step] / value - 1), f"{variant} step {step}: {curve[step]:.9g}, {value:.9g}")
+        for variant, curve in curves.items()
+        for step, value in enumerate(evidence["probe"]["replayed_losses"])
+        if step < len(curve)
+    ]
+    yield furthest("first losses", "samples", "float64 and AdamW written out", off, REPLAYED_LOSS)
     off = [
         (abs(ours / theirs - 1), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
         for variant, curve in curves.items()
@@ -354,91 +348,6 @@ def _work(
     share, where = max((actual, where) for _, actual, where in pairs)
     yield Check("a thread's time is within the step's", "the thread's clock over the recorder's",
                 "one", 1.0, share, 0.0, 1 + CLOCK, where)  # fmt: skip
-
-
-def _wire(
-    config: RunConfig,
-    plan: Plan,
-    train: Train,
-    samples: list[Sample],
-    evidence: dict[str, Any],
-) -> Iterator[Check]:
-    counts = dict(train.gradient_bytes)
-    if LOCAL in counts:
-        yield from _streamed(config, plan.gradient_bytes, counts.pop(LOCAL))
-    handed = [(plan.gradient_bytes, b, n) for n, b in counts.items()]
-    if handed:
-        # Shards of equal length may carry a few elements of padding.
-        yield closest("gradient bytes handed over", "each package's count", "plan",
-                    handed, 1e-3 if plan.gradient_bytes < 1e6 else 1e-4)  # fmt: skip
-    for name, found in evidence["probe"]["variants"].items():
-        for rank, (planned, summed) in enumerate(
-            zip(found["planned_shared"], found["shared"], strict=True)
-        ):
-            if planned:
-                yield Check(
-                    f"{name}: bytes summed in shared memory, rank {rank}", "announced in the arena",
-                    "plan", planned, summed, planned, 1.001 * planned + HEAD_BYTES,
-                )  # fmt: skip
-    if not evidence["sockets_count"]:
-        return
-    yield from _link(config, plan, train, samples, evidence)
-    heads = HEAD_BYTES * evidence["counted"]["tensors"]
-    for name, found in evidence["probe"]["variants"].items():
-        for rank, received in enumerate(found["received"]):
-            low, high = found["planned_wire"][rank]
-            yield Check(
-                f"{name}: bytes received, rank {rank}", "the kernel's sockets", "plan",
-                low, received, 0.99 * low - 64, 1.01 * high + heads,
-            )  # fmt: skip
-
-
-def _streamed(config: RunConfig, gradient_bytes: int, counted: float) -> Iterator[Check]:
-    """Of DiLoCo: a tenth of the model every fifth step, at most four bits of 32 and the scales."""
-    steps = config.warmup + config.steps
-    most = _fragment(gradient_bytes) * (steps // 5) / steps
-    yield Check(f"{LOCAL}: bytes pushed a step", "the worker's count", "four bits of 32", most,
-                counted, CODED * most, 1.01 * most + 64)  # fmt: skip
-
-
-def _fragment(gradient_bytes: int) -> float:
-    return gradient_bytes / 10 * (1 / 8 + 1 / 1024)
-
-
-def _link(
-    config: RunConfig,
-    plan: Plan,
-    train: Train,
-    samples: list[Sample],
-    evidence: dict[str, Any],
-) -> Iterator[Check]:
-    """Bytes a step as the probe's were; the share of computing from the samples themselves."""
-    pairs, wall = [], defaultdict[tuple[str, str], float](float)
-    for s in samples:
-        if not s["warmup"]:
-            wall[s["variant"], s["phase"]] += s["seconds"]
-    for row in train.rows:
-        if "link_ms" not in row:
-            continue
-        name, received = row["variant"], row["wire_bytes"]
-        heads = HEAD_BYTES * (1 if name == LOCAL else evidence["counted"]["tensors"])
-        low = high = max(evidence["probe"]["variants"][name]["received"])
-        if name == LOCAL:
-            # A pull follows each fifth step; pushes to a server may come after the step.
-            pulls = (config.warmup + config.steps - 1) // 5 - (config.warmup - 1) // 5
-            low = CODED * _fragment(plan.gradient_bytes) * pulls / config.steps
-            high = _fragment(plan.gradient_bytes) * (config.steps // 5 + 1) / config.steps
-            high = high * max(1, config.world - 1) + (not config.warmup) * plan.gradient_bytes
-        yield Check(f"{name}: bytes received a step of training", "the kernel's sockets",
-                    "four bits of 32" if name == LOCAL else "the probe's", high, received,
-                    0.98 * low - heads, 1.02 * high + heads)  # fmt: skip
-        whole = wall[name, WHOLE_STEP]
-        computing = row["step_ms"] / 1e3 * (1 - wall[name, "communication"] / whole)
-        share = computing / (computing + received / (LINK_RATE / 8))
-        pairs.append((share, row["link_computing_share"], name))
-    if pairs:
-        yield closest("computing over a slow link", "summary", "bytes counted, over the rate",
-                      pairs, 1e-6)  # fmt: skip
 
 
 def _steps(samples: list[Sample]) -> Records:

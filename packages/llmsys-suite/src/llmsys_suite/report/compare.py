@@ -27,6 +27,7 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, WHOLE_STEP, loss_curves
+from llmsys_suite.stages.results import Train
 
 Array = np.ndarray
 #: Variant -> log of its time over the peer's, round by round; how many rounds were disturbed.
@@ -51,7 +52,7 @@ MUST_AGREE = {
 }
 SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
-    "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),
+    "config.json": ("seed", "steps", "epochs", "warmup", "learning_rate", "stages"),
 }
 #: A loss on another machine: the audit's tolerance for one process and many.
 LOSS_TOLERANCE = 1e-5
@@ -132,6 +133,8 @@ def compare_ratios(
     """One row for each variant of all."""
     random = np.random.default_rng(seed)
     names = [name for name in old[0] if all(name in run for run in (*old, *new))]
+    if not names:
+        raise UsageError("no variant besides the peer was trained by all of these runs")
     return [
         _compare(n, [r[n] for r in old], [r[n] for r in new], resolve, len(names), random)
         for n in names
@@ -155,9 +158,12 @@ def warnings(before: RunFolder, after: RunFolder) -> list[str]:
 
 
 def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
-    """For `--assert-equal`: every loss and every count in which the runs are not the same."""
-    require_comparable(before, after)
-    for key in ("seed", "steps", "warmup", "learning_rate"):
+    """For `--assert-equal`: every loss and every count in which the runs are not the same.
+
+    Those of another machine are the same, too.
+    """
+    require_comparable(before, after, times=False)
+    for key in ("seed", "steps", "epochs", "warmup", "learning_rate"):
         old, new = (getattr(folder.config, key) for folder in (before, after))
         if old != new:
             yield f"{key}: {old} and {new}"
@@ -180,21 +186,25 @@ def differences(before: RunFolder, after: RunFolder) -> Iterator[str]:
             yield f"{key}: {old_counts.get(key)} and {new_counts.get(key)}"
 
 
-def require_comparable(before: RunFolder, after: RunFolder) -> None:
-    """UsageError where a folder is not whole, or machine or model differ."""
+def require_comparable(before: RunFolder, after: RunFolder, *, times: bool = True) -> None:
+    """UsageError where a folder is not whole, or the model differs; or the machine, of `times`."""
     for folder in (before, after):
         folder.require_whole()
         if not folder.complete:
             raise UsageError(f"{folder.path} is an incomplete run; compare complete ones")
-        if "train" not in folder.summary["stages"]:
-            raise UsageError(f"{folder.path} trained nothing; compare runs of the stage train")
+        if not isinstance(folder.results.get("train"), Train):
+            raise UsageError(
+                f"{folder.path} has no stage train that ended; compare runs of that stage"
+            )
     for name, keys in MUST_AGREE.items():
+        if name == "env.json" and not times:
+            continue
         old, new = before.read_json(name), after.read_json(name)
         for key in keys:
             if old.get(key) != new.get(key):
                 raise UsageError(
                     f"the runs differ in {key}: {_short(old.get(key), new.get(key))}; "
-                    "their times do not compare"
+                    f"their {'times' if times else 'losses'} do not compare"
                 )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,7 @@ from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, pla
 from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
-    from llmsys_suite.run import Run
+    from llmsys_suite.rank import Run
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #596275; --line: #dfe3ea; --paper: #fff;
@@ -58,7 +56,7 @@ def write_report(folder: RunFolder) -> str:
     folder.write_text("report.md", markdown)
     for section in made:
         if section.rows:
-            folder.write_text(f"{section.title}.csv", _csv(section.rows))
+            folder.write_csv(f"{section.title}.csv", section.rows)
     folder.write_text("report.html", page(folder, made))
     if folder.complete:
         folder.seal()
@@ -179,14 +177,6 @@ def _markdown(section: Section) -> str:
         for row in section.rows:
             lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
     return "\n".join([*lines, ""])
-
-
-def _csv(rows: Sequence[Row]) -> str:
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _columns(rows))
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

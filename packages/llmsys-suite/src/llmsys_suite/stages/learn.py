@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import hashlib
 import math
 import signal
 from collections.abc import Iterator
@@ -20,10 +21,10 @@ import torch.distributed as dist
 import zero
 from torch import Tensor
 
-from llmsys_suite.config import UsageError, restarts
+from llmsys_suite.config import RunConfig, UsageError, restarts
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
 
@@ -44,10 +45,10 @@ def run(run: Run) -> Learn | None:
     name = run.gather(name)[0] if run.world > 1 else SINGLE
     variant, config = VARIANTS[name](run, run.model), run.config
     before = sample(run, variant.weights())
-    state: dict[str, Any] = {"step": 0, "losses": [], "heldout": [], "total": config.learn,
-                             "rows": config.rows, "seed": config.seed}  # fmt: skip
+    state = beginning(config, run.corpus.train)
     if (source := resumed(run)) is not None:
-        state = zero.load_checkpoint(source, variant.model, variant.optimizer)
+        asked, state = state, zero.load_checkpoint(source, variant.model, variant.optimizer)
+        require_same(state, asked, source)
         if state["rows"] % run.world:
             raise UsageError(f"{state['rows']} rows do not split over {run.world} ranks")
     total, begun_at = state["total"], state["step"]
@@ -90,6 +91,32 @@ def run(run: Run) -> Learn | None:
     save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
     tokens_seen = total * state["rows"] * config.context
     return Learn(name, begun_at, state["losses"], state["heldout"], tokens_seen, before, after)
+
+
+def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
+    """What a checkpoint holds besides weights and moments, before the first step."""
+    return {
+        "step": 0, "losses": [], "heldout": [], "total": config.learn, "rows": config.rows,
+        "seed": config.seed, "context": config.context,
+        "text": hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12],
+    }  # fmt: skip
+
+
+def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path) -> None:
+    """UsageError where going on from `state` would be another training than was begun."""
+    if lacks := asked.keys() - state.keys():
+        raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
+    if state["text"] != asked["text"]:
+        raise UsageError(f"{source} was begun on another text; give that one with --data")
+    if state["context"] != asked["context"]:
+        raise UsageError(
+            f"{source} was begun with rows of {state['context']} tokens, not {asked['context']}"
+        )
+    if asked["total"] not in (state["total"], RunConfig.learn):
+        raise UsageError(
+            f"{source} was begun for {state['total']} steps, by which its rate falls; "
+            f"leave out --learn {asked['total']}"
+        )
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.audit import network
 from llmsys_suite.audit.again import initial_weights
 from llmsys_suite.audit.probe import final_weights
 from llmsys_suite.audit.reference import digest
 from llmsys_suite.data import epoch_steps
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure import others, yardstick
+from llmsys_suite.measure import network, others, yardstick
 from llmsys_suite.measure.samples import (
     SINGLE,
     loss_curves,
@@ -29,7 +28,7 @@ from llmsys_suite.measure.samples import (
     utilization,
 )
 from llmsys_suite.measure.shallow import Shallow
-from llmsys_suite.run import Run
+from llmsys_suite.rank import Run
 from llmsys_suite.stages.results import Plan, Train
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant
@@ -70,38 +69,47 @@ def run(run: Run) -> Train | None:
 def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     total = run.config.warmup + run.config.steps
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
-    one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world
-    sockets = network.available() and run.config.backend == "gloo"
     for step in range(total):
         for name, variant in trained.items():
             run.barrier()
             if variant.alone and run.rank != 0:
                 continue
-            tokens, targets = run.batch(
-                step, shared=not variant.alone, epochs=run.config.epochs > 0
-            )
-            rows = _digests(tokens, targets)
-            warmup = step < run.config.warmup
-            heard = network.Received() if sockets else None
-            queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
-            began = time.time()
-            with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
-                sample["tokens"] = tokens.numel()
-                sample["loss"] = variant.step(tokens, targets)
-            # Read by other clocks than the recorder's, outside of it: the audit's second source.
-            sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-            sample["core_s"] = yardstick.clock(run.device) - core_began
-            sample["queued_s"] = yardstick.queued_seconds() - queued
-            if heard:
-                sample["received"] = heard.bytes()
-            if one_machine:
-                sample |= others.clocks()
+            batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
+            sample = timed_step(run, name, variant, step, batch)
             if shallow and name == SINGLE:  # the plan says how many of these it takes
-                sample["one_layer_s"] = shallow.seconds(tokens, targets)
+                sample["one_layer_s"] = shallow.seconds(*batch)
         run.flush_samples()
         run.progress.update(step + 1, total, "steps of every variant")
     counted = {name: variant.gradient_bytes(total) for name, variant in trained.items()}
     return {name: nbytes for name, nbytes in counted.items() if nbytes is not None}
+
+
+def timed_step(
+    run: Run, name: str, variant: Variant, step: int, batch: tuple[Tensor, Tensor]
+) -> Sample:
+    """One step on this rank's rows, and what is kept of it.
+
+    Besides the recorder's clock others are read, outside of it, and the kernel's counters: the
+    audit's second sources.
+    """
+    tokens, _ = batch
+    rows = _digests(*batch)
+    warmup = step < run.config.warmup
+    sockets = network.available() and run.config.backend == "gloo"
+    heard = network.Received() if sockets else None
+    queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
+    began = time.time()
+    with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
+        sample["tokens"] = tokens.numel()
+        sample["loss"] = variant.step(*batch)
+    sample |= {"began": began, "ended": time.time(), "row_digests": rows}
+    sample["core_s"] = yardstick.clock(run.device) - core_began
+    sample["queued_s"] = yardstick.queued_seconds() - queued
+    if heard:
+        sample["received"] = heard.bytes()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
+        sample |= others.clocks()
+    return sample
 
 
 def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> float:

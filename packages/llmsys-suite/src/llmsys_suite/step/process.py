@@ -8,7 +8,6 @@ prints every step's seconds as JSON. This is the command to put behind `nsys pro
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from llmsys_suite.environment import peak_memory_bytes
 from llmsys_suite.step.case import STEPS, WARMUPS, Case
 from llmsys_suite.step.kernels import by_phase
 from llmsys_suite.step.training import AUTOCAST, Step, product_rate
@@ -28,10 +28,8 @@ def measure(case: Case, *, profile: bool = False, trace: Path | None = None) -> 
     for _ in range(max(WARMUPS) + STEPS):
         seconds.append(step.timed())
         clock.append(time.time())
-    if step.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    on_gpu = step.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory_bytes()
     return {
         "seconds": seconds,
         "clock": clock,

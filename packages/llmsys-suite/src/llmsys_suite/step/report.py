@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import SIZES, UsageError, count_gpus
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.step import sweep
 from llmsys_suite.step.case import PHASES, WARMUPS, Case
 
@@ -48,6 +48,8 @@ def benchmark(
             (False, True) if compiled else (False,), (False, True) if checkpointed else (False,),
         )
     ]  # fmt: skip
+    if not cases:
+        raise UsageError("no case is asked for; name sizes, contexts and dtypes as A,B")
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -59,12 +61,13 @@ def benchmark(
     traces = out / "traces" if out is not None and profile else None
     for row in sweep.measure(cases, limit=limit, profile=profile, traces=traces):
         found.append(row)
+        if out is not None:  # at once: what was measured before an interruption stays
+            _write(out, cases, found)
         yield _line(_cells(row))
     yield from sentences(found)
     if profile:
         yield from _kernels(found)
     if out is not None:
-        _write(out, cases, found)
         yield f"\n{out}: rows.json, steps.csv" + (", kernels.csv, traces" if profile else "")
     if device == "cuda":
         case = json.dumps(asdict(cases[0]))
@@ -113,19 +116,20 @@ def _kernels(rows: Sequence[Row]) -> Iterator[str]:
                          f"{phase['product_share']:.1%}", f"{phase['attention_product_share']:.1%}",
                          f"{phase['softmax_share']:.1%}", top])  # fmt: skip
         first = row["operators"][0]
-        yield (
-            f"\nOn the way there softmax takes "
-            f"{first['softmax_share'] / first['attention_product_share']:.2f} of the time of "
-            f"attention's products, for "
-            f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."
-        )
+        if first["softmax_share"] and first["attention_product_share"]:  # compiled, they are one
+            yield (
+                f"\nOn the way there softmax takes "
+                f"{first['softmax_share'] / first['attention_product_share']:.2f} of the time of "
+                f"attention's products, for "
+                f"{first['softmax_flops'] / first['attention_product_flops']:.3f} of their FLOPs."
+            )
 
 
 def _write(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
-    kept = {"cases": [asdict(case) for case in cases], "rows": rows}
-    (out / "rows.json").write_text(json.dumps(kept, indent=1) + "\n")
+    folder = RunFolder(out)
+    folder.write_json("rows.json", {"cases": [asdict(case) for case in cases], "rows": rows})
     numbers = [{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]
-    _csv(out / "steps.csv", numbers)
+    folder.write_csv("steps.csv", numbers)
     tops = [
         {k: row[k] for k in LABELS[:-1]} | {"phase": phase["phase"]} | operator
         for row in rows
@@ -134,15 +138,7 @@ def _write(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
         for operator in phase["top"]
     ]
     if tops:
-        _csv(out / "kernels.csv", tops)
-
-
-def _csv(path: Path, rows: list[Row]) -> None:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
+        folder.write_csv("kernels.csv", tops)
 
 
 def _cells(row: Row) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,19 +56,24 @@ def announced() -> Iterator[list[int]]:
         yield found
 
 
-def _by_connection() -> dict[str, int]:
-    counts: dict[str, int] = {}
+def _by_connection() -> dict[int, int]:
+    counts: dict[int, int] = {}
     if not available():
         return counts
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            name = os.readlink(f"/proc/self/fd/{fd}")
-            if not name.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(fd))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROOM)
-                    (counts[name],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)
-        except (OSError, struct.error):
+            there = os.fstat(fd)
+        except OSError:
             continue
+        if not stat.S_ISSOCK(there.st_mode):
+            continue
+        # Said to be TCP, lest Python asks the kernel; one that is not has no TCP_INFO.
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROOM)
+            (counts[there.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)
+        except (OSError, struct.error):
+            pass
+        finally:
+            connection.detach()  # not ours to close
     return counts

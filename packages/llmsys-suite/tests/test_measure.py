@@ -1,0 +1,94 @@
+"""What measuring costs, and what it says of memory."""
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from llmsys_suite.config import RunConfig
+from llmsys_suite.data import load_corpus
+from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.rank import Run
+from llmsys_suite.report.progress import Progress
+from llmsys_suite.stages.train import timed_step
+from llmsys_suite.variants import VARIANTS
+from llmsys_suite.variants.single import Variant
+from worker_pool import run_ranks
+
+ROUNDS = 15
+
+
+class Idle(Variant):
+    """The phases of a real way of training, with nothing in them."""
+
+    alone = False
+
+    def forward_backward(self, tokens, targets):
+        for phase in ("forward", "backward"):
+            with self.phase(phase):
+                pass
+        return 0.0
+
+    def communicate(self):
+        with self.phase("communication"):
+            pass
+
+    def update(self):
+        with self.phase("optimizer"):
+            pass
+
+
+def processor_seconds(folder):
+    """Medians: of what is kept of a step (clocks, counters, digests, a line a phase), of a step."""
+    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    config = RunConfig(world=world, out=Path(folder))
+    run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
+              recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    batch = run.batch(0, shared=True)
+    idle, real = Idle(run, run.model), VARIANTS["ddp flat"](run, run.model)
+    kept, trained = [], []
+    for step in range(ROUNDS):
+        begin = time.process_time()
+        for _ in VARIANTS:
+            timed_step(run, "idle", idle, step, batch)
+        run.flush_samples()
+        kept.append((time.process_time() - begin) / len(VARIANTS))
+        begin = time.process_time()
+        real.step(*batch)
+        trained.append(time.process_time() - begin)
+    return statistics.median(kept), statistics.median(trained)
+
+
+@pytest.mark.timing
+def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
+    for kept, trained in run_ranks(processor_seconds, 2, str(tmp_path / "run")):
+        assert kept <= 0.01 * trained
+    phases = {"step", "forward", "backward", "communication", "optimizer"}
+    assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
+
+
+PEAKS = """
+import subprocess, sys
+from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
+held = bytearray(300 << 20)
+print(peak_memory_bytes())
+ask = "from llmsys_suite.environment import peak_memory_bytes; print(peak_memory_bytes())"
+print(subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout)
+del held
+forget_peak_memory()
+print(peak_memory_bytes())
+"""
+
+
+def test_a_peak_is_that_of_this_process_since_it_was_forgotten_not_of_the_one_that_started_it():
+    done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+    held, started, forgotten = map(int, done.stdout.split())
+    assert held > 300 * 2**20
+    assert started < 200 * 2**20
+    assert forgotten < 200 * 2**20
