@@ -1,0 +1,140 @@
+"""Compile the Gluon kernel for a Hopper GPU that need not be there: see `compile_kernels.py`.
+
+It reads a list of jobs as JSON from standard input (dim, dtype, left, right), and writes one line
+of JSON for each.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from compile_kernels import ALIGNED, issued_flops, resources
+from flashattn2.gluon import forward
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compile_job(job):
+    """What the compilers made of it: Triton's PTX, and of that ptxas's machine code."""
+    dim, tile = job["dim"], forward.TILES[job["dim"]]
+    names = forward.forward_kernel.arg_names
+    constants = {
+        "D": dim, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages,
+        "LEFT": job["left"], "RIGHT": job["right"],
+        "CONSUMER_REGISTERS": forward.CONSUMER_REGISTERS,
+        "PRODUCER_REGISTERS": forward.PRODUCER_REGISTERS,
+    }  # fmt: skip
+
+    def of_type(name):
+        if name in ("q", "k", "v", "out"):
+            rows = tile.keys if name in ("k", "v") else tile.rows
+            layout = forward.layout(DTYPES[job["dtype"]])
+            return f"tensordesc<{job['dtype']}[1, 1, {rows}, {dim}],{layout!r}>"
+        return {"lse": "*fp32", "outer": "fp32"}.get(name, "i32")
+
+    source = GluonASTSource(
+        forward.forward_kernel,
+        {name: "constexpr" if name in constants else of_type(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index("lse"),): ALIGNED},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "enable_fp_fusion": True},
+    )
+    ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+    # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
+    loops = 3 if job["left"] else 2
+    algorithm = (loops + 1) * 2 * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
+    code = run(BIN / "cuobjdump", "-sass", cubin, ".cubin")
+    return {
+        **job,
+        # Each consumer is a copy of its own in the code, issued by one warpgroup.
+        "work": issued_flops(ptx, 4) / algorithm,
+        "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
+        "waits": sorted({int(n) for n in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)}),
+        "waits_in_machine_code": sorted(
+            {int(n, 16) for n in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", code)}
+        ),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "under_products": [*under_products(code)],
+        "hand_over": sorted(int(n) for n in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)),
+        "tma_loads": ptx.count("cp.async.bulk.tensor"),
+        "stages": tile.stages,
+        "unguarded_arrivals": unguarded_arrivals(ptx),
+        "shared_bytes": compiled.metadata.shared,
+        "warnings": run(get_ptxas(90).path, "-v -arch=sm_90a -o /dev/null", ptx.encode(), ".ptx"),
+        **resources(cubin),
+        "ptx": ptx if job.get("keep") else None,
+        "code": code if job.get("keep") else None,
+    }
+
+
+def unguarded_arrivals(ptx):
+    """Arrivals at a barrier that one thread makes, with no barrier of its warps since a product.
+
+    `wgmma.wait_group` waits for the products of the warp that executes it: where one thread speaks
+    for four warps, they have to meet after that.
+    """
+    found, met = [], True
+    for line in ptx.splitlines():
+        if "wgmma.wait_group" in line:
+            met = False
+        elif re.search(r"\bbar(rier)?\.sync|\bbarrier\.cta", line):
+            met = True
+        elif "mbarrier.arrive.shared" in line and not met:
+            found.append(line.strip())
+    return found
+
+
+def under_products(code):
+    """Exponentials between each wait for all products but one and the next wait for all.
+
+    That is where the softmax is to be in machine code as well: ptxas moves what it likes.  None of
+    its instructions may write registers of the product that still runs, whose sum and left operand
+    are there.
+    """
+    flying, count = set(), None
+    for name, operands in re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)\s+([^;]*?)\s*;", code):
+        target = re.match(r"R(\d+)", operands)
+        if name.startswith("HGMMA"):
+            columns = int(re.search(r"64x(\d+)x16", name)[1])
+            total, left = re.match(r"R(\d+), (?:R(\d+))?", operands).groups()
+            flying = {*flying, *range(int(total), int(total) + columns // 2)} if left else set()
+            flying |= {*range(int(left), int(left) + 4)} if left else set()
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            if operands.endswith("0x1"):
+                count = 0
+            elif count is not None:
+                yield count
+                flying, count = set(), None
+        elif count is not None:
+            count += name == "MUFU.EX2"
+            if target and int(target[1]) in flying and not name.startswith("ST"):
+                raise RuntimeError(f"{name} {operands} writes to a product that runs")
+
+
+def run(tool, options, content, suffix):
+    """All that one of the tools in Triton's wheel says of a file."""
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:
+        file.write(content)
+        file.flush()
+        done = subprocess.run([tool, *options.split(), file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr + done.stdout)
+    return done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    for job in json.load(sys.stdin):
+        print(json.dumps(compile_job(job)), flush=True)
