@@ -1,9 +1,10 @@
 """Compile the Gluon kernel for a Hopper GPU that need not be there: see `compile_kernels.py`.
 
-It reads a list of jobs as JSON from standard input (dim, dtype, left, right), and writes one line
-of JSON for each.
+It reads a list of jobs as JSON from standard input, and writes one line of JSON for each.  A job
+has dim, dtype, left and right; and ones, the integers that a launch would compile in, being 1.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -32,6 +33,7 @@ def compile_job(job):
         "LEFT": job["left"], "RIGHT": job["right"],
         "CONSUMER_REGISTERS": forward.CONSUMER_REGISTERS,
         "PRODUCER_REGISTERS": forward.PRODUCER_REGISTERS,
+        **dict.fromkeys(job.get("ones", ()), 1),
     }  # fmt: skip
 
     def of_type(name):
@@ -72,6 +74,7 @@ def compile_job(job):
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "stages": tile.stages,
         "unguarded_arrivals": unguarded_arrivals(ptx),
+        "stores": [*stores(ptx)],
         "shared_bytes": compiled.metadata.shared,
         "warnings": run(get_ptxas(90).path, "-v -arch=sm_90a -o /dev/null", ptx.encode(), ".ptx"),
         **resources(cubin),
@@ -95,6 +98,23 @@ def unguarded_arrivals(ptx):
         elif "mbarrier.arrive.shared" in line and not met:
             found.append(line.strip())
     return found
+
+
+def stores(ptx):
+    """What happens to O from registers to global memory, in order, each run of one kind once.
+
+    Every thread makes what it wrote visible to TMA, then all meet, then one orders the copy.
+    """
+    kinds = {
+        "stmatrix": "write",
+        "fence.proxy.async": "fence",
+        "bar.sync": "meet",
+        "cp.async.bulk.tensor.4d.global": "copy",
+        "cp.async.bulk.wait_group": "wait",
+    }
+    for piece in re.findall(r"stmatrix.*?cp\.async\.bulk\.wait_group", ptx, re.DOTALL):
+        found = re.findall("|".join(map(re.escape, kinds)), piece)
+        yield [kind for kind, _ in itertools.groupby(kinds[x] for x in found)]
 
 
 def under_products(code):

@@ -75,7 +75,7 @@ def test_it_is_as_good_as_plain_with_the_backward_pass_behind_it(machine, interp
     def run(*args, **options):
         return flash_attention(*args, backend="gluon", **options)
 
-    assert_as_good_as_plain(run, tensors(40, 150, 64, heads=4, kv_heads=2), is_causal=True)
+    assert_as_good_as_plain(run, tensors(20, 140, 64), is_causal=True)
 
 
 def test_any_strides_and_one_head_dimension(machine):
@@ -114,47 +114,71 @@ def programs(machine, dim, tiles):
     return program
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
+)
 def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, dim):
-    for tiles in range(1, forward.TILES[dim].stages + 3):
-        program = programs(machine, dim, tiles)
-        assert explore(program.traces, program.arrivals) > 100 * tiles
+    """Up to where each barrier has come back to the parity it began with."""
+    states = [
+        explore(program.traces, program.arrivals)
+        for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
+        for program in [programs(machine, dim, tiles)]
+    ]
+    assert states == sorted(states)
+    assert states[-1] > 5_000
 
 
-def mutants(traces):
-    """The traces with one operation left out, or one wait for the other phase, or one twice."""
+def faults(traces):
+    """What one wrong line of the kernel would make of the traces, and what is wrong with it."""
+
+    def is_at(op, kind, barrier):
+        return op[0] == kind and (barrier is None or op[1][0] == barrier)
+
+    def earlier(trace, kind, barrier):
+        """Each before what stands before it."""
+        trace = list(trace)
+        for i in range(1, len(trace)):
+            if is_at(trace[i], kind, barrier):
+                trace[i - 1 : i + 1] = trace[i], trace[i - 1]
+        return trace
+
+    changes = {
+        "is missing": lambda op: [],
+        "is there twice": lambda op: [op, op],
+        "is for the other phase": lambda op: [(*op[:2], op[2] ^ 1)],
+        "is for half of the bytes": lambda op: [(*op[:2], op[2] // 2)],
+        "is too early": None,
+    }
+    of_kind = {
+        "wait": ("is missing", "is for the other phase"),
+        "arrive": ("is missing", "is there twice", "is too early"),
+        "expect": ("is missing", "is there twice", "is for half of the bytes"),
+        "fence": ("is missing",),
+        "sent": ("is missing",),
+    }
     for who, trace in enumerate(traces):
-        for at, op in enumerate(trace):
-            changed = [[]]
-            if op[0] == "wait":
-                changed.append([(*op[:2], op[2] ^ 1)])
-            if op[0] in ("arrive", "expect"):
-                changed.append([op, op])
-            if op[0] == "retire":
-                changed.append([("retire", op[1] + 1)])
-            for instead in changed:
+        places = {(op[0], op[1][0] if len(op) > 1 else None) for op in trace if op[0] in of_kind}
+        for kind, barrier in sorted(places, key=str):
+            for fault in of_kind[kind]:
+                change = changes[fault]
+                if change is None:
+                    wrong = earlier(trace, kind, barrier)
+                else:
+                    made = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
+                    wrong = [op for ops in made for op in ops]
                 yield (
-                    (who, at, op, instead),
-                    _with(traces, who, [*trace[:at], *instead, *trace[at + 1 :]]),
+                    f"{kind} {barrier} of {who} {fault}",
+                    [*traces[:who], wrong, *traces[who + 1 :]],
                 )
 
 
-def _with(items, i, item):
-    return [*items[:i], item, *items[i + 1 :]]
-
-
-def test_every_barrier_is_needed_and_every_wrong_phase_is_found(machine):
-    tiles = forward.TILES[128].stages + 2
-    program = programs(machine, 128, tiles)
-    unharmed = []
-    for what, traces in mutants(program.traces):
-        try:
-            explore(traces, program.arrivals)
-        except RuntimeError:
-            continue
-        unharmed.append(what)
-    print(*unharmed, sep="\n")
-    assert unharmed == []
+def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
+    program = programs(machine, 128, forward.TILES[128].stages + 2)
+    planted = dict(faults(program.traces))
+    assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
+    for fault, traces in planted.items():
+        with pytest.raises(RuntimeError):
+            print(fault, explore(traces, program.arrivals))
 
 
 def compiled(jobs):
@@ -175,7 +199,9 @@ ALL = [
     for left in (False, True)
     for right in (False, True)
 ]
-SAMPLE = [job for job in ALL if job["dtype"] == "bf16" and job["right"] and not job["left"]]
+# One query of one head, and a window of one key.
+ALL.append({**ALL[-1], "ones": ["tiles", "heads", "group", "seq_q", "left", "right"]})
+SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +227,8 @@ def test_compiled_it_spills_nothing_and_multiplies_under_the_softmax(jobs):
         # ptxas says so where it waits for each product after all.
         assert "C75" not in result["warnings"], result
         assert result["unguarded_arrivals"] == [], result
+        order = ["write", "fence", "meet", "copy", "wait"]
+        assert result["stores"] == [order] * forward.CONSUMERS, result
         assert result["tma_loads"] > 0, result
 
 
