@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,27 @@ def test_its_lines_are_attention(machine, band, lengths):
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
         assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100))
+def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def side():
+        return draw.choice([None, 0, 1, 127, 128, draw.randint(0, 50), draw.randint(0, 400)])
+
+    dtype, kv_heads = draw.choice([torch.bfloat16, torch.float16]), draw.choice([1, 2])
+    inputs = tensors(
+        draw.choice([1, 64, 128, draw.randint(1, 300)]),
+        draw.choice([1, 128, 256, draw.randint(1, 600)]),
+        draw.choice([64, 128]), dtype, kv_heads * draw.choice([1, 3]), kv_heads,
+        draw.choice([1, 2]),
+    )  # fmt: skip
+    window, scale = draw.choice([None, (side(), side())]), draw.choice([None, 0.3])
+    ours, exact = errors(*inputs, is_causal=draw.random() < 0.4, window=window, scale=scale)
+    assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_it_is_as_good_as_plain_with_the_backward_pass_behind_it(machine, interpreter):

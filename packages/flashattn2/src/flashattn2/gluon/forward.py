@@ -295,6 +295,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
+    q, k, v = (
+        x if launch.fits_tma(x) else x.clone(memory_format=torch.contiguous_format)
+        for x in (q, k, v)
+    )
     batch, heads, seq_q, dim = q.shape
     tile = TILES[dim]
     tiles = triton.cdiv(seq_q, CONSUMERS * tile.rows)
@@ -312,12 +316,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """For tiles of so many rows of one head; of a copy where TMA cannot follow the strides."""
-    # Where there is but one, its stride is anything.
+    """For tiles of so many rows of one head."""
+    # A dimension of one has any stride, TMA's multiples of 16 bytes too.
     strides = [x.shape[-1] if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
-    if not launch.fits_tma(x.as_strided(x.shape, (*strides[:-1], x.stride(-1)))):
-        x = x.clone(memory_format=torch.contiguous_format)
-        strides = list(x.stride())
     block = [1, 1, rows, x.shape[-1]]
     return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout(x.dtype))
 
