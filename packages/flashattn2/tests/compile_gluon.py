@@ -1,7 +1,8 @@
-"""Compile the Gluon kernel for a Hopper GPU that need not be there: see `compile_kernels.py`.
+"""Compile the Gluon kernel as a launch would, for a Hopper GPU that need not be there.
 
-It reads a list of jobs as JSON from standard input, and writes one line of JSON for each.  A job
-has dim, dtype, left and right; and ones, the integers that a launch would compile in, being 1.
+It reads a list of jobs as JSON from standard input, and writes one line of JSON for each: see
+`compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
+key heads, queries, keys) and the length of the sides.
 """
 
 import itertools
@@ -14,46 +15,57 @@ from pathlib import Path
 
 import torch
 import triton
-from compile_kernels import ALIGNED, issued_flops, resources
+from compile_kernels import issued_flops, resources
 from flashattn2.gluon import forward
+from flashattn2.problem import Score
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Hopper:
+    """As much of a GPU's driver as compiling a launch asks for."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launch:
+    """Stands in the kernel's place, and compiles what would be launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, None
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.compiled = self.kernel.warmup(*args, grid=grid, **options)
+
+        return launch
+
+
+driver.set_active(Hopper())
+LAUNCH = forward.forward_kernel = Launch(forward.forward_kernel)
+
+
 def compile_job(job):
     """What the compilers made of it: Triton's PTX, and of that ptxas's machine code."""
     dim, tile = job["dim"], forward.TILES[job["dim"]]
-    names = forward.forward_kernel.arg_names
-    constants = {
-        "D": dim, "ROWS": tile.rows, "KEYS": tile.keys, "STAGES": tile.stages,
-        "LEFT": job["left"], "RIGHT": job["right"],
-        "CONSUMER_REGISTERS": forward.CONSUMER_REGISTERS,
-        "PRODUCER_REGISTERS": forward.PRODUCER_REGISTERS,
-        **dict.fromkeys(job.get("ones", ()), 1),
-    }  # fmt: skip
-
-    def of_type(name):
-        if name in ("q", "k", "v", "out"):
-            rows = tile.keys if name in ("k", "v") else tile.rows
-            layout = forward.layout(DTYPES[job["dtype"]])
-            return f"tensordesc<{job['dtype']}[1, 1, {rows}, {dim}],{layout!r}>"
-        return {"lse": "*fp32", "outer": "fp32"}.get(name, "i32")
-
-    source = GluonASTSource(
-        forward.forward_kernel,
-        {name: "constexpr" if name in constants else of_type(name) for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index("lse"),): ALIGNED},
-    )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4, "enable_fp_fusion": True},
-    )
+    batch, heads, kv_heads, seq_q, seq_k = job.get("shape", (2, 4, 2, 300, 500))
+    q = torch.zeros(batch, heads, seq_q, dim, dtype=DTYPES[job["dtype"]])
+    k = v = torch.zeros(batch, kv_heads, seq_k, dim, dtype=q.dtype)
+    side = job.get("side", 100)
+    score = Score(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
+    forward.forward(q, k, v, score)
+    compiled = LAUNCH.compiled
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
     loops = 3 if job["left"] else 2
@@ -78,8 +90,6 @@ def compile_job(job):
         "shared_bytes": compiled.metadata.shared,
         "warnings": run(get_ptxas(90).path, "-v -arch=sm_90a -o /dev/null", ptx.encode(), ".ptx"),
         **resources(cubin),
-        "ptx": ptx if job.get("keep") else None,
-        "code": code if job.get("keep") else None,
     }
 
 

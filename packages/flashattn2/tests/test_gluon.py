@@ -221,8 +221,9 @@ ALL = [
     for left in (False, True)
     for right in (False, True)
 ]
-# One query of one head, and a window of one key.
-ALL.append({**ALL[-1], "ones": ["tiles", "heads", "group", "seq_q", "left", "right"]})
+# A launch compiles in what is 1, and knows what 16 divides.
+ALL.append({**ALL[-1], "shape": [1, 1, 1, 1, 77], "side": 1})
+ALL.append({**ALL[-1], "shape": [16, 16, 1, 4096, 4096], "side": 0})
 SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
 
 
