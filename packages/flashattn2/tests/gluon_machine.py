@@ -4,6 +4,9 @@
 stands for each partition of warps, and barriers count phases as Hopper's do.  What each partition
 asks of barriers and shared memory, in order, is its trace.
 
+A partition is one thread here, though a consumer has four warps: those meet before one of them
+arrives at a barrier for all, which the compiled code is held to.
+
 `explore` takes the traces and tries every order in which they and the copies could happen: the
 state after each, once.  A product may read its operands at any time until it was waited for, and a
 copy may arrive at any time after it was ordered.
