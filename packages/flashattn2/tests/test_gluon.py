@@ -20,7 +20,8 @@ from flashattn2 import (
     flash_attention_with_kvcache,
 )
 from flashattn2.gluon import forward
-from gluon_machine import Machine, explore
+from gluon_machine import Machine
+from gluon_schedules import explore
 from triton.experimental.gluon import language as gl
 
 
@@ -127,8 +128,8 @@ def test_nothing_is_read_or_left_where_nothing_is(machine):
     assert not machine.programs
 
 
-# Tiles of keys that one program walks over: fewer than the ring has stages, as many, and more.
-def programs(machine, dim, tiles):
+def one_program(machine, dim, tiles):
+    """That walks over so many tiles of keys."""
     q, k, v = tensors(128, 128 * tiles, dim, heads=1)
     flash_attention(q, k, v, backend="gluon")
     (program,) = machine.programs
@@ -144,7 +145,7 @@ def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, 
     states = [
         explore(program.traces, program.arrivals)
         for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
-        for program in [programs(machine, dim, tiles)]
+        for program in [one_program(machine, dim, tiles)]
     ]
     assert states == sorted(states)
     assert states[-1] > 5_000
@@ -195,7 +196,7 @@ def faults(traces):
 
 
 def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
-    program = programs(machine, 128, forward.TILES[128].stages + 2)
+    program = one_program(machine, 128, forward.TILES[128].stages + 2)
     planted = dict(faults(program.traces))
     assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
     for fault, traces in planted.items():
