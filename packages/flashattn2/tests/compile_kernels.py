@@ -82,7 +82,7 @@ def compile_job(job):
         "mma": ptx.count("mma.sync"),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "shared_bytes": compiled.metadata.shared,
-        **_resources(compiled.asm["cubin"]),
+        **resources(compiled.asm["cubin"]),
     }
 
 
@@ -135,7 +135,8 @@ def _type(name, job, tile):
     return "fp32" if name in ("scale", "inner", "outer") else "i32"
 
 
-def _resources(cubin):
+def resources(cubin):
+    """Registers of a thread at launch, and bytes of its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
