@@ -31,7 +31,7 @@ def shapes() -> st.SearchStrategy[Transformer]:
             tied=draw(st.booleans()),
             qkv_bias=draw(st.booleans()),
             mlp_bias=draw(st.booleans()),
-            experts=Experts(count=4, per_token=2, layers=tuple(range(1, layers)))
+            experts=Experts(count=4, per_token=2, layers=tuple(range(1, layers)) or None)
             if experts
             else None,
             window=draw(st.sampled_from([None, Window(size=5)])),

@@ -1,6 +1,12 @@
-"""The plainest module of a `Transformer`'s shape, to hold its costs against."""
+"""The plainest module of a `Transformer`'s shape, to hold its costs against, and a group of ranks
+without processes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accounting import Transformer
 from torch import nn
 from torch.nn import functional as F
@@ -53,3 +59,16 @@ class Block(nn.Module):
         y = self.mlp_norm(x)
         hidden = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         return x + self.down(hidden)
+
+
+@contextmanager
+def world_of(ranks: int, rank: int = 0) -> Iterator[Any]:
+    """One rank of a group whose collectives send nothing, with its mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,))
+    finally:
+        dist.destroy_process_group()

@@ -27,6 +27,8 @@ NEEDED: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 64,
     },
+    "bailing_hybrid": {"layer_group_size": 2},
+    "kimi_linear": {"num_hidden_layers": 6},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
@@ -216,6 +218,89 @@ def test_a_family_under_another_name_is_the_same(alias: str, like: str, biased: 
     content = defaults(like) | {"architectures": None, "attention_bias": biased}
     same = Transformer.from_hf(content)
     assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
+
+
+# Sizes of published files, as those spell them.
+KIMI = {
+    **{"hidden_size": 2304, "intermediate_size": 9216, "moe_intermediate_size": 1024},
+    **{"num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32},
+    **{"num_experts": 256, "num_experts_per_token": 8, "num_shared_experts": 1, "head_dim": 72},
+    **{"first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": None},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840},
+    "linear_attn_config": {
+        **{"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4},
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [i for i in range(1, 28) if i % 4 and i != 27],
+    },
+}
+BASE = {"hidden_size": 768, "embedding_size": 768, "num_attention_heads": 12}
+LARGE = {"hidden_size": 1024, "embedding_size": 1024, "num_attention_heads": 16}
+SHAPES: list[tuple[str, dict[str, Any], int]] = [
+    ("kimi_linear", KIMI, 49_120_000_000),
+    ("electra", BASE | {"intermediate_size": 3072}, 108_891_648),
+    ("electra", LARGE | {"num_hidden_layers": 24, "intermediate_size": 4096}, 334_092_288),
+    ("deepseek_v32", {}, 671_880_000_000),
+    ("glm_moe_dsa", {}, 743_000_000_000),
+    ("bailing_hybrid", {}, 124_000_000_000),
+]
+
+
+@pytest.mark.parametrize(("family", "file", "about"), SHAPES)
+def test_published_shapes_are_counted_from_their_own_files(
+    family: str, file: dict[str, Any], about: int
+) -> None:
+    held = sum(p.numel() for p in build(family, dict(file)).parameters())
+    found = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
+    assert found.size == held == pytest.approx(about, rel=0.03)
+
+
+@pytest.mark.parametrize("head", ["ElectraForPreTraining", "ElectraForMaskedLM"])
+@pytest.mark.parametrize("narrow", [128, 256])
+def test_electras_heads_are_counted(head: str, narrow: int) -> None:
+    import transformers
+
+    with torch.device("meta"):
+        module = getattr(transformers, head)(transformers.ElectraConfig(embedding_size=narrow))
+    assert Transformer.from_module(module).size == sum(p.numel() for p in module.parameters())
+
+
+def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 99}
+    sizes |= {"num_hidden_layers": 2, "first_k_dense_replace": 2, "num_attention_heads": 4}
+    sizes |= {"index_n_heads": 3, "index_head_dim": 64, "index_topk": 4, "q_lora_rank": 24}
+    sizes |= {"n_routed_experts": 2, "moe_intermediate_size": 8}
+    module = build("deepseek_v32", sizes)
+    model = Transformer.from_module(module)
+    tokens = torch.zeros(2, 10, dtype=torch.long)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module.to_empty(device="cpu")(input_ids=tokens, use_cache=False)
+    run: dict[str, Any] = {"seq": 10, "batch": 2, "phase": "forward"}
+    assert flops(model, **run, attention="full").total == counter.get_total_flops()
+    # Ten queries see 1, 2, 3 and then 4 keys, and weigh 1 to 10.
+    found = flops(model, **run)
+    assert found["attention/scores"].total == 2 * 2 * 2 * 4 * model.qk_dim * (1 + 2 + 3 + 7 * 4)
+    assert found["index"].total == 2 * 2 * 2 * 3 * (64 + 1) * 55
+    # The keys of the index are kept beside the latents.
+    kept = 2 * 2 * (512 + 64 + 64)
+    assert kv_cache(model, seq=10).total == kept * 10
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma3n", "borrow keys and values"),
+        ("gemma4_text", "heads of two widths"),
+        ("minimax_m1", "no class of transformers"),
+        ("bailing_moe_v2", "no class of transformers"),
+    ],
+)
+def test_what_is_not_described_says_why_and_what_to_do(family: str, why: str) -> None:
+    for config in ({"model_type": family}, {"model_type": family, "text_config": {}}):
+        with pytest.raises(ValueError, match=rf"{why}.*parameters\(module\).*fits\(module"):
+            Transformer.from_hf(config)
 
 
 @pytest.mark.parametrize(

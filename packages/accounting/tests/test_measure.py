@@ -45,5 +45,5 @@ def test_the_nearest_shape_is_meant_in_logarithms() -> None:
     assert rate(table, 250, 64, 64) == 1.0
     assert rate(table, 260, 64, 64) == 2.0
     for wrong in ({"device": "tpu"}, {"dtypes": ("fp3",)}, {"widths": (0,)}, {"seconds": 0}):
-        with pytest.raises(ValueError, match=r"(device|dtype|width|seconds) is"):
+        with pytest.raises(ValueError, match=r"(device|dtypes|widths|seconds) is"):
             measured(**wrong)  # type: ignore[arg-type]

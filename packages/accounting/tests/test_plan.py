@@ -1,13 +1,16 @@
 """One question, one answer; the command lines; what a device serves."""
 
 import json
+import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from accounting import MLA, Experts, Transformer, kv_cache, plan_for, training_memory
+from accounting import MLA, Experts, Plan, Transformer, kv_cache, plan_for, training_memory
 from accounting.cli.main import main
 from accounting.cli.questions import amount, serving
+from accounting.plan import even
 from accounting.search.launch import command_lines
 from accounting.search.plans import plans_that_fit
 from accounting.time.step import step_time
@@ -17,6 +20,7 @@ LLAMA_405B = Transformer(
     layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256
 )
 SMALL = Transformer(layers=8, d_model=1024, heads=16, vocab_size=32000)
+MIXTURE = replace(SMALL, experts=Experts(count=16, per_token=2, width=512), mlp_layers=())
 TEXT = "layers=8,d_model=1024,heads=16,vocab_size=32000"
 
 
@@ -81,16 +85,75 @@ def test_any_number_of_devices_has_a_plan(gpus: int) -> None:
 def test_command_lines_multiply_to_the_devices() -> None:
     answer = plan_for(SMALL, gpus=16, tokens=1e9, batch=64, tensor=2, pipeline=2, zero=1)
     line = command_lines(SMALL, answer.plan, batch=64, seq=4096)["torchtitan"]
-    degrees = [int(word.split("=")[1]) for word in line.split() if "_degree=" in word]
-    product = 1
-    for degree in degrees:
-        product *= degree
-    assert product == 16
-    assert "--training.global_batch_size=64" in line
+    assert f"--training.num_tokens_per_train_step={64 * 4096}" in line
     line = command_lines(SMALL, answer.plan, batch=64, seq=4096)["megatron"]
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2" in line
     assert "--use-distributed-optimizer" in line
     assert line.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py")
+
+
+def degrees(line: str) -> dict[str, int]:
+    """What a line says of tensor, pipeline, context and data, by the words of its program."""
+    words = line.replace("=", " ").split()
+
+    def after(ending: str) -> int:
+        found = [words[i + 1] for i, word in enumerate(words) if word.endswith(ending)]
+        return int(found[0]) if found else 1
+
+    if "--module" in words:
+        names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+        names += ("pipeline_parallel", "context_parallel", "expert_parallel")
+        return {name: after(f"{name}_degree") for name in names}
+    names = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
+    return {name: after(f"--{name}-size") for name in names}
+
+
+@pytest.mark.parametrize(("model", "gpus"), [(SMALL, 16), (SMALL, 1000), (MIXTURE, 64)])
+def test_every_plan_proposed_has_lines_that_its_programs_take(
+    model: Transformer, gpus: int
+) -> None:
+    """Degrees multiply to the devices; chunks are alike, or both ends have a layer less."""
+    found = plans_that_fit(model, hardware="H100", devices=gpus, batch=2000, seq=4096, most=40)
+    found += plans_that_fit(
+        model, hardware="A100", devices=gpus, batch=2000, seq=4096, pipeline=4, data=gpus // 4
+    )
+    assert found
+    for plan in (candidate.plan for candidate in found):
+        chunks = plan.pipeline * plan.virtual_stages
+        if plan.virtual_stages > 1:
+            assert model.layers % chunks in (0, chunks - 2)
+            assert plan.microbatches % plan.pipeline == 0
+        lines = command_lines(model, plan, batch=2000, seq=4096)
+        assert "megatron" in lines or model.layers % plan.pipeline
+        for program, line in lines.items():
+            said = degrees(line)
+            expert = said.pop("expert_parallel", 1)
+            product = math.prod(said.values())
+            assert gpus % product == 0
+            if program == "torchtitan":
+                assert product == gpus
+                # Experts are spread over shards, context and tensor ranks.
+                assert gpus // plan.pipeline % expert == 0
+                assert expert == plan.expert * plan.tensor or model.experts is None
+            else:
+                assert gpus // product == plan.data
+
+
+def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
+    # 28 layers are four of 7, and not eight or sixteen chunks; of 30, both ends have one less.
+    assert [n for n in (2, 4, 8, 16) if even(28, n)] == [2, 4]
+    assert [n for n in (2, 4, 8, 16, 32) if even(30, n)] == [2, 4, 8, 16]
+    uneven = replace(SMALL, layers=28, attention_layers=None, mlp_layers=None)
+    question = {"hardware": "H100", "devices": 8, "batch": 64, "seq": 4096, "tensor": 1, "zero": 1}
+    for pipeline, virtual in ((4, {1}), (2, {1, 2})):
+        found = plans_that_fit(uneven, **question, pipeline=pipeline, recompute="none", most=100)
+        assert {c.plan.virtual_stages for c in found} == virtual
+    uneven = replace(uneven, layers=30, attention_layers=None, mlp_layers=None)
+    plan = Plan(pipeline=4, microbatches=4, schedule="interleaved", virtual_stages=2)
+    assert [len(plan.stage_layers(uneven, stage)) for stage in range(4)] == [7, 8, 8, 7]
+    line = command_lines(uneven, plan, batch=4, seq=4096)["megatron"]
+    assert "--num-layers-per-virtual-pipeline-stage 4" in line
+    assert "--account-for-embedding-in-pipeline-split" in line
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
@@ -121,10 +184,12 @@ def test_a_micro_batch_of_torchtitan_is_the_plans(pipeline: int, microbatches: i
     answer = plan_for(SMALL, gpus=4, batch=64, seq=128, schedule="1f1b", **given)
     line = answer.commands()["torchtitan"]
     said = dict(word.split("=") for word in line.split() if word.startswith("--") and "=" in word)
-    local = int(said["--training.local_batch_size"])
-    assert 64 % (local * answer.plan.data) == 0
-    micro = said.get("--parallelism.pipeline_parallel_microbatch_size", local)
-    assert int(micro) == 64 // answer.plan.data // microbatches
+    local = int(said["--training.num_tokens_per_microbatch_per_dp_rank"])
+    assert local == 64 // answer.plan.data // microbatches * 128
+    assert int(said.get("--parallelism.num_pp_microbatches", 1)) == (
+        microbatches if pipeline > 1 else 1
+    )
+    assert int(said["--training.num_tokens_per_train_step"]) == 64 * 128
 
 
 def test_megatrons_line_has_the_latent_the_shared_expert_and_the_dense_layers() -> None:

@@ -2,33 +2,18 @@
 have no memory; and any module against torch's tracker of one process."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accounting import Plan, Transformer, fits, peak_memory
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.ledger import Ledger
-from reference import Model
+from reference import Model, world_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-
-
-@contextmanager
-def world_of(ranks: int) -> Iterator[Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield init_device_mesh("cpu", (ranks,))
-    finally:
-        dist.destroy_process_group()
 
 
 def tracked(
@@ -145,6 +130,86 @@ def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
     # Of the head only what a forward leaves: the gradients come with the backward.
     later = ("token ids and targets", "its gradient", "gradient of the logits")
     assert kept == predicted.total + sum(part.total for part in head if part.name not in later)
+
+
+class Gathered(torch.autograd.Function):
+    """A linear layer on the whole sequence that keeps its share of it, as Megatron's does; here
+    the other shares are copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.ranks = ranks
+        return F.linear(x.repeat(1, ranks, 1), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        whole = x.repeat(1, ctx.ranks, 1)
+        grad_weight = grad.flatten(0, 1).T @ whole.flatten(0, 1)
+        return (grad @ weight)[:, : x.shape[1]].clone(), grad_weight, None
+
+
+class Scattered(torch.autograd.Function):
+    """A sum over ranks of which each keeps its share of the sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return x[:, : x.shape[1] // ranks].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.repeat(1, ctx.ranks, 1), None
+
+
+class SequenceBlock(nn.Module):
+    """One rank's part of a block under tensor and sequence parallelism."""
+
+    def __init__(self, t: Transformer, ranks: int) -> None:
+        super().__init__()
+        d, self.ranks, self.heads = t.d_model, ranks, t.heads // ranks
+        self.norms = nn.ModuleList(nn.RMSNorm(d) for _ in range(2))
+        columns = [t.heads * t.head_dim, t.kv_heads * t.head_dim, t.kv_heads * t.head_dim]
+        sizes = [*columns, t.d_ff, t.d_ff]
+        self.into = nn.ModuleList(nn.Linear(d, size // ranks, bias=False) for size in sizes)
+        self.out = nn.ModuleList(
+            nn.Linear(size // ranks, d, bias=False) for size in (columns[0], t.d_ff)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        y = self.norms[0](x)
+        q, k, v = (
+            Gathered.apply(y, m.weight, self.ranks)
+            .view(b, s * self.ranks, self.heads, -1)
+            .transpose(1, 2)
+            for m in self.into[:3]
+        )
+        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + Scattered.apply(self.out[0](a), self.ranks)
+        y = self.norms[1](x)
+        gate, up = (Gathered.apply(y, m.weight, self.ranks) for m in self.into[3:])
+        return x + Scattered.apply(self.out[1](F.silu(gate) * up), self.ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: int) -> None:
+    """torch's own keeps the gathered sequence; what is described is Megatron's, counted here."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape = Transformer(layers=3, d_model=32, heads=4, d_ff=64, vocab_size=0)
+    batch, seq = 3, 16
+    blocks = nn.Sequential(*(SequenceBlock(shape, ranks) for _ in range(3)))
+    ledger = Ledger()
+    ledger.hold("weights", *blocks.parameters())
+    held = ledger.live_bytes
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
+        out = blocks(torch.zeros(batch, seq // ranks, 32, requires_grad=True))
+        kept = ledger.live_bytes - held - out.nbytes
+        out.sum().backward()
+    plan = Plan(tensor=ranks, sequence_parallel=True)
+    assert kept == activations(shape, plan, batch=batch, seq=seq, fused_norm=False).total
 
 
 def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:

@@ -52,7 +52,7 @@ def compile_job(job):
     }
     constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
     if not constants["PACKED"]:
-        constants |= dict.fromkeys(("places", "cu_q", "cu_k"))
+        constants |= dict.fromkeys(("cu_q", "cu_k"))
     if "maxima" in kernel.arg_names:
         constants["maxima"] = None
     if "norm" in kernel.arg_names and not constants["EXACT"]:
@@ -82,7 +82,7 @@ def compile_job(job):
         "mma": ptx.count("mma.sync"),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "shared_bytes": compiled.metadata.shared,
-        **_resources(compiled.asm["cubin"]),
+        **resources(compiled.asm["cubin"]),
     }
 
 
@@ -130,12 +130,13 @@ def _type(name, job, tile):
         return "*fp32"
     if name in ("out", "dq", "dk", "dv"):
         return f"*{job['dtype']}" if job.get("splits", 1) == 1 else "*fp32"
-    if name in ("places", "cu_q", "cu_k"):
+    if name in ("cu_q", "cu_k"):
         return "*i32"
     return "fp32" if name in ("scale", "inner", "outer") else "i32"
 
 
-def _resources(cubin):
+def resources(cubin):
+    """Registers of a thread at launch, and bytes of its stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,5 +1,6 @@
 """Every shipped tile, compiled for Hopper and Ampere where there is no GPU: see `shipped.py`."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import shipped
+import tune
 from flashattn2.kernels import configs
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
@@ -113,3 +115,43 @@ def test_a_smaller_shared_memory_prunes_stages_then_rows():
     small = configs.prune("forward", tile, 2, 128, 64 * 1024)
     assert configs.buffers("forward", small, 2, 128) <= 64 * 1024
     assert min(small.block_m, small.block_n) >= 16
+
+
+def narrow_tiles():
+    """Hopper's by TMA at head dims 64 and 128 whose first product is narrower than 64 columns.
+
+    Below, exponentials bound a kernel and not its products.
+    """
+    for kernel in ("forward", "dq", "dkdv", "atomic"):
+        key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1
+        for block_d, rich in itertools.product((64, 128), (False, True)):
+            tile = configs.sizes(key, block_d, rich)
+            if tile is not None and tile[side] < 64:
+                yield key, block_d, rich, tile, side
+
+
+def test_hopper_s_instructions_are_64_columns_wide_where_tile_and_head_dim_are(results):
+    half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
+    for r in half:
+        block_m, block_n, num_warps, *_ = r["tile"]
+        side, columns = block_n, r["dim"]
+        if r["kernel"] in ("dkdv", "atomic"):
+            side = block_m
+        if r["kernel"] == "atomic":
+            # Warpgroups share the columns of dQ where it has too few rows for each.
+            columns //= max(1, 16 * num_warps // block_m)
+        assert min(r["widths"]) >= min(64, side, columns), r
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("narrow", [*narrow_tiles()], ids=str)
+def test_where_a_first_product_is_narrower_a_wider_one_would_not_do(narrow):
+    """The same tile with that side doubled spills, repeats a product or overflows."""
+    key, block_d, rich, tile, side = narrow
+    wider = [*tile]
+    wider[side] *= 2
+    options = tune.options(key[0], rich)
+    results = compiled(
+        [job for option in options for job in shipped.jobs(key, block_d, tuple(wider), option)]
+    )
+    assert not all(tune.passes(r) for r in results), results

@@ -129,7 +129,7 @@ def test_options_of_another_type(function, options, message):
 @pytest.mark.parametrize(
     ("dim", "options", "message"),
     [
-        (16, {"backend": "cuda"}, r"backend 'cuda' is not one of auto, triton, aten, torch"),
+        (16, {"backend": "cuda"}, r"backend 'cuda' is not one of auto, triton, gluon, aten, torch"),
         (16, {"precision": "fp8"}, "precision 'fp8' is not one of ieee, tf32x3, tf32"),
         (300, {"backend": "triton"}, r'head dim 300 is above 256, .* use backend="torch"'),
         (12, {"backend": "triton"}, r"head dim 12 is not a multiple of 8 from 16 to 256"),

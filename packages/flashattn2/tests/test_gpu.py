@@ -123,6 +123,49 @@ def test_tf32_precisions_are_as_good_as_their_bits(precision, bits):
     assert (out - exact).abs().max() <= 2.0**-bits * exact.abs().max()
 
 
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+on_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_the_gluon_forward_is_as_good_as_plain(dim, dtype):
+    for lengths in ((333, 333), (100, 700), (700, 100), (1, 2000), (128, 4096)):
+        for options in ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)}):
+            inputs = tensors(dim, *lengths, dtype)
+            assert_as_good_as_plain(run(backend="gluon"), inputs, **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
+    """A tile that is read too early or loaded over too soon would differ from run to run."""
+    inputs = tensors(dim, 2048, 2048, heads=16, kv_heads=4, batch=4)
+    for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
+        expected = flash_attention(*inputs, return_lse=True, backend="triton", **options)
+        first = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
+        for ours, theirs in zip(first, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-2)
+        for _ in range(100):
+            again = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
+            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@on_hopper
+def test_the_gluon_forward_takes_any_strides_and_is_compiled_in_one_graph():
+    q, k, v = tensors(128, 500, 500)
+    expected = flash_attention(q, k, v, backend="gluon")
+    wide = torch.zeros(*k.shape[:-1], 131, device="cuda", dtype=k.dtype)[..., 3:]
+    wide.copy_(k)
+    assert torch.equal(flash_attention(q, wide, v, backend="gluon"), expected)
+    compiled = torch.compile(run(backend="gluon"), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), expected)
+
+
 def test_memory_grows_with_the_sequence():
     from flashattn2.bench.measure import peak_extra_bytes
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from flashattn2 import sdpa
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 lengths = st.integers(1, 12)
 
@@ -16,7 +17,9 @@ def same(q, k, v, **options):
     results = []
     for function in (sdpa, F.scaled_dot_product_attention):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = function(*leaves, **options)
+        # torch's CPU kernel gives NaN for a negative scale with is_causal; its arithmetic does not.
+        with sdpa_kernel(SDPBackend.MATH):
+            out = function(*leaves, **options)
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
@@ -27,7 +30,7 @@ def same(q, k, v, **options):
     dims=st.sampled_from(((8, 8), (8, 5), (3, 7))),
     group=st.sampled_from((1, 3)),
     is_causal=st.booleans(),
-    scale=st.none() | st.floats(0.1, 2.0),
+    scale=st.sampled_from((None, 0.7, -1.3, 0.0)),
 )
 @settings(max_examples=80, deadline=None)
 def test_it_is_torch_s_own_aligned_at_the_top_left(seq, dims, group, is_causal, scale):

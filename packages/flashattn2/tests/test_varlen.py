@@ -54,6 +54,20 @@ def test_the_atomic_backward_too(interpreter):
     )  # fmt: skip
 
 
+def test_many_sequences_of_any_lengths_are_each_found(interpreter):
+    """Empty ones, shorter than a tile, and ends that fall on its edge, on either side."""
+    lengths = torch.tensor(
+        [[0, 16, 1, 0, 0, 32, 33, 15, 17, 0, 48, 5], [3, 16, 0, 7, 0, 32, 31, 9, 9, 9, 9, 9]]
+    )
+    cu_q, cu_k = (torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in lengths)
+    q = torch.randn(int(cu_q[-1]), 2, 16)
+    k, v = (torch.randn(int(cu_k[-1]), 2, 16) for _ in "kv")
+    assert_as_good_as_plain(
+        packed("triton", cu_q, cu_k), [q, k, v], is_causal=True,
+        one_by_one=lambda run: one_by_one(run, cu_q, cu_k), lse_shape=(2, len(q)),
+    )  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -194,6 +194,7 @@ def study(images: Tensor, labels: Tensor, seeds: int, epochs: int, processes: in
     return [row for row in rows if row not in timed] + found + timed
 
 
+_INTEGERS = ("integers, weights 2 bits, values 4, trained", "integers only, 8 bits")
 _TIMED = ("float32", "pruned 50 %, tuned", "channels 30 %, tuned", "channels 50 %, tuned",
           "palette 4 bits, tuned", "integers only, 8 bits")  # fmt: skip
 
@@ -262,7 +263,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
         "linear, trained": [point(f"linear {bits} bits, trained") for bits in BITS],
         "weights pruned, tuned": [point(f"pruned {s} %, tuned") for s in (90, 80, 50)],
         "channels pruned, tuned": [point(f"channels {s} %, tuned") for s in (50, 30)],
-        "integers only": [point("integers only, 8 bits")],
+        "integers only": [point(name) for name in _INTEGERS if name in found],
         "mixed bits and sparsity": [point("mixed, bytes of 3 bits")],
     }
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}

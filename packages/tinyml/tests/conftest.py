@@ -20,7 +20,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 for bits, tokens, inputs, outputs in {cases}:
     linear = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).requires_grad_(False)
-    ours = quantize(linear, bits, activations="auto")
+    ours = quantize(linear, bits, activations="{activations}")
     x = torch.randn(tokens, inputs)
     repeats = max(1, {products} // (tokens * inputs * outputs))
     def seconds(call):
@@ -56,13 +56,13 @@ def run_on():
 
 @pytest.fixture
 def times_of_float(run_on):
-    """Float's processor time over that of "auto", of (bits, tokens, inputs, outputs) each.
+    """Float's processor time over the layer's, of (bits, tokens, inputs, outputs) each.
 
     Exactly 1 where "auto" leaves the layer in float.
     """
 
-    def ratios(processor, cases, products=10**8):
-        program = TIMED.format(cases=cases, products=products)
+    def ratios(processor, cases, products=10**8, activations="auto"):
+        program = TIMED.format(cases=cases, products=products, activations=activations)
         return [float(line) for line in run_on(processor, program)]
 
     return ratios

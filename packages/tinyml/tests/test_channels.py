@@ -218,6 +218,12 @@ def test_what_stays_is_named_with_the_node_that_holds_it(model, node):
         prune_channels(model, 0.5, X)
 
 
+def test_normalization_without_weights_says_its_size():
+    model = nn.Sequential(conv(3, 8, 3), nn.BatchNorm2d(8, affine=False).double(), conv(8, 2, 3))
+    small = prune_channels(model.eval(), 0.5, X)
+    assert (small[0].out_channels, small[1].num_features, small[2].in_channels) == (4, 4, 4)
+
+
 def test_a_weight_that_is_read_twice_stays():
     twice = By(
         lambda s, x: s.c(torch.relu(s.b(torch.relu(s.b(s.a(x)))))),

@@ -109,9 +109,21 @@ def test_bits_by_layer_leave_the_others():
     assert len(quantized[1].weight.unique()) == 4
 
 
-def test_nan_is_an_error():
+def test_nan_and_more_clusters_than_codes_are_errors():
     with pytest.raises(ValueError, match="finite"):
         kmeans(torch.tensor([1.0, float("nan")]), 2)
+    for count in (0, 2**15 + 1):
+        with pytest.raises(ValueError, match=f"{count} clusters"):
+            kmeans(torch.randn(4), count)
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    assert int(kmeans(values, 2**15)[1].min()) == 0
+
+
+def test_a_start_may_be_in_any_order():
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    start = torch.tensor([1.0, -1.0, 0.0])
+    ours, expected = kmeans(values, 3, init=start), kmeans(values, 3, init=start.sort().values)
+    assert all(map(torch.equal, ours, expected))
 
 
 @pytest.mark.timing
@@ -125,3 +137,17 @@ def test_ten_million_weights_take_at_most_two_sorts():
 
     ratios = [seconds(lambda: kmeans(weights, 16)) / seconds(weights.sort) for _ in range(3)]
     assert sorted(ratios)[1] <= 2, ratios
+
+
+@pytest.mark.timing
+def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
+    cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")
+    weights = torch.randn(10_000_000, generator=torch.Generator().manual_seed(0)) * 0.02
+    start = time.process_time()
+    theirs = cluster.KMeans(16, random_state=0, n_init="auto").fit(weights.numpy()[:, None])
+    middle = time.process_time()
+    centroids, codes = kmeans(weights, 16)
+    ours = time.process_time() - middle
+    error = (weights.double() - centroids[codes.int()]).square().sum()
+    assert error < theirs.inertia_
+    assert ours < (middle - start) / 2

@@ -1,8 +1,26 @@
 """Adapters start at zero, train alone, and come out bit for bit."""
 
+import copy
+
 import pytest
 import torch
-from tinyml import LoRA, add_lora, lora_state_dict, merge, quantize, size_of, unmerge
+from tinyml import (
+    LoRA,
+    add_lora,
+    convert,
+    gptq,
+    kmeans_quantize,
+    load,
+    lora_state_dict,
+    merge,
+    prepare_qat,
+    prune,
+    prune_channels,
+    quantize,
+    save,
+    size_of,
+    unmerge,
+)
 from torch import nn
 
 
@@ -278,6 +296,32 @@ def test_code_that_computes_with_a_layers_tensors_itself_finds_them():
     assert not torch.allclose(changed, exact)
     torch.testing.assert_close(merge(model)(inputs), changed, rtol=1e-5, atol=1e-5)
     assert torch.equal(unmerge(model)(inputs), changed)
+
+
+def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    model, inputs = trained(add_lora(copy.deepcopy(plain), 2)), torch.randn(40, 32)
+    exact = merge(model)(inputs).detach()
+    for compress in (
+        lambda m: quantize(m, 8),
+        lambda m: kmeans_quantize(m, 8),
+        lambda m: quantize(m, activations="dynamic"),
+        lambda m: gptq(m, [inputs], 8),
+        lambda m: prune(m, 0.02).model,
+        lambda m: prune_channels(m, 0.03, inputs),
+        lambda m: convert(prepare_qat(m, 8)),
+    ):
+        small = compress(model)
+        assert not any(isinstance(layer, LoRA) for layer in small.modules())
+        assert (small(inputs) - exact).norm() < 0.1 * exact.norm()
+        if small[0].out_features == 32:
+            save(small, tmp_path / "small.safetensors")
+            assert torch.equal(load(plain, tmp_path / "small.safetensors")(inputs), small(inputs))
+    assert model[0].merged
+    assert size_of(model, inputs).macs == size_of(plain, inputs).macs
+    with pytest.raises(ValueError, match="merge them, or prune first"):
+        prune_channels(unmerge(model), 0.5, inputs)
 
 
 def test_a_wider_update_leaves_the_base_in_its_type():

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinyml import add_lora, load_lora, merge, save_lora
+from tinyml import LoRA, add_lora, load_lora, merge, save_lora
 from torch import nn
 
 
@@ -60,6 +60,48 @@ def test_ranks_and_alphas_of_their_own(tmp_path):
     assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), saved(TOKENS))
 
 
+def nested():
+    """Layers whose names are the ends of others', with ranks and alphas of their own."""
+    torch.manual_seed(0)
+    sizes = {"v": (2, 6.0), "block.v": (4, 10.0), "a.block.v": (3, 6.0)}
+    model = nn.ModuleDict({"v": nn.Linear(8, 8), "block": nn.ModuleDict({"v": nn.Linear(8, 8)})})
+    model["a"] = nn.ModuleDict({"block": nn.ModuleDict({"v": nn.Linear(8, 8)})})
+    model["u"] = nn.Linear(8, 8)
+    plain = copy.deepcopy(model)
+    add_lora(model, 4, alpha=10.0, targets=["u"])
+    for name, (rank, alpha) in sizes.items():
+        adapter = LoRA(model.get_submodule(name), rank, alpha=alpha)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, adapter)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.2)
+    return plain, model
+
+
+def test_a_name_that_is_the_end_of_another_has_its_own_settings(tmp_path):
+    plain, saved = nested()
+    save_lora(saved, tmp_path)
+    back = load_lora(plain, tmp_path)
+    for name in ("v", "block.v", "a.block.v", "u"):
+        ours, theirs = back.get_submodule(name), saved.get_submodule(name)
+        assert (ours.rank, ours.scaling) == (theirs.rank, theirs.scaling)
+        assert torch.equal(ours.update, theirs.update)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_peft_finds_the_settings_of_every_name(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plain, saved = nested()
+    save_lora(saved, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path).base_model.model
+    for name in ("v", "block.v", "a.block.v", "u"):
+        layer = theirs.get_submodule(name)
+        assert layer.scaling["default"] == saved.get_submodule(name).scaling
+        assert torch.equal(layer.get_delta_weight("default"), saved.get_submodule(name).update)
+
+
 def change(folder, **settings):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
@@ -69,6 +111,8 @@ def change(folder, **settings):
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora=True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*changes the base"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "IA3"),

@@ -1,6 +1,7 @@
 """Products of int8: the same integers by every way, and by the fastest one here."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,6 +153,18 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
         assert "computed in int8" in auto[0].explain([4])[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_is_made_of_others_stays():
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 16))
+    inputs = torch.randn(5, 32)
+    with torch.no_grad():
+        model(inputs)
+        model[0].weight_g.mul_(3)  # the layer's weight is that of before until it runs
+        small = quantize(model, activations="dynamic")
+        assert isinstance(small[1], Int8Linear)
+        assert torch.equal(small[0](inputs), model[0](inputs))
+
+
 def test_no_tokens_and_odd_shapes():
     layer = Int8Linear(nn.Linear(64, 32))
     assert layer(torch.zeros(0, 64)).shape == (0, 32)
@@ -160,6 +173,24 @@ def test_no_tokens_and_odd_shapes():
     assert torch.equal(layer(torch.zeros(1, 64))[0], layer.bias)
     tiny = torch.full((1, 64), torch.finfo(torch.float32).tiny)
     assert torch.isfinite(layer(tiny)).all()
+
+
+LARGE = [(8, 32, 4096, 4096), (8, 512, 1024, 1024)]
+
+
+@pytest.mark.timing
+def test_int8_instructions_are_three_times_as_fast_as_float(times_of_float):
+    if "vnni" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no int8 dot products")
+    ratios = times_of_float("as it is", LARGE, activations="dynamic")
+    assert min(ratios) >= 3, ratios
+
+
+@pytest.mark.timing
+def test_without_them_an_exact_product_is_about_a_float_one(times_of_float):
+    # What is faster by much, as torchao's product there, has clipped sums (test_torchao.py).
+    ratios = times_of_float("AVX2", LARGE, activations="dynamic")
+    assert all(0.4 < ratio < 3 for ratio in ratios), ratios
 
 
 @pytest.mark.timing

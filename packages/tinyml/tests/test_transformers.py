@@ -61,7 +61,17 @@ def qwen():
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen}
+def phi():
+    """Which turns as many numbers of a head as it has heads."""
+    torch.manual_seed(0)
+    config = transformers.PhiConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, partial_rotary_factor=0.5,
+    )  # fmt: skip
+    return transformers.PhiForCausalLM(config).eval()
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen, "phi": phi}
 EACH = ["gpt2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen"))]
 # The least share of the dense bytes that each way has to save on a model of this size.
 SMALLER = {
@@ -183,11 +193,14 @@ UNITS = {
     "gpt2": (4, "transformer.h.{}.attn", ["c_attn"]),
     "llama": (2, "model.layers.{}.self_attn", ["q_proj", "k_proj", "v_proj"]),
     "qwen": (2, "model.layers.{}.self_attn", ["q_proj", "k_proj", "v_proj"]),
+    "phi": (4, "model.layers.{}.self_attn", ["q_proj", "k_proj", "v_proj"]),
     "decoder": (4, "blocks.{}.attention", ["q", "k", "v"]),
 }
 
 
-@pytest.mark.parametrize("model", [*EACH, "decoder"])
+@pytest.mark.parametrize(
+    "model", [*EACH, pytest.param("phi", marks=pytest.mark.exhaustive), "decoder"]
+)
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
     heads, place, parts = UNITS[model]
@@ -258,6 +271,18 @@ def test_transformers_are_calibrated_whole_and_saved(model, way, tmp_path):
     back = load(MODELS[model](), tmp_path / "small.safetensors")
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, ours)
+
+
+@pytest.mark.parametrize("way", [gptq, awq, smoothquant])
+def test_layers_that_are_called_by_keyword_are_seen(way):
+    class Named(nn.Sequential):
+        def forward(self, x):
+            return self[1](input=torch.relu(self[0](input=x)))
+
+    torch.manual_seed(0)
+    named, batch = Named(nn.Linear(32, 32), nn.Linear(32, 16)), torch.randn(40, 32)
+    assert torch.equal(way(named, [batch])(batch), way(nn.Sequential(
+        named[0], nn.ReLU(), named[1]), [batch])(batch))  # fmt: skip
 
 
 def test_an_error_in_the_model_ends_every_batch():

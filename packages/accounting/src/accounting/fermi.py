@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Union
 
-from accounting.checks import positive_arguments
+from accounting import checks
 
 BOLTZMANN_JOULE_PER_KELVIN = 1.380649e-23  # exact since the SI of 2019
 PETAFLOP_DAY = 1e15 * 86_400  # operations in a petaflop/s-day
@@ -46,7 +46,9 @@ class Range:
     high: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.low <= self.high:
+        checks.number("low", self.low)
+        checks.number("high", self.high)
+        if self.low > self.high:
             raise ValueError(
                 f"a range runs from a positive low to high, not {self.low}..{self.high}"
             )
@@ -265,9 +267,15 @@ def price_of_training(hours: Quantity, *, usd_per_hour: Quantity) -> Quantity:
     return hours * usd_per_hour
 
 
+_SPEED = ("flops_per_second", "utilization")
+_HANDED_ON = {
+    "tokens_per_minute": ("bandwidth_bytes_per_second",),
+    **dict.fromkeys(("training_usd", "wall_clock_hours"), _SPEED),
+    "inference_usd": ("usd_per_hour", *_SPEED),
+}
 # Every number that an estimate is given must be finite and above zero.
 globals().update(
-    (name, positive_arguments(found))
+    (name, checks.entry(*_HANDED_ON.get(name, ()))(found))
     for name, found in list(globals().items())
     if isinstance(found, type(as_range)) and found.__module__ == __name__ and name != "as_range"
 )

@@ -9,6 +9,7 @@ What is not a matrix multiplication (norms, activations, softmax) is not counted
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from accounting import checks
@@ -25,6 +26,7 @@ Recompute = Literal["none", "selective", "full"]
 UNIT = "FLOP"
 
 
+@checks.entry()
 def flops(
     model: Shape,
     *,
@@ -49,16 +51,12 @@ def flops(
       in the backward.
     - An encoder sees `encoder_seq` tokens: its table of positions, else `seq`, if not given.
     """
-    checks.instance("model", model, Shape, "a Transformer")
-    seq, batch = checks.whole("seq", seq), checks.whole("batch", batch)
-    checks.choice("phase", phase, ("forward", "training", "prefill", "decode"))
-    checks.choice("attention", attention, ("causal", "full"))
-    checks.choice("recompute", recompute, ("none", "selective", "full"))
-    checks.flag("flash", flash)
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
     if recompute != "none" and phase != "training":
         raise ValueError(f"recompute is {recompute!r} in {phase!r}; only training computes again")
+    if phase in ("decode", "prefill") and not model.causal:
+        raise ValueError(f"phase is {phase!r}; {model.name} is an encoder, which makes no tokens")
     source = model.source_tokens(encoder_seq, seq)
     meet = {
         "tokens": tokens,
@@ -69,6 +67,12 @@ def flops(
     }
     core = _attention(model, batch, seq, passes, attention, decode=phase == "decode")
     parts = [*_parts(model, meet, passes), core]
+    if model.mla and model.mla.index_heads:
+        # Every key that a query may see is weighed, head by head, before the few are chosen.
+        seen = seq if phase == "decode" else pairs(replace(model, mla=None), seq, attention)[0]
+        sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
+        sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
+        parts.append(product("index", UNIT, passes=passes, **sizes, pairs=seen))
     again: Iterable[Breakdown] = ()
     if phase == "training":
         once = _attention(model, batch, seq, 1, attention)
@@ -92,10 +96,9 @@ def flops(
     )
 
 
+@checks.entry()
 def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Pairs of query and key in one sequence: in a layer that sees all, and in a windowed one."""
-    seq = checks.whole("seq", seq)
-    checks.choice("attention", attention, ("causal", "full"))
     if attention == "full" or not model.causal:
         # An encoder's windows look both ways; every pair is counted without them.
         band = seq * seq
@@ -103,11 +106,17 @@ def pairs(model: Shape, seq: int, attention: Attention = "causal") -> tuple[int,
             side = min(model.window.size // 2, seq - 1)
             band = seq * (2 * side + 1) - side * (side + 1)
         return seq * seq, band
-    window = min(model.window.size if model.window else seq, seq)
-    causal = seq * (seq + 1) // 2
-    return causal, window * (window + 1) // 2 + (seq - window) * window
+
+    def nearest(keys: int) -> int:
+        return keys * (keys + 1) // 2 + (seq - keys) * keys
+
+    top = model.mla.index_top if model.mla else 0
+    return nearest(min(top or seq, seq)), nearest(
+        min(model.window.size, seq) if model.window else seq
+    )
 
 
+@checks.entry("hardware", "dtype", "peak_flops")
 def mfu(
     model: Shape,
     *,
@@ -132,6 +141,7 @@ def mfu(
     return _at_rate(useful / seq, tokens_per_second, devices, of)
 
 
+@checks.entry("hardware", "dtype", "peak_flops")
 def hfu(
     model: Shape,
     *,
@@ -149,10 +159,10 @@ def hfu(
 
 
 def _at_rate(each: float, tokens_per_second: float, devices: int, of: Mapping[str, Any]) -> float:
-    rate = checks.number("tokens_per_second", tokens_per_second)
-    return utilization(each * rate / checks.whole("devices", devices), **of)
+    return utilization(each * tokens_per_second / devices, **of)
 
 
+@checks.entry()
 def utilization(
     achieved_flops: float,
     *,
@@ -164,7 +174,7 @@ def utilization(
     if (hardware is None) == (peak_flops is None):
         raise ValueError("give either hardware or peak_flops")
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
-    return checks.number("achieved_flops", achieved_flops) / checks.number("peak_flops", peak)
+    return achieved_flops / checks.number("peak_flops", peak)
 
 
 def _parts(model: Shape, meet: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
@@ -204,7 +214,7 @@ def _attention(
     everywhere, windowed = pairs(model, seq, attention)
     qk, v = model.qk_dim, model.v_head_dim
     if decode:
-        everywhere = seq
+        everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
         windowed = seq if attention == "full" or not model.window else min(model.window.size, seq)
     if decode and model.mla:
         # Queries go into the latent and outputs come out of it: the up-projection, read per token.

@@ -39,6 +39,7 @@ class Peak:
         return f"{self.clock_hz:,} Hz x {self.units} units x {self.fma_per_clock} FMA x 2"
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A way out of a device: bytes a second one way, and the time a message takes to start."""
@@ -47,7 +48,11 @@ class Link:
     bandwidth: float
     latency: float
 
+    def __post_init__(self) -> None:
+        checks.fields(Link, vars(self), latency=0)
 
+
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One accelerator as its maker describes it."""
@@ -73,6 +78,14 @@ class Hardware:
     """Devices that one torus joins, beyond their hosts; 0 where there is none."""
     torus_axes: int = 0
 
+    def __post_init__(self) -> None:
+        checks.fields(Hardware, vars(self), power_watts=0, usd_per_hour=0)
+        if not self.peaks or not isinstance(self.peaks, dict):
+            raise TypeError(f"peaks is {self.peaks!r}; it must have a Peak for each dtype")
+        for name in ("node_link", "network", "host_link"):
+            checks.instance(name, getattr(self, name), Link, "a Link")
+
+    @checks.entry()
     def peak(self, dtype: str = "bf16", *, sparse: bool = False) -> int:
         """Dense operations a second for a dtype; with `sparse`, twice that where the device can."""
         if dtype not in self.peaks:
@@ -83,6 +96,7 @@ class Hardware:
         return peak.flops * (2 if sparse else 1)
 
 
+@checks.entry()
 def find(hardware: str | Hardware) -> Hardware:
     """The entry of `HARDWARE` by its name, whatever the case, that of a file that `measure` wrote
     (`*.toml`), or the thing itself."""

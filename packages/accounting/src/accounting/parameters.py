@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 UNIT = "parameters"
 
 
+@checks.entry()
 def parameters(model: Shape | nn.Module, *, active: bool = False) -> Breakdown:
     """Count every parameter; with `active`, only those that one token meets.
 
     Active means all of them but the experts that the router did not choose. A tied head is counted
     once, as torch does. An `nn.Module` (also on the meta device) is counted as it is, by submodule.
     """
-    checks.flag("active", active)
     if not isinstance(model, Shape):
         from accounting.model.module import count_module
 
@@ -56,13 +56,13 @@ def by_part(model: Shape) -> list[tuple[str, list[Matrix]]]:
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]
 
 
+@checks.entry()
 def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
     """A low-rank update of one matrix, `A` (inputs, rank) and `B` (rank, outputs): r(m + l)."""
-    checks.whole("inputs", inputs)
-    checks.whole("outputs", outputs)
-    return checks.whole("rank", rank) * (inputs + outputs)
+    return rank * (inputs + outputs)
 
 
+@checks.entry()
 def soft_prompt_parameters(model: Shape, *, tokens: int) -> int:
     """A soft prompt trains one vector of the embedding's width a token, and nothing else."""
-    return checks.whole("tokens", tokens) * model.embedding_dim
+    return tokens * model.embedding_dim

@@ -10,6 +10,7 @@ from accounting.model.records import Matrix
 from accounting.model.shape import Shape
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The degrees of parallelism and what goes with them; raises `ValueError` for plans that cannot
@@ -93,9 +94,9 @@ class Plan:
         """Ranks that hold the same experts."""
         return self.replicas // self.expert
 
+    @checks.entry(batch=0, seq=0)
     def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:
         """Raise `ValueError` where this plan does not fit the model, the batch or the sequence."""
-        checks.instance("model", model, Shape, "a Transformer")
         if self.pipeline * self.virtual_stages > model.layers:
             raise ValueError(
                 f"pipeline x virtual_stages is {self.pipeline * self.virtual_stages}, deeper than "
@@ -119,8 +120,6 @@ class Plan:
         count = model.experts.count if model.experts else 0
         if self.expert > 1 and (not count or count % self.expert):
             raise ValueError(f"expert is {self.expert}; the model has {count} experts")
-        checks.whole("batch", batch, least=0)
-        checks.whole("seq", seq, least=0)
         pieces = self.data * self.microbatches
         if batch and batch % pieces:
             raise ValueError(
@@ -132,15 +131,19 @@ class Plan:
             raise ValueError(f"seq is {seq}, which context={self.context} does not divide")
 
     def stage_layers(self, model: Shape, stage: int) -> tuple[int, ...]:
-        """The layers that a stage holds: as even as can be, the first stages one more."""
+        """The layers that a stage holds: as even as can be, the first stages one more. Where
+        embedding and head make it even as a layer each, both ends have one less."""
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"stage is {stage}; it must lie between 0 and {self.pipeline - 1}")
         chunks = self.pipeline * self.virtual_stages
         each, more = divmod(model.layers, chunks)
+        ends = more and more == chunks - 2
         held: list[int] = []
         for chunk in range(stage, chunks, self.pipeline):
-            start = chunk * each + min(chunk, more)
-            held += range(start, start + each + (chunk < more))
+            # Llama 3 (section 3.3.2): 126 layers in 16 stages, 7 in the first and the last.
+            start = chunk * each + (max(0, chunk - 1) if ends else min(chunk, more))
+            longer = 0 < chunk < chunks - 1 if ends else chunk < more
+            held += range(start, start + each + longer)
         return tuple(held)
 
     def stage_model(self, model: Shape, stage: int) -> Shape:
@@ -164,11 +167,14 @@ class Plan:
         if experts:
             layers = kept(experts.layers)
             experts = replace(experts, layers=layers) if layers else None
+        if window:
+            layers = kept(model.windowed_layers)
+            window = replace(window, layers=layers) if layers else None
         return replace(
             model,
             layers=len(held),
             experts=experts,
-            window=replace(window, layers=kept(window.layers)) if window else None,
+            window=window,
             attention_layers=kept(model.attention_layers),
             mlp_layers=kept(model.mlp_layers),
             mixers=tuple(
@@ -213,6 +219,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 def check_fields(given: Mapping[str, object]) -> None:
     """Each field by itself: whole numbers, switches and names."""
     checks.fields(Plan, given, **_CHOICES)
+
+
+def even(layers: int, chunks: int) -> bool:
+    """Every chunk has as many layers, embedding and head counted as one each if need be."""
+    return layers >= chunks and layers % chunks in (0, chunks - 2)
 
 
 def fitted(plan: Plan | None, model: Shape, *, batch: int, seq: int) -> Plan:

@@ -15,12 +15,26 @@ _BITS = {
 BYTES: dict[str, Fraction] = {dtype: Fraction(bits, 8) for dtype, bits in _BITS.items()}
 
 
+@checks.entry()
 def bytes_of(dtype: str) -> Fraction:
     """Bytes of one element; raises `ValueError` for a dtype that is not known."""
     checks.choice("dtype", dtype, BYTES)
     return BYTES[dtype]
 
 
+_DTYPES = (
+    "weights",
+    "gradients",
+    "master",
+    "activations",
+    "stream",
+    "logits",
+    "cast_weights",
+    "matmuls",
+)
+
+
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A recipe: the dtype of everything that is kept for a parameter."""
@@ -43,6 +57,12 @@ class Precision:
     moment_block: int = 0
     """Parameters that share one fp32 scale in each moment; 0: no scales."""
     source: str
+
+    def __post_init__(self) -> None:
+        checks.fields(Precision, vars(self), **dict.fromkeys(_DTYPES, tuple(BYTES)))
+        checks.instance("moments", self.moments, tuple, "a tuple of dtypes")
+        for moment in self.moments:
+            checks.choice("a dtype of moments", moment, BYTES)
 
     @property
     def compute(self) -> str:
@@ -79,6 +99,7 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+@checks.entry()
 def recipe(precision: str | Precision) -> Precision:
     """The recipe by its name, or the thing itself."""
     if isinstance(precision, Precision):

@@ -9,6 +9,7 @@ from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One step of training; what is asked of it by keyword may be asked with one of these."""
@@ -58,13 +59,13 @@ class Workload:
         return self.sequences(plan) * (self.seq // plan.context)
 
 
+WORKLOAD = tuple(Workload.__dataclass_fields__)
+"""What may be asked for by keyword."""
+
+
 def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
-    """What was asked for, as a record or field by field; `TypeError` for other names."""
-    for name in run:
-        if name not in Workload.__dataclass_fields__:
-            known = Workload.__dataclass_fields__
-            raise TypeError(
-                f"{name!r} is no argument here; a workload has {', '.join(known)}"
-                f"{checks.nearest(name, known)}"
-            )
-    return Workload(**defaults | dict(run)) if work is None else replace(work, **run)
+    """What was asked for, as a record or field by field."""
+    if work is None:
+        return Workload(**defaults | dict(run))
+    checks.instance("work", work, Workload, "a Workload or None")
+    return replace(work, **run)

@@ -1,7 +1,9 @@
 """torch's own CPU flash kernel, with the log-sum-exp that it computes and SDPA drops.
 
 Notable: `torch.nn.functional.scaled_dot_product_attention` on a CPU ends in this operator, from
-C++: at 128 keys each microsecond of Python beside it shows.
+C++: at 128 keys each microsecond of Python beside it shows.  In float16 it rounds sums of gradients
+between its tiles, and is several times slower than in float32 where a CPU has no products of
+float16: so it is given float32.
 """
 
 import torch
@@ -41,19 +43,21 @@ def why_not(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of what the kernel can take."""
+    if q.dtype == torch.float16:
+        wide = None if mask is None else mask.float()
+        out, lse = forward(q.float(), k.float(), v.float(), scale, causal, wide)
+        return out.half(), lse
     dim = v.shape[-1]
     if q.shape[-1] == dim:
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = _rows_contiguous(q, k, v)
-        out, lse = _forward(
-            q, k, v, 0.0, score.right != UNBOUNDED, attn_mask=mask, scale=score.scale
-        )
+        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
     q, k, v = _one_head_dim(*_rows_contiguous(q, k, v))
-    out, lse = _forward(q, k, v, 0.0, score.right != UNBOUNDED, attn_mask=mask, scale=score.scale)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out[..., :dim], lse
 
 
@@ -61,7 +65,7 @@ def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Ten
     """The same as an operator's results; what the kernel cannot take goes through tiles."""
     if why_not(q, k, score):
         return tiled.forward(q, k, v, score)[:2]
-    out, lse = forward(q, k, v, score)
+    out, lse = forward(q, k, v, score.scale, score.right != UNBOUNDED)
     # The kernel's is a view of another layout; an operator's results stand for themselves.
     return out, lse.clone(memory_format=torch.contiguous_format)
 
@@ -73,6 +77,17 @@ def backward(
     """The gradients of q, k and v; through tiles where the log-sum-exp has a gradient too."""
     if grad_lse is not None or why_not(q, k, score):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, score)
+    return gradients(q, k, v, out, lse, grad_out, score)
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of what the kernel can take."""
+    if q.dtype == torch.float16:
+        q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
+        dq, dk, dv = gradients(q, k, v, out, lse, grad_out, score)
+        return dq.half(), dk.half(), dv.half()
     dim, v_dim = q.shape[-1], v.shape[-1]
     q, k, v, out, grad_out = _rows_contiguous(q, k, v, out, grad_out)
     if dim != v_dim:

@@ -1,15 +1,25 @@
 """The public functions: check, choose, run."""
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from flashattn2 import aten
 from flashattn2.autocast import lowered
 from flashattn2.dispatch import Method, choose
-from flashattn2.function import attention, with_sinks
-from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
+from flashattn2.function import are_values_only, attention, with_sinks
+from flashattn2.problem import (
+    UNBOUNDED,
+    Score,
+    Window,
+    check_dense,
+    check_sinks,
+    check_varlen,
+    make_score,
+)
 
 Plan = tuple[Score, Method]
 # Input of a signature that was checked once: how its scores are made and what runs.
@@ -32,16 +42,19 @@ def signature(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Hash
         return None
     if torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
         return None
-    # True is 1 to a dictionary, and a window of 1.5 no key of one of 1.
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place,
-        options, *map(type, options), torch.get_float32_matmul_precision(),
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place, options,
+        torch.get_float32_matmul_precision(),
     )  # fmt: skip
+
+
+def recall(key: Hashable | None) -> Plan | None:
+    """The plan of input like this, if there was any."""
     try:
-        hash(key)
+        return None if key is None else PLANS.get(key)
     except TypeError:
+        # An option that is no key, such as a list.
         return None
-    return key
 
 
 def remember(key: Hashable | None, plan: Plan) -> Plan:
@@ -49,7 +62,8 @@ def remember(key: Hashable | None, plan: Plan) -> Plan:
     if key is not None:
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
-        PLANS[key] = plan
+        with contextlib.suppress(TypeError):
+            PLANS[key] = plan
     return plan
 
 
@@ -121,17 +135,19 @@ def flash_attention(
     - ``split_size``: the Triton forward splits the keys of a sequence at multiples of this many
       (rounded up to whole tiles), and nothing else at all, so that a result does not depend on the
       batch it is in; None splits where the GPU would stand idle.
-    - ``backend``: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), or "auto".
+    - ``backend``: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), or "auto"; and
+      "gluon", which "auto" never takes: Triton, with a forward pass written for Hopper's warps.
 
     There is no dropout and no additive mask.  Raises ValueError or TypeError for input that cannot
     be right, or that the named backend cannot take.
     """
+    # True is 1 to a dictionary, and as a window an error.
     options = (
-        is_causal, scale, window, softcap, backend, precision, deterministic, split_size,
-        return_max_logits,
+        is_causal, scale, window, type(window), softcap, backend, precision, deterministic,
+        split_size, return_max_logits,
     )  # fmt: skip
     key = signature(q, k, v, options)
-    plan = PLANS.get(key) if key is not None else None
+    plan = recall(key)
     if plan is None:
         check_dense(q, k, v)
     heads_missing = q.dim() == 3
@@ -149,7 +165,12 @@ def flash_attention(
         )  # fmt: skip
         plan = remember(key, (score, method))
     score, method = plan
-    out, lse, max_logits = attention(q, k, v, None, None, score, method)
+    if key is not None and method.backend == "aten" and are_values_only(q, k, v):
+        # Beside torch's kernel for a few tokens each further function here shows.
+        out, lse = aten.forward(q, k, v, score.scale, score.right != UNBOUNDED)
+        max_logits = None
+    else:
+        out, lse, max_logits = attention(q, k, v, None, None, score, method)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     if heads_missing:

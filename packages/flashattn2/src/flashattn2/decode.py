@@ -5,10 +5,13 @@ kv_heads, page_size, dim)``, of any strides.  The query heads of a key head lie 
 in a tile, so every key is read once, and a sequence's keys are split among processors.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flashattn2 import aten, autocast, tiled
+from flashattn2.attention import recall, remember, signature
 from flashattn2.autocast import lowered
 from flashattn2.dispatch import choose
 from flashattn2.function import with_sinks
@@ -48,46 +51,61 @@ def flash_attention_with_kvcache(
     The other options are those of `flash_attention`.  It has no gradient: call it under
     ``torch.no_grad()``.  On a GPU nothing waits for the values of ``cache_seqlens``.
     """
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_shapes(q, k_cache, v_cache, block_table)
-    given = [x for x in (q, k_cache, v_cache, k, v) if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        raise RuntimeError(
-            "attention over a cache has no gradient; call it under torch.no_grad(), or "
-            "flash_attention for training"
-        )
-    check_sinks(sinks, q.shape[1], q)
-    new = _check_new(q, k_cache, v_cache, k, v)
     paged = block_table is not None
-    capacity = k_cache.shape[2] * (block_table.shape[1] if block_table is not None else 1)
-    lengths = _lengths(cache_seqlens, q, capacity, new)
-    if q.device.type == "cpu" and paged and not torch.compiler.is_compiling():
-        _check_table(block_table, lengths + new, k_cache)  # type: ignore[arg-type]
-    if k is not None and v is not None:
-        for cache, rows in ((k_cache, k), (v_cache, v)):
-            _append(cache, rows, lengths, block_table)
-        lengths = lengths + new
-    (q,) = lowered(q) if q.dtype != k_cache.dtype else (q,)
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
-    # What runs follows from a sequence as long as the cache.
-    method, _ = choose(
-        q, k_cache, v_cache, score, backend="auto" if backend == "aten" else backend,
-        precision=precision, packed=True, split_size=split_size,
+    options = (
+        "decode", is_causal, scale, window, type(window), softcap, backend, precision, split_size,
+        paged,
     )  # fmt: skip
+    key = signature(q, k_cache, v_cache, options)
+    plan = recall(key)
+    if plan is None:
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+        _check_shapes(q, k_cache, v_cache, paged)
+    if torch.is_grad_enabled():
+        _check_no_gradient(q, k_cache, v_cache, k, v)
+    if block_table is not None:
+        _check_table(block_table, q)
+    check_sinks(sinks, q.shape[1], q)
+    new = 0 if k is v is None else _check_new(q, k_cache, v_cache, k, v)
+    if plan is None:
+        (q,) = lowered(q) if q.dtype != k_cache.dtype else (q,)
+        score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+        # What runs follows from a sequence as long as the cache.
+        method, _ = choose(
+            q, k_cache, v_cache, score, backend="auto" if backend == "aten" else backend,
+            precision=precision, packed=True, split_size=split_size,
+        )  # fmt: skip
+        plan = remember(key, (score, method))
+    score, method = plan
+    capacity = k_cache.shape[2] * (block_table.shape[1] if block_table is not None else 1)
+    compiling = torch.compiler.is_compiling()
     # Where nothing but values is asked for, an operator around torch's takes longer than a token.
     plain = type(q) is Tensor and q.is_cpu and method.backend != "triton"
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if compiling or torch._C._are_functorch_transforms_active():
         plain = False
     if plain:
-        out, lse = _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
+        counts = _counts(cache_seqlens, q, capacity, new, block_table)
+        if block_table is not None:
+            _check_pages(block_table, counts, new, k_cache)
+        if k is not None and v is not None:
+            _append_all(k_cache, v_cache, k, v, counts, block_table)
+            counts = [count + new for count in counts]
+        out, lse = _by_sequence(q, k_cache, v_cache, counts, block_table, score)
     else:
+        lengths = _lengths(cache_seqlens, q, capacity, new, block_table)
+        if q.device.type == "cpu" and block_table is not None and not compiling:
+            _check_pages(block_table, lengths.tolist(), new, k_cache)
+        if k is not None and v is not None:
+            for cache, rows in ((k_cache, k), (v_cache, v)):
+                _append(cache, rows, lengths, block_table)
+            lengths = lengths + new
         out, lse = decode_op(
             q, k_cache, v_cache, lengths, block_table, *scalars(score),
             method.backend, method.precision, method.split_size,
         )  # fmt: skip
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    return (out, lse.contiguous()) if return_lse else out
 
 
 @torch.library.custom_op("flashattn2::decode", mutates_args=())
@@ -105,7 +123,7 @@ def decode_op(
             return decode.decode(
                 q, k_cache, v_cache, lengths, block_table, score, precision, split_size
             )
-    return _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
+    return _by_sequence(q, k_cache, v_cache, lengths.tolist(), block_table, score)
 
 
 @decode_op.register_fake
@@ -119,16 +137,15 @@ def _by_sequence(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    counts: list[int],
     block_table: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor]:
     """On the CPU: all sequences at once where they are of one length, else one by one."""
     if autocast.is_on("cpu"):
         with autocast.off(q):
-            return _by_sequence(q, k_cache, v_cache, lengths, block_table, score)
-    counts = lengths.tolist()
-    if block_table is None and len(set(counts)) == 1:
+            return _by_sequence(q, k_cache, v_cache, counts, block_table, score)
+    if block_table is None and counts and counts.count(counts[0]) == len(counts):
         return _attend(q, k_cache[:, :, : counts[0]], v_cache[:, :, : counts[0]], score)
     outs, sums = [], []
     for b, count in enumerate(counts):
@@ -152,16 +169,18 @@ def _sequence(cache: Tensor, b: int, count: int, block_table: Tensor | None) -> 
 def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     """On the CPU: a key head's query heads as rows of one, where no mask tells rows apart."""
     batch, heads, seq_q, dim = q.shape
-    seq_k = k.shape[2]
-    if seq_q == 1:
+    kv_heads, seq_k = k.shape[1:3]
+    if seq_q == 1 and score.left != UNBOUNDED:
         # One query stands at the last key: its window is a slice.
-        if score.left != UNBOUNDED:
-            k, v = k[:, :, -score.left - 1 :], v[:, :, -score.left - 1 :]
-        score = Score(score.scale, softcap=score.softcap)
-    if score.left == score.right == UNBOUNDED and heads:
-        rows = q.reshape(batch, k.shape[1], -1, dim)
-        run = tiled.forward if aten.why_not(rows, k, score) else aten.forward
-        out, lse = run(rows, k, v, score)[:2]
+        k, v = k[:, :, -score.left - 1 :], v[:, :, -score.left - 1 :]
+    if heads and (seq_q == 1 or score.left == score.right == UNBOUNDED):
+        rows = q if heads == kv_heads else q.reshape(batch, kv_heads, -1, dim)
+        if score.softcap or q.numel() == 0 or k.numel() == 0:
+            out, lse, _ = tiled.forward(rows, k, v, replace(score, left=UNBOUNDED, right=UNBOUNDED))
+        else:
+            out, lse = aten.forward(rows, k, v, score.scale, False)
+        if rows is q:
+            return out, lse
         return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     if score.right == 0 and seq_q == seq_k and score.left == UNBOUNDED:
         return aten.forward_or_tiled(q, k, v, score)
@@ -170,7 +189,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
     queries, keys = (torch.arange(n) for n in (seq_q, seq_k))
     hidden = score.hidden(queries, keys, seq_k - seq_q)
     mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-    return aten.forward(q, k, v, Score(score.scale), mask)
+    return aten.forward(q, k, v, score.scale, False, mask)
+
+
+def _append_all(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, counts: list[int],
+    block_table: Tensor | None,
+) -> None:  # fmt: skip
+    """On the CPU: one slice where all sequences are of one length and contiguous."""
+    lengths = None
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        if block_table is None and counts and counts.count(counts[0]) == len(counts):
+            cache[:, :, counts[0] : counts[0] + rows.shape[2]] = rows
+            continue
+        if lengths is None:
+            lengths = torch.tensor(counts, dtype=torch.int32)
+        _append(cache, rows, lengths, block_table)
 
 
 def _append(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
@@ -185,7 +219,15 @@ def _append(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | 
     cache[first, :, offset] = rows.transpose(1, 2)
 
 
-def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
+def _check_no_gradient(*given: Tensor | None) -> None:
+    if any(x is not None and x.requires_grad for x in given):
+        raise RuntimeError(
+            "attention over a cache has no gradient; call it under torch.no_grad(), or "
+            "flash_attention for training"
+        )
+
+
+def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; give four dimensions")
@@ -204,13 +246,14 @@ def _check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tens
     heads, kv_heads = q.shape[1], k_cache.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads do not divide among {kv_heads} key heads")
-    if block_table is None:
-        if q.shape[0] != k_cache.shape[0]:
-            raise ValueError(
-                f"q has batch {q.shape[0]} and k_cache {k_cache.shape[0]}; they must be the same, "
-                "or a block_table say which pages belong to which sequence"
-            )
-        return
+    if not paged and q.shape[0] != k_cache.shape[0]:
+        raise ValueError(
+            f"q has batch {q.shape[0]} and k_cache {k_cache.shape[0]}; they must be the same, "
+            "or a block_table say which pages belong to which sequence"
+        )
+
+
+def _check_table(block_table: Tensor, q: Tensor) -> None:
     check_tensors(block_table=block_table)
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != len(q):
         raise ValueError(
@@ -241,32 +284,56 @@ def _check_new(
     return k.shape[2]
 
 
-def _lengths(given: int | Tensor, q: Tensor, capacity: int, new: int) -> Tensor:
+def _lengths(
+    given: int | Tensor, q: Tensor, capacity: int, new: int, table: Tensor | None
+) -> Tensor:
+    """As a tensor that nothing waits for."""
     if isinstance(given, int) and not isinstance(given, bool):
         lengths = torch.full((len(q),), given, dtype=torch.int32, device=q.device)
-    elif isinstance(given, Tensor):
-        lengths = given
     else:
-        raise TypeError(f"cache_seqlens is {type(given).__name__}; give an int or an int32 tensor")
-    if lengths.dtype != torch.int32 or lengths.shape != (len(q),) or lengths.device != q.device:
-        raise ValueError(
-            f"cache_seqlens is {lengths.dtype} of shape {tuple(lengths.shape)} on "
-            f"{lengths.device}; give int32 of shape ({len(q)},) on {q.device}"
-        )
+        lengths = _check_lengths(given, q)
     if torch.compiler.is_compiling() or lengths.device.type == "meta":
         return lengths
-    rule = f"each of cache_seqlens must be from 0 to {capacity - new}: {capacity} rows, {new} new"
-    good = ((lengths >= 0) & (lengths <= capacity - new)).all()
     if lengths.device.type == "cpu":
-        if not good:
-            raise ValueError(f"cache_seqlens is {lengths.tolist()}; {rule}")
+        _counts(lengths, q, capacity, new, table)
     else:
-        torch._assert_async(good, rule)
+        good = ((lengths >= 0) & (lengths <= capacity - new)).all()
+        torch._assert_async(good, _rule(capacity, new, table))
     return lengths
 
 
-def _check_table(table: Tensor, lengths: Tensor, cache: Tensor) -> None:
-    used = torch.arange(table.shape[1]) < -(-lengths // cache.shape[2])[:, None]
+def _counts(
+    given: int | Tensor, q: Tensor, capacity: int, new: int, table: Tensor | None
+) -> list[int]:
+    """As numbers, each checked."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        counts = [given] * len(q)
+    else:
+        counts = _check_lengths(given, q).tolist()
+    if counts and not (min(counts) >= 0 and max(counts) <= capacity - new):
+        raise ValueError(f"cache_seqlens is {counts}; {_rule(capacity, new, table)}")
+    return counts
+
+
+def _check_lengths(given: Tensor, q: Tensor) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"cache_seqlens is {type(given).__name__}; give an int or an int32 tensor")
+    if given.dtype != torch.int32 or given.shape != (len(q),) or given.device != q.device:
+        raise ValueError(
+            f"cache_seqlens is {given.dtype} of shape {tuple(given.shape)} on "
+            f"{given.device}; give int32 of shape ({len(q)},) on {q.device}"
+        )
+    return given
+
+
+def _rule(capacity: int, new: int, table: Tensor | None) -> str:
+    where = f"{capacity} rows" if table is None else f"{capacity} rows in the pages of block_table"
+    return f"each of cache_seqlens must be from 0 to {capacity - new}: {where}, {new} new"
+
+
+def _check_pages(table: Tensor, counts: list[int], new: int, cache: Tensor) -> None:
+    pages = -(-(torch.tensor(counts, dtype=torch.int32) + new) // cache.shape[2])
+    used = torch.arange(table.shape[1]) < pages[:, None]
     wrong = table[used & ((table < 0) | (table >= len(cache)))]
     if len(wrong):
         raise ValueError(

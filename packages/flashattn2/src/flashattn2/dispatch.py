@@ -10,7 +10,9 @@ from torch import Tensor
 from flashattn2 import aten
 from flashattn2.problem import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, Score
 
-BACKENDS = ("auto", "triton", "aten", "torch")
+BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
+# Those whose backward pass, and all but one kernel, are plain Triton's.
+OF_TRITON = ("triton", "gluon")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 
@@ -55,6 +57,8 @@ def choose(
     obstacle = None
     if preferred == "triton":
         obstacle = _why_not_triton(q, v)
+    elif preferred == "gluon":
+        obstacle = _why_not_gluon(q, v, score, packed, max_logits)
     elif preferred == "aten":
         obstacle = aten.why_not(q, k, score, packed, max_logits)
     if backend == "auto":
@@ -105,6 +109,33 @@ def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
             )
     obstacle: str | None = _why_no_triton_on(q.device)
     return obstacle
+
+
+def _why_not_gluon(
+    q: Tensor, v: Tensor, score: Score, packed: bool, max_logits: bool
+) -> str | None:
+    if packed:
+        return "it takes neither packed sequences nor a cache"
+    if score.softcap:
+        return "it has no softcap"
+    if max_logits:
+        return "it does not keep the largest scores"
+    if q.element_size() != 2:
+        return f"it is for bfloat16 and float16, not {q.dtype}"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] not in (64, 128):
+        return (
+            f"it is for head dims 64 and 128, the values' too, not {q.shape[-1]} and {v.shape[-1]}"
+        )
+    obstacle: str | None = _why_no_gluon_on(q.device)
+    return obstacle
+
+
+@_constant
+def _why_no_gluon_on(device: torch.device) -> str | None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        obstacle: str | None = _why_no_triton_on(device)
+        return obstacle
+    return f"it is for GPUs of compute capability 9.0; got {device}"
 
 
 # A graph is compiled for the machine it is compiled on.

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from flashattn2 import aten, autocast, derivatives
 from flashattn2.dispatch import Method, choose
 from flashattn2.operators import backward_op, by_sequence, forward_op, scalars
-from flashattn2.problem import Score, check_dense, make_score
+from flashattn2.problem import UNBOUNDED, Score, check_dense, make_score
 
 
 def attention(
@@ -23,20 +23,20 @@ def attention(
     # Python's own part of a differentiable function takes longer than a small attention.
     if torch.compiler.is_compiling():
         out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
+    elif are_values_only(q, k, v):
+        out, lse, largest = _run(q, k, v, cu_q, cu_k, score, method)
     elif torch._C._are_functorch_transforms_active():
         out, lse, largest = _Transformed.apply(q, k, v, cu_q, cu_k, score, method)
-    elif _may_be_differentiated(q, k, v):
-        out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
     else:
-        out, lse, largest = _run(q, k, v, cu_q, cu_k, score, method)
+        out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
     return out, lse, largest
 
 
-def _may_be_differentiated(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Backward or forward."""
+def are_values_only(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nothing will be differentiated or transformed."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return True
-    return forward_ad._current_level >= 0
+        return False
+    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def _run(
     method: Method,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     if _is_an_operator_already(method, cu_q):
-        return *aten.forward(q, k, v, score), None
+        return *aten.forward(q, k, v, score.scale, score.right != UNBOUNDED), None
     out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
     if forward_ad._current_level >= 0:
         # A tangent has the layout of its tensor, and those of `derivatives` have no gaps.
@@ -197,8 +197,8 @@ def _gradients(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
     lse: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score, method: Method,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if _is_an_operator_already(method, cu_q):
-        return aten.backward(q, k, v, out, lse, grad_out, grad_lse, score)
+    if grad_lse is None and _is_an_operator_already(method, cu_q):
+        return aten.gradients(q, k, v, out, lse, grad_out, score)
     dq, dk, dv = backward_op(
         q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *scalars(score), *method
     )

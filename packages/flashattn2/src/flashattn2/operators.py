@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flashattn2 import aten, autocast, tiled
+from flashattn2.dispatch import OF_TRITON
 from flashattn2.problem import Score, check_boundaries
 
 
@@ -26,7 +27,13 @@ def forward_op(
         check_boundaries("cu_seqlens_q", cu_q, q.shape[2])
         check_boundaries("cu_seqlens_k", cu_k, k.shape[2])
     score = Score(scale, left, right, softcap)
-    if backend == "triton":
+    if backend == "gluon":
+        from flashattn2.gluon import forward as of_gluon
+
+        with torch.cuda.device_of(q):
+            out, lse = of_gluon.forward(q, k, v, score)
+        maxima = None
+    elif backend == "triton":
         from flashattn2.kernels import forward
 
         with torch.cuda.device_of(q):
@@ -48,7 +55,7 @@ def forward_op(
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     cu_q, backend, max_logits = options[0], options[6], options[10]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    if backend == "triton":
+    if backend in OF_TRITON:
         from flashattn2.kernels import launch
 
         out = launch.like(q, v.shape[-1])
@@ -67,7 +74,7 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     score = Score(scale, left, right, softcap)
-    if backend == "triton":
+    if backend in OF_TRITON:
         from flashattn2.kernels import backward
 
         with torch.cuda.device_of(q):
@@ -96,7 +103,7 @@ def _(
     cu_q, backend = options[0], options[6]
     if backend == "aten" and cu_q is None and grad_lse is None:
         return aten.backward(q, k, v, out, lse, grad_out, None, Score(*options[2:6]))
-    if backend == "triton":
+    if backend in OF_TRITON:
         from flashattn2.kernels import launch
 
         return launch.like(q), launch.like(k), launch.like(v)

@@ -221,7 +221,7 @@ class Replacement(nn.Module):
     """A layer of our own in place of a linear layer or an embedding."""
 
     def restored(self) -> nn.Module:
-        """A plain layer with the dense weight that is computed with."""
+        """A plain layer with the dense weight that is computed with, where there is one."""
         raise NotImplementedError
 
 

@@ -65,7 +65,7 @@ def plot_frontier(
     if level is not None:
         axes.axhline(level, color="0.6", linestyle="--")
     axes.set(xlabel=x, ylabel=metric, xscale="log" if log else "linear")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=2)  # over no point
     return figure
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from accounting import checks
+from accounting.breakdown import binary_size
 from accounting.cli.questions import amount, differences, read_model, serving
 from accounting.cli.report import as_html, as_text, report
 from accounting.hardware import HARDWARE, find
@@ -40,6 +41,7 @@ AXES = {
     "offload": ("offload", str, "none, optimizer or activations"),
 }
 """The options that give a plan's fields."""
+_QUESTIONS = ("plan", "serve", "diff", "measure")
 _OPTIONS: dict[str, dict[str, Any]] = {
     "gpus": {"type": int, "help": "devices in all"},
     "hardware": {"default": "H100", "help": ", ".join(HARDWARE)},
@@ -64,9 +66,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Print an answer; 1 if the model does not fit, 2 if the question makes no sense."""
     words = list(sys.argv[1:] if argv is None else argv)
-    questions = {"plan": _plan, "serve": _serve, "diff": _diff, "measure": _measure}
+    questions = dict(zip(_QUESTIONS, (_plan, _serve, _diff, _measure), strict=True))
     verb = words.pop(0) if words and words[0] in questions else ""
     try:
+        first = words[0] if words and not verb else "/"
+        if "/" not in first and "=" not in first and not Path(first).exists():
+            near = checks.nearest(first, _QUESTIONS)
+            if near:
+                raise ValueError(f"{first!r} is neither a question nor a model{near}")
         return questions[verb](words) if verb else _report(words)
     except BrokenPipeError:
         return 0
@@ -80,6 +87,7 @@ def _parser(verb: str, about: str | None, options: str, *, axes: bool = False) -
         prog=f"python -m accounting {verb}".rstrip(),
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", nargs=2 if verb == "diff" else None)
     for option in options.split():
@@ -87,6 +95,16 @@ def _parser(verb: str, about: str | None, options: str, *, axes: bool = False) -
     for option, (field, kind, text) in AXES.items() if axes else ():
         parser.add_argument(f"--{option}", dest=field, type=kind, help=text)
     return parser
+
+
+def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What was asked for; an option that there is none of is answered with the nearest."""
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        near = checks.nearest(unknown[0].split("=")[0], [*known, *_QUESTIONS])
+        raise ValueError(f"{unknown[0]} is no option of {parser.prog}{near}; --help lists them")
+    return options
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +116,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _plan(words: Sequence[str]) -> int:
     """The fastest plan over all axes, what it holds, how long and for how much."""
     names = "gpus hardware tokens seq batch memory price precision json"
-    options = _parser("plan", _plan.__doc__, names, axes=True).parse_args(words)
+    options = _options(_parser("plan", _plan.__doc__, names, axes=True), words)
     if options.gpus is None:
         raise ValueError("gpus is None; say how many devices there are with --gpus")
     answer = plan_for(
@@ -122,17 +140,24 @@ def _serve(words: Sequence[str]) -> int:
     names = "gpus hardware seq weights cache json"
     parser = _parser("serve", _serve.__doc__, names)
     parser.set_defaults(gpus=1, seq=8192)
-    options = vars(parser.parse_args(words))
+    options = vars(_options(parser, words))
     as_json = options.pop("json")
     found = serving(read_model(options.pop("model")), **options)
-    rows = (f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in found.items())
+    rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in found.items()]
+    if not found["sequences_at_once"]:
+        rows.append(
+            f"DOES NOT FIT: {binary_size(found['weights_bytes'])} of weights and "
+            f"{binary_size(found['cache_bytes_a_sequence'])} of one sequence's cache in "
+            f"{binary_size(found['memory_bytes'])}, nine tenths of {options['gpus']} "
+            f"{options['hardware']}; {found['devices_needed']:,.0f} of them have room"
+        )
     print(json.dumps(found, indent=1) if as_json else "\n".join(rows))
     return 0 if found["sequences_at_once"] else 1
 
 
 def _diff(words: Sequence[str]) -> int:
     """Two models, side by side."""
-    options = _parser("diff", _diff.__doc__, "seq json").parse_args(words)
+    options = _options(_parser("diff", _diff.__doc__, "seq json"), words)
     first, second = (read_model(text) for text in options.model)
     rows = [*differences(first, second, seq=options.seq)]
     if options.json:
@@ -153,7 +178,7 @@ def _measure(words: Sequence[str]) -> int:
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    options = parser.parse_args(words)
+    options = _options(parser, words)
     if options.file.suffix != ".toml":
         raise ValueError(f"file is {options.file}; its name must end in .toml")
     from accounting.time.measure import measured
@@ -174,7 +199,7 @@ def _report(words: Sequence[str]) -> int:
     names = (
         "gpus batch seq precision hardware efficiency compiled loss-chunks search explain json html"
     )
-    options = _parser("", __doc__, names, axes=True).parse_args(words)
+    options = _options(_parser("", __doc__, names, axes=True), words)
     model, device, given = read_model(options.model), find(options.hardware), _given(options)
     precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
     if options.batch is not None:

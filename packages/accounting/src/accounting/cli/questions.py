@@ -1,5 +1,6 @@
 """The other questions of the command line: what a device serves, what differs; reading a model."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from accounting.parameters import parameters
 from accounting.precision import bytes_of
 
 
+@checks.entry()
 def serving(
     model: Transformer,
     *,
@@ -29,10 +31,9 @@ def serving(
     """Bytes and operations of decoding on `gpus` devices that share every layer.
 
     A token alone takes at least the time in which its weights and its cache pass through memory; a
-    tenth of the memory is left free.
+    tenth of the memory is left free. What has no room says how many devices have it.
     """
     device = find(hardware)
-    checks.whole("gpus", gpus)
     size = float(bytes_of(weights))
     held = float(parameters(model).total) * size
     # Of a table of embeddings one row is read; of a tied one, all that the head multiplies with.
@@ -40,14 +41,17 @@ def serving(
     tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
     active = float(parameters(model, active=True).total - tables + tied) * size
     one = float(kv_cache(model, seq=seq, dtype=cache).total)
-    room = 0.9 * device.memory_bytes * gpus - held
+    usable = 0.9 * device.memory_bytes
+    room = usable * gpus - held
     work = float(flops(model, seq=seq, phase="decode").total)
     rate = device.memory_bandwidth * gpus
     return {
+        "memory_bytes": usable * gpus,
         "weights_bytes": held,
         "cache_bytes_a_sequence": one,
         "cache_bytes_a_token": one / seq,
-        "sequences_at_once": max(0, int(room // one)) if one else 0,
+        "sequences_at_once": max(0, int(room // one)),
+        "devices_needed": math.ceil((held + one) / usable),
         "flops_a_token": work,
         "bytes_a_token": active + one,
         "tokens_per_second_alone_at_most": rate / (active + one),
@@ -65,6 +69,7 @@ class Difference:
     show: Callable[[float], str]
 
 
+@checks.entry()
 def differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
@@ -85,12 +90,14 @@ def differences(
             yield Difference(name=f"  {part}", first=left, second=right, show=show)
 
 
+@checks.entry()
 def amount(text: str) -> float:
     """`1T`, `300B`, `4M` or a plain number."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0.0)
     return float(text[:-1]) * scale if scale else float(text)
 
 
+@checks.entry()
 def read_model(text: str) -> Transformer:
     """A path to a config.json, or `name=value` sizes with commas between them."""
     if Path(text).exists() or "=" not in text:

@@ -17,11 +17,12 @@ from accounting.model.formulas import Table, tables, value
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.workload import Workload, workload
+from accounting.workload import WORKLOAD, Workload, workload
 
 _TENSORS = tables("memory/activations.toml")
 
 
+@checks.entry(*WORKLOAD)
 def activations(
     model: Shape,
     plan: Plan | None = None,
@@ -63,6 +64,7 @@ def activations(
     return total(f"activations of {model.name}", "B", *parts)
 
 
+@checks.entry()
 def head_activations(
     model: Shape,
     *,
@@ -79,10 +81,9 @@ def head_activations(
     that of the logits are there as well, which is where many training steps peak. In `loss_chunks`
     this holds of one chunk at a time.
     """
-    checks.whole("tokens", tokens)
-    checks.whole("loss_chunks", loss_chunks)
-    checks.whole("tensor", tensor)
     kind = recipe(precision)
+    if loss_chunks > tokens:
+        raise ValueError(f"loss_chunks is {loss_chunks}; a micro-batch here has {tokens} tokens")
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
     names = _sizes(model, kind, fused_norm) | {"t": tokens, "logit": bytes_of(kind.logits)}
@@ -90,6 +91,19 @@ def head_activations(
     names |= {"compiled": compiled, "c": -(-tokens // loss_chunks)}
     names["V"] = Fraction(model.vocab_size, tensor)
     return total("head and loss", "B", *_rows("head and loss", names))
+
+
+def flying_gradients(model: Shape, *, tokens: int, tensor: int = 1, keys: int | None) -> list[int]:
+    """Numbers that the backward of one block holds for a while beside what is saved: in its MLP the
+    gradients of two hidden tensors, in its attention those of two score matrices (of `keys` a row;
+    with None, flash attention, of queries, keys and values), and that of the stream."""
+    hidden = model.d_ff
+    if model.experts:
+        hidden = model.experts.per_token * model.experts.width + model.experts.shared
+    scores = 3 * model.qk_dim if keys is None else 2 * keys
+    return [
+        tokens * (model.d_model + width // tensor) for width in (2 * hidden, model.heads * scores)
+    ]
 
 
 def _sizes(model: Shape, kind: Precision, fused_norm: bool) -> Table:

@@ -93,6 +93,7 @@ class Fit:
     __str__ = explain
 
 
+@checks.entry()
 def fits(
     module: nn.Module,
     sample: Any,
@@ -115,8 +116,9 @@ def fits(
     from torch._subclasses import fake_tensor
 
     hardware = find(device)
+    if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(sample)):
+        raise TypeError(f"sample is {sample!r:.60}; it must be a tensor, or arguments with one")
     checks.instance("module", module, nn.Module, "an nn.Module")
-    checks.whole("rounding", rounding)
     if autocast is not None:
         checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
     if any(map(nn.parameter.is_lazy, module.parameters())):

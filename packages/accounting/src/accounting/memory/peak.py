@@ -8,15 +8,16 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Sizes, product, total
-from accounting.memory.activations import activations, head_activations
+from accounting.memory.activations import activations, flying_gradients, head_activations
 from accounting.memory.training import model_states, one_layer, times
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of
-from accounting.workload import Workload, workload
+from accounting.workload import WORKLOAD, Workload, workload
 
 
+@checks.entry(*WORKLOAD)
 def peak_memory(
     model: Shape,
     plan: Plan | None = None,
@@ -46,7 +47,7 @@ def peak_memory(
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.microbatches > 1:
         raise ValueError("peak_memory follows data parallelism alone; training_memory knows more")
-    full = checks.flag("checkpointed", checkpointed) or plan.recompute == "full"
+    full = checkpointed or plan.recompute == "full"
     plan = replace(plan, recompute="full" if full else "none", devices=0)
     moments = _moments(model, plan, work, foreach, gradients_kept)
     return max(moments, key=lambda moment: moment.total)
@@ -178,20 +179,13 @@ class _Whole:
 def _inside(
     model: Shape, block: Breakdown, tokens: int, kind: Precision, keys: int | None
 ) -> Iterator[tuple[str, Breakdown]]:
-    """What is alive in the backward of one block: in its MLP all that it saved and the gradients of
-    two hidden tensors, in its attention what that saved and the gradients of two score matrices
-    (of `keys` a row; with None, flash attention, of queries, keys and values)."""
-    hidden = model.d_ff
-    if model.experts:
-        hidden = model.experts.per_token * model.experts.width + model.experts.shared
-    scores = 3 * model.qk_dim if keys is None else 2 * keys
+    """What is alive in the backward of one block: in its MLP all that it saved, in its attention
+    what that saved, and the gradients of what is worked on."""
+    size = bytes_of(kind.activations)
     core = (block["attention"],) if "attention" in block else ()
-    for part, saved, width in (
-        ("MLP", block.parts, 2 * hidden),
-        ("attention", core, model.heads * scores),
-    ):
-        sizes: Sizes = {"width": model.d_model + width, "bytes": bytes_of(kind.activations)}
-        gradients = product("gradients in flight", "B", tokens=tokens, **sizes)
+    flying = flying_gradients(model, tokens=tokens, keys=keys)
+    for part, saved, numbers in zip(("MLP", "attention"), (block.parts, core), flying, strict=True):
+        gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
@@ -221,6 +215,7 @@ def _matrix_parameters(model: Shape) -> int:
     return found + (model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0)
 
 
+@checks.entry()
 def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:
     """Bytes of one tensor, such as a residual stream (B, S, d) or a score matrix (B, S, S)."""
     for extent in shape:

@@ -8,9 +8,9 @@ from accounting.breakdown import binary_size
 from accounting.memory.training import training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
-from accounting.workload import Workload, workload
+from accounting.workload import WORKLOAD, Workload, workload
 
-_BACKWARD = ("one block recomputed", "head and loss")
+_BACKWARD = ("one block recomputed", "head and loss", "gradients in flight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class Timeline:
     __str__ = explain
 
 
+@checks.entry(*WORKLOAD, stage=0)
 def memory_timeline(
     model: Shape,
     plan: Plan | None = None,

@@ -7,15 +7,16 @@ from typing import Any
 
 from accounting import checks
 from accounting.breakdown import Breakdown, Number, product, total
-from accounting.memory.activations import activations, head_activations
+from accounting.memory.activations import activations, flying_gradients, head_activations
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
 from accounting.parameters import lora_parameters
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision, bytes_of, recipe
-from accounting.workload import Workload, workload
+from accounting.workload import WORKLOAD, Workload, workload
 
 
+@checks.entry(*WORKLOAD, stage=0)
 def training_memory(
     model: Shape,
     plan: Plan | None = None,
@@ -23,7 +24,7 @@ def training_memory(
     *,
     stage: int | None = None,
     lora_rank: int = 0,
-    lora_targets: Sequence[str] = ("query", "value"),
+    lora_targets: Sequence[str] | None = None,
     **run: Any,
 ) -> Breakdown:
     """Bytes on one device with everything alive at once, of the fullest pipeline stage or of
@@ -31,18 +32,20 @@ def training_memory(
 
     `run` are the fields of a `Workload`; `batch` is the whole batch, in sequences; 0 asks for the
     model's states alone, as they lie between two steps. With ZeRO-3 a step also holds what it
-    gathers and reduces. `lora_rank` freezes the weights and trains low-rank updates of
-    `lora_targets`, by the names that `parameters` prints.
+    gathers and reduces. `lora_rank` freezes the weights and trains low-rank updates of all matrices
+    named in `lora_targets` (query and value), by the names that `parameters` prints.
     """
     work = workload(work, run)
-    checks.whole("lora_rank", lora_rank, least=0)
+    if lora_targets is not None and not lora_rank:
+        raise ValueError(f"lora_targets is {lora_targets!r} with lora_rank=0; give a rank")
     plan = fitted(plan, model, batch=work.batch, seq=work.seq)
     stages = range(plan.pipeline) if stage is None else (stage,)
-    lora = lora_rank, lora_targets
+    lora = lora_rank, ("query", "value") if lora_targets is None else lora_targets
     every = (_stage_memory(model, plan, work, each, lora) for each in stages)
     return max(every, key=lambda memory: memory.total)
 
 
+@checks.entry(count=0, zero=(0, 1, 2, 3))
 def model_states(
     count: int,
     *,
@@ -56,10 +59,8 @@ def model_states(
     Per rank: (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for stages 0 to 3, each
     share rounded up to a whole parameter (Rajbhandari et al. 2020, section 5).
     """
-    checks.whole("count", count, least=0)
-    checks.choice("zero", checks.whole("zero", zero, least=0), (0, 1, 2, 3))
     kind = recipe(precision)
-    share = split(count, checks.whole("data", data))
+    share = split(count, data)
 
     def held(name: str, sharded_from: int, size: Fraction) -> Breakdown:
         return product(name, "B", parameters=share if zero >= sharded_from else count, bytes=size)
@@ -140,7 +141,32 @@ def _stage_memory(
         times("activations", activations(model, plan, work, stage=stage), in_flight=held),
         one_block(model, plan, work) if plan.recompute == "full" else None,
         _gathered(model, plan, kind, stage),
-        head_activations(model, **head) if stage == plan.pipeline - 1 else None,
+        _head(model, plan, head) if stage == plan.pipeline - 1 else _flying(model, plan, work),
+    )
+
+
+def _head(model: Shape, plan: Plan, head: dict[str, Any]) -> Breakdown:
+    """The end of the model; where all forwards come first, its logits are kept of each of them."""
+    end = head_activations(model, **head)
+    often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
+    parts = (
+        part if "gradient" in part.name else times(part.name, part, micro_batches=often)
+        for part in end
+    )
+    return end if often == 1 else total(end.name, "B", *parts)
+
+
+def _flying(model: Shape, plan: Plan, work: Workload) -> Breakdown:
+    """Before the last stage a backward is fullest inside a block, where gradients of what it works
+    on are there, and the one that came from the next stage."""
+    tokens, size = work.tokens(plan), bytes_of(work.kind.activations)
+    keys = None if work.flash else work.seq
+    inside = max(flying_gradients(model, tokens=tokens, tensor=plan.tensor, keys=keys))
+    return total(
+        "gradients in flight",
+        "B",
+        product("inside a block", "B", numbers=inside, bytes=size),
+        product("from the next stage", "B", tokens=tokens, d_model=model.d_model, bytes=size),
     )
 
 
@@ -215,14 +241,20 @@ def _states(
 
 
 def _lora(model: Shape, rank: int, targets: Sequence[str]) -> int:
-    if isinstance(targets, str):
-        raise TypeError(f"lora_targets is {targets!r}; it must list names, such as ({targets!r},)")
-    found = {m.name: m for m in matrices(model) if m.kind == "matrix" and m.layers}
+    if not isinstance(targets, list | tuple) or not targets:
+        raise TypeError(f"lora_targets is {targets!r}; it must list names, such as ('query',)")
+    found = [m for m in matrices(model) if m.kind == "matrix" and m.layers is not None]
     for target in targets:
-        if target not in found:
-            raise ValueError(f"lora_targets names {target!r}; there are {', '.join(found)}")
-    chosen = [found[target] for target in targets]
-    return sum(m.times * m.copies * lora_parameters(m.rows, m.columns, rank) for m in chosen)
+        checks.choice("one of lora_targets", target, dict.fromkeys(m.name for m in found))
+    count = 0
+    for m in (m for m in found if m.name in targets):
+        if rank > min(m.rows, m.columns):
+            raise ValueError(
+                f"lora_rank is {rank}; {m.name} of {m.part} is {m.rows} x {m.columns}, and an "
+                "update of that rank is not low"
+            )
+        count += m.times * m.copies * lora_parameters(m.rows, m.columns, rank)
+    return count
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:

@@ -135,6 +135,6 @@ def _size(shape: tuple[int, ...]) -> int:
 def _check(module: object) -> None:
     if not hasattr(module, "named_parameters"):
         raise TypeError(
-            f"expected a Transformer or an nn.Module, got {type(module).__name__}; "
+            f"expected a model, a Transformer or an nn.Module, got {type(module).__name__}; "
             "a config.json is read with Transformer.from_hf"
         )

@@ -58,6 +58,7 @@ class Matrix:
         return self.times * self.copies * self.one
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class MLA:
     """Multi-head latent attention: keys and values live in a latent (DeepSeek-V2)."""
@@ -68,11 +69,23 @@ class MLA:
     """The part of a query, and of the one shared key, that carries the position."""
     q_rank: int = 0
     """Width that queries are compressed to; 0: they are not."""
+    index_heads: int = 0
+    """Small heads that choose the keys of a query (DeepSeek-V3.2, DSA); 0: it sees all of them."""
+    index_head_dim: int = 0
+    index_top: int = 0
+    """Keys that are chosen."""
 
     def __post_init__(self) -> None:
         checks.fields(MLA, vars(self), "mla.")
+        index = (self.index_heads, self.index_head_dim, self.index_top)
+        if any(index) and not (all(index) and self.q_rank):
+            raise ValueError(
+                f"mla.index_heads, index_head_dim and index_top are {index} with q_rank="
+                f"{self.q_rank}; an index needs all four"
+            )
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts in place of the MLP."""
@@ -95,6 +108,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         checks.fields(Experts, vars(self), "experts.")
+        _some_layers("experts", self.layers)
         if self.per_token > self.count:
             raise ValueError(
                 f"experts.per_token is {self.per_token}; it must lie between 1 and "
@@ -102,6 +116,7 @@ class Experts:
             )
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Attention to the nearest tokens only."""
@@ -113,6 +128,13 @@ class Window:
 
     def __post_init__(self) -> None:
         checks.fields(Window, vars(self), "window.")
+        _some_layers("window", self.layers)
+
+
+def _some_layers(record: str, layers: object) -> None:
+    """All of them (None), or at least one."""
+    if layers is not None and not checks.layers(f"{record}.layers", layers):
+        raise ValueError(f"{record}.layers is {layers!r}; give {record}=None for none at all")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ _ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
 # Files of models with several modalities: the language model inside is what is described.
 _NESTED = ("text_config", "llm_config", "language_config")
 _INHERITED = ("tie_word_embeddings", "_name_or_path")
-_ATTENTION = ("attention", "full_attention", "*")
+_ATTENTION = ("attention", "full_attention", "indexed_attention", "*")
 _KINDS = (
     *(*_ATTENTION, "sliding_attention", "chunked_attention", "linear_attention"),
     *("mamba", "recurrent", "conv", "moe", "mlp", "hybrid", "M", "E", "-", "sparse", "dense"),
@@ -46,6 +46,12 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
                 return transformer_arguments(whole)
     if family is None:
         raise ValueError("model_type is missing: this is not a model's config.json")
+    why = REFUSED.get(family.removesuffix("_text"))
+    if why:
+        raise ValueError(
+            f"model_type is {family!r}, not described here: {why}. parameters(module) counts its "
+            "module, on the meta device too, and fits(module, sample) follows a step of it"
+        )
     if family not in FAMILIES:
         raise ValueError(
             f"model_type is {family!r}, a family not known here; known are "
@@ -275,6 +281,10 @@ _FILES = {
 _BASE: Table = {
     name: table for each in _FILES.values() for name, table in each.pop("base", {}).items()
 }
+REFUSED: dict[str, str] = {
+    name: why for each in _FILES.values() for name, why in each.pop("refused", {}).items()
+}
+"""Why some that are asked for are not there."""
 FAMILIES: dict[str, Table] = {
     name: table for each in _FILES.values() for name, table in each.items()
 }

@@ -16,6 +16,7 @@ from accounting import checks
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A transformer by its sizes; raises `ValueError` for sizes that cannot be."""
@@ -116,6 +117,10 @@ class Shape:
             "attention_layers", self.attention_layers, everywhere if self.heads else ()
         )
         object.__setattr__(self, "attention_layers", attention)
+        if attention and not self.heads:
+            raise ValueError("heads is 0, and attention_layers names some; give heads or no layers")
+        if self.window and not {*attention} & {*(self.window.layers or ())}:
+            raise ValueError("window has no layer with attention; give window=None")
         sparse = self.expert_layers if not (self.experts and self.experts.beside_mlp) else ()
         dense = tuple(i for i in everywhere if i not in sparse)
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
@@ -136,14 +141,7 @@ class Shape:
     def _layers(
         self, name: str, layers: Iterable[int] | None, default: tuple[int, ...]
     ) -> tuple[int, ...]:
-        if layers is None:
-            return default
-        if isinstance(layers, str) or not isinstance(layers, Iterable):
-            raise TypeError(f"{name} is {layers!r}; it must list layers, from 0 on")
-        found = tuple(sorted({checks.whole(name, layer, least=0) for layer in layers}))
-        if found and found[-1] >= self.layers:
-            raise ValueError(f"{name} names layer {found[-1]}; there are {self.layers}, from 0 on")
-        return found
+        return default if layers is None else checks.layers(name, layers, self.layers)
 
     @cached_property
     def expert_layers(self) -> frozenset[int]:

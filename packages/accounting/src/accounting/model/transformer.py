@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accounting import checks
 from accounting.model.matrices import matrices
 from accounting.model.shape import Shape
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Transformer(Shape):
     """A transformer by its sizes; raises `ValueError` for sizes that cannot be."""

@@ -13,7 +13,7 @@ from accounting.model.shape import Shape
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.search.launch import command_lines
-from accounting.search.plans import Candidate, plans_that_fit
+from accounting.search.plans import AXES, Candidate, plans_that_fit
 from accounting.time.goodput import LLAMA3_405B, Goodput, goodput
 from accounting.time.published import Interval, predicted
 from accounting.time.step import step_time
@@ -109,6 +109,7 @@ class Answer:
     __str__ = explain
 
 
+@checks.entry(*AXES, usd_per_hour=0)
 def plan_for(
     model: Shape,
     *,
@@ -128,12 +129,7 @@ def plan_for(
     often as in the 54 days of Llama 3 405B, a device and hour.
     """
     device = find(hardware)
-    checks.whole("gpus", gpus)
-    checks.number("tokens", tokens)
-    checks.whole("seq", seq)
-    price = device.usd_per_hour or 0.0
-    if usd_per_hour is not None:
-        price = checks.number("usd_per_hour", usd_per_hour, open=False)
+    price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
     kind = recipe(precision or ("megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"))
     if batch is None:
         batch = max(TOKENS_A_STEP // seq, 1)

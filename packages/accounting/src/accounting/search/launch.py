@@ -4,7 +4,7 @@ import re
 
 from accounting.model.formulas import Table, tables, value
 from accounting.model.shape import Shape
-from accounting.plan import Plan
+from accounting.plan import Plan, even
 
 _PROGRAMS = tables("search/launch.toml")
 
@@ -17,9 +17,12 @@ def command_lines(
     each, experts = batch // plan.data, model.experts
     launcher = f"torchrun --nnodes {plan.devices // here} --nproc-per-node {here}"
     layers = experts.layers if experts and experts.layers is not None else range(model.layers)
+    chunks = plan.pipeline * plan.virtual_stages
     names: Table = {
         **{"m": model, "p": plan, "experts": experts, "batch": batch, "seq": seq, "dtype": dtype},
-        **{"each": each, "micro": each // plan.microbatches},
+        **{"micro": each // plan.microbatches, "chunks": chunks},
+        **{"even": even(model.layers, chunks), "ends": 0 < model.layers % chunks == chunks - 2},
+        "schedule": {"gpipe": "GPipe", "1f1b": "1F1B"}.get(plan.schedule, "Interleaved1F1B"),
         "sparse": [int(layer in layers) for layer in range(model.layers)],
     }
 

@@ -17,7 +17,7 @@ from accounting.hardware import Hardware, find
 from accounting.memory.activations import activations
 from accounting.memory.training import device_parameters, one_layer, training_memory
 from accounting.model.shape import Shape
-from accounting.plan import Plan, check_fields
+from accounting.plan import Plan, check_fields, even
 from accounting.precision import Precision, bytes_of, recipe
 from accounting.time.step import step_time
 from accounting.workload import Workload
@@ -27,6 +27,11 @@ AXES = tuple(field.name for field in fields(Plan) if field.name != "devices")
 
 
 _DEGREES = ("data", "tensor", "pipeline", "context")
+
+
+_QUESTION = (
+    *("hardware", "batch", "seq", "precision", "share_of_memory", "memory_bytes", "efficiency"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,7 @@ class Candidate:
     """As modeled; `accounting.time.published.predicted` makes an interval of it."""
 
 
+@checks.entry(*AXES)
 def plans_that_fit(
     model: Shape,
     *,
@@ -61,13 +67,7 @@ def plans_that_fit(
     `memory_bytes` replaces what the device has.
     """
     device, kind = find(hardware), recipe(precision)
-    checks.whole("devices", devices)
-    checks.whole("batch", batch)
-    checks.whole("most", most)
     checks.number("share_of_memory", share_of_memory, most=1)
-    checks.instance("model", model, Shape, "a Transformer")
-    for name in given:
-        checks.choice("a field of the plan", name, AXES)
     check_fields(given)
     fixed = math.prod(given.get(name) or 1 for name in _DEGREES)
     if devices % fixed:
@@ -76,7 +76,7 @@ def plans_that_fit(
     if given.get("expert", 1) > 1 and not model.experts:
         raise ValueError(f"expert is {given['expert']}; the model has 0 experts")
     bytes_there = device.memory_bytes if memory_bytes is None else memory_bytes
-    room = checks.number("memory_bytes", bytes_there) * share_of_memory
+    room = bytes_there * share_of_memory
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
     device.peak(kind.compute)
     order = sorted(
@@ -106,12 +106,12 @@ def plans_that_fit(
     return sorted(found, key=lambda candidate: candidate.step_seconds)[:most]
 
 
+@checks.entry(*AXES, *_QUESTION)
 def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> list[Candidate]:
     """The plans that fit on the fewest devices, doubled from what is given; `ValueError` if none.
 
     `question` are the other arguments of `plans_that_fit`.
     """
-    checks.whole("most", most)
     devices = math.prod(question.get(name) or 1 for name in _DEGREES)
     while devices <= most:
         found = plans_that_fit(model, devices=devices, **question)
@@ -125,6 +125,7 @@ def smallest_machine(model: Shape, *, most: int = 1 << 14, **question: Any) -> l
     )
 
 
+@checks.entry(zero=(0, 1, 2, 3))
 def fewest_devices(
     model: Shape,
     *,
@@ -143,10 +144,6 @@ def fewest_devices(
     activations. `activation_bytes` are added to what a device holds, a share of
     `sharded_activations` of them divided among all devices.
     """
-    checks.number("memory_bytes", memory_bytes)
-    checks.whole("batch", batch, least=0)
-    checks.whole("most", most)
-    checks.number("activation_bytes", activation_bytes, open=False)
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 
     def fits(devices: int) -> bool:
@@ -213,7 +210,12 @@ def _estimates(
             near = tensor * replicas <= device.devices_per_node
             rate = device.network.bandwidth * max(1, inside)
             rate = device.node_link.bandwidth if near else rate
-            chunks = [v for v in (1, 2, 4, 8) if v == 1 or 1 < pipeline * v <= model.layers]
+            # Megatron interleaves even chunks alone.
+            chunks = [
+                v
+                for v in (1, 2, 4, 8)
+                if v == 1 or (pipeline > 1 and even(model.layers, pipeline * v))
+            ]
             sizes = {each // size for size in (1, 2, 4, each) if each % size == 0 and size <= each}
             for expert, microbatches, virtual, zero in itertools.product(
                 tried("expert", _powers(replicas) if model.experts else [1]),

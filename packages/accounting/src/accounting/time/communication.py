@@ -13,9 +13,10 @@ from accounting.precision import bytes_of
 from accounting.time.collective import Collective, Communication
 
 
+@checks.entry()
 def communication(
     model: Shape,
-    plan: Plan,
+    plan: Plan | None = None,
     *,
     batch: int = 0,
     seq: int = 1,
@@ -31,7 +32,6 @@ def communication(
     """
     plan = fitted(plan, model, batch=batch, seq=seq)
     checks.choice("algorithm", algorithm, ("ring", "tree"))
-    checks.whole("seq", seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
     size, here = bytes_of(activations), plan.stage_model(model, stage)
     found = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]

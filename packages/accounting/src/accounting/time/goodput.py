@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from accounting import checks
 
 
+@checks.named
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run on machines that fail."""
@@ -93,23 +94,19 @@ class Goodput:
     __str__ = explain
 
 
+@checks.entry()
 def young_daly_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """Young's interval: sqrt(2 C M) hours of work between checkpoints."""
-    checks.number("checkpoint_hours", checkpoint_hours)
-    checks.number("hours_between_failures", hours_between_failures)
     return math.sqrt(2 * checkpoint_hours * hours_between_failures)
 
 
+@checks.entry()
 def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """The exact minimum, which Young's interval approaches for C << M.
 
     Setting the derivative to zero gives (1 - x) e^x = e^(-C/M) for x = tau / M, solved by
     bisection.
     """
-    checks.number("checkpoint_hours", checkpoint_hours)
-    if hours_between_failures == math.inf:
-        return math.inf
-    checks.number("hours_between_failures", hours_between_failures)
     target = math.exp(-checkpoint_hours / hours_between_failures)
     low, high = 0.0, 1.0
     for _ in range(100):
@@ -118,11 +115,15 @@ def best_interval_hours(checkpoint_hours: float, hours_between_failures: float) 
     return low * hours_between_failures
 
 
+@checks.entry()
 def goodput(run: Run, *, interval_hours: float | None = None) -> Goodput:
     """Expected wall clock, failures and cost of a run that saves every `interval_hours` of work."""
+    checks.instance("run", run, Run, "a Run")
     mean = run.hours_between_failures
     if interval_hours is None:
-        interval_hours = best_interval_hours(run.checkpoint_hours, mean)
+        interval_hours = mean
+        if math.isfinite(mean):
+            interval_hours = best_interval_hours(run.checkpoint_hours, mean)
     if not math.isinf(interval_hours):
         checks.number("interval_hours", interval_hours)
     interval_hours = min(interval_hours, run.work_hours)

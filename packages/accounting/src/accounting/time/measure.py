@@ -14,6 +14,7 @@ from accounting import checks
 WIDTHS = {"cpu": (64, 256, 1024), "cuda": (256, 1024, 4096, 8192)}
 
 
+@checks.entry()
 def measured(
     *,
     device: str = "cpu",
@@ -29,13 +30,14 @@ def measured(
 
     import torch
 
+    for name, listed in (("dtypes", dtypes), ("widths", widths)):
+        checks.instance(name, listed, (list, tuple), "a list")
     checks.choice("device", device.split(":")[0], WIDTHS)
     widths = widths or WIDTHS[device.split(":")[0]]
     for dtype in dtypes:
-        checks.choice("a dtype", dtype, _TORCH)
+        checks.choice("one of dtypes", dtype, _TORCH)
     for width in widths:
-        checks.whole("a width", width)
-    checks.number("seconds", seconds)
+        checks.whole("one of widths", width)
     cuda = device.startswith("cuda")
 
     def timed(call: Callable[[], object]) -> float:

@@ -54,6 +54,10 @@ class MeshBatch:
     __str__ = explain
 
 
+_SPEEDS = ("hardware", "flops_per_second", "axis_bytes_per_second")
+
+
+@checks.entry(*_SPEEDS)
 def compute_bound_batch(
     *,
     fsdp: int,
@@ -68,13 +72,10 @@ def compute_bound_batch(
 
     `speeds` are `hardware`, or `flops_per_second` and `axis_bytes_per_second`, or both.
     """
-    sizes = {"fsdp": fsdp, "tensor": tensor, "d_ff": d_ff}
-    for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
-        checks.whole(name, size)
-    checks.choice("comms", comms, ("summed", "overlapped"))
     return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, _alpha(**speeds))
 
 
+@checks.entry(*_SPEEDS)
 def best_mesh(
     devices: int, *, d_ff: int, fsdp_axes: int = 1, tensor_axes: int = 1, **speeds: Any
 ) -> MeshBatch:
@@ -82,9 +83,6 @@ def best_mesh(
 
     There T_fsdp = T_tp, and the batch per device is 4 alpha^2 / (M_X M_Y F). `speeds` as above.
     """
-    sizes = {"devices": devices, "d_ff": d_ff}
-    for name, size in (sizes | {"fsdp_axes": fsdp_axes, "tensor_axes": tensor_axes}).items():
-        checks.whole(name, size)
     alpha = _alpha(**speeds)
     tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
     return _mesh(devices / tensor, tensor, d_ff, (fsdp_axes, tensor_axes), "summed", alpha)

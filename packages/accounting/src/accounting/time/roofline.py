@@ -24,8 +24,8 @@ class Roofline:
     """An operation under a device's roof."""
 
     name: str
-    flops: int
-    bytes: int | Fraction
+    flops: float
+    bytes: float | Fraction
     intensity: float
     """FLOP a byte."""
     ridge: float
@@ -48,24 +48,26 @@ class Roofline:
     __str__ = explain
 
 
+@checks.entry()
 def matmul(m: int, k: int, n: int, *, dtype: str = "fp16") -> tuple[int, int | Fraction]:
     """Operations and least traffic of (m, k) @ (k, n): 2mkn, and each matrix moved once."""
-    m, k, n = checks.whole("m", m), checks.whole("k", k), checks.whole("n", n)
     moved = bytes_of(dtype) * (m * k + k * n + m * n)
     return 2 * m * k * n, moved.numerator if moved.denominator == 1 else moved
 
 
+@checks.entry()
 def intensity(m: int, k: int, n: int, *, dtype: str = "fp16") -> float:
     """Arithmetic intensity of (m, k) @ (k, n), in FLOP a byte."""
     flops, moved = matmul(m, k, n, dtype=dtype)
     return float(flops / moved)
 
 
+@checks.entry()
 def roofline(
     hardware: str | Hardware,
     *,
-    flops: int | None = None,
-    bytes: int | Fraction | None = None,
+    flops: float | None = None,
+    bytes: float | Fraction | None = None,
     shape: tuple[int, int, int] | None = None,
     dtype: str = "fp16",
     name: str | None = None,
@@ -75,7 +77,7 @@ def roofline(
     if shape is not None:
         if flops is not None or bytes is not None:
             raise ValueError("give either shape=(m, k, n), or flops and bytes")
-        if len(shape) != 3:
+        if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"shape is {shape}; it must be (m, k, n)")
         flops, bytes = matmul(*shape, dtype=dtype)
         name = name or "x".join(map(str, shape))
@@ -98,6 +100,7 @@ def roofline(
     )
 
 
+@checks.entry()
 def plot(
     operations: Sequence[Roofline],
     hardware: str | Hardware,
@@ -109,6 +112,9 @@ def plot(
     from matplotlib import pyplot
 
     device = find(hardware)
+    checks.instance("operations", operations, (list, tuple), "a list of Roofline")
+    for operation in operations:
+        checks.instance("one of operations", operation, Roofline, "a Roofline")
     if axes is None:
         axes = pyplot.figure(figsize=(6, 4), layout="constrained").add_subplot()
     peak, ridge = device.peak(dtype), device.peak(dtype) / device.memory_bandwidth

@@ -25,13 +25,14 @@ from accounting.time.collective import Collective
 from accounting.time.communication import communication
 from accounting.time.efficiency import ATTENTION_SHARE, BANDWIDTH_SHARE, stage_seconds
 from accounting.time.offload import held_parameters, offload_seconds
-from accounting.workload import Workload, workload
+from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
 OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
 """The share of an iteration's arithmetic that the traffic of each axis can hide behind."""
 
 
+@checks.entry(*WORKLOAD)
 def step_time(
     model: Shape,
     plan: Plan,
@@ -172,8 +173,9 @@ def collectives_on(
         yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
 
 
+@checks.entry()
 def group_link(
-    hardware: Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
+    hardware: str | Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
 ) -> Link:
     """The link of a group whose members are `stride` devices apart.
 
@@ -181,8 +183,7 @@ def group_link(
     each through k ports. In an all-to-all, and in a send, each device has bytes of its own, and one
     port to send them through: of an all-to-all only what leaves the node.
     """
-    checks.whole("stride", stride)
-    checks.whole("ranks", ranks)
+    hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link
     if hardware.pod:
         # A torus: rings run along its axes, and a larger group spans all of them.
@@ -214,6 +215,7 @@ def fastest(collective: Collective, link: Link) -> float:
     )
 
 
+@checks.entry(latency=0)
 def bucket_overhead_seconds(
     model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
 ) -> float:
@@ -221,16 +223,10 @@ def bucket_overhead_seconds(
 
     T(n) = s / (n w) + n o, if all but the last bucket hide behind the backward.
     """
-    checks.whole("num_buckets", num_buckets)
-    checks.number("model_bytes", model_bytes)
-    checks.number("bandwidth", bandwidth)
-    checks.number("latency", latency, open=False)
     return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
 
 
+@checks.entry()
 def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
     """Where that is least: n = sqrt(s / (w o)), so a bucket holds sqrt(s o w) bytes."""
-    checks.number("model_bytes", model_bytes)
-    checks.number("bandwidth", bandwidth)
-    checks.number("latency", latency)
     return math.sqrt(model_bytes * latency * bandwidth)

@@ -156,6 +156,7 @@ def implementations(device: str, quick: bool, dim: int, dtype: torch.dtype) -> d
         "ours atomic": lambda q, k, v: flash_attention(
             q, k, v, is_causal=True, deterministic=False
         ),
+        "ours gluon": lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="gluon"),
         "ours tf32": lambda q, k, v: flash_attention(q, k, v, is_causal=True, precision="tf32"),
         "ours tf32x3": lambda q, k, v: flash_attention(q, k, v, is_causal=True, precision="tf32x3"),
         "sdpa flash": sdpa(SDPBackend.FLASH_ATTENTION),
@@ -186,6 +187,9 @@ def _takes(name: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> b
     """Whether it is worth asking: the half-precision kernels, and Python loops over long inputs."""
     if name in ("sdpa flash", "sdpa cudnn"):
         return dtype != torch.float32
+    if name == "ours gluon":
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        return hopper and dtype != torch.float32 and shape[3] in (64, 128)
     if name in ("ours tf32", "ours tf32x3"):
         return dtype == torch.float32
     return name != "tiled" or shape[2] <= 16384

@@ -38,6 +38,9 @@ def sdpa(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() < 2:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; give (..., heads, seq, dim)")
+    if isinstance(scale, (int, float)) and scale <= 0:
+        # Scores are made with a positive scale; the sign, or nought, is the queries'.
+        query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     plain = query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0]
     if not plain or (query.shape[1] != key.shape[1] and not enable_gqa):
         return _broadcast(query, key, value, is_causal, scale, enable_gqa)

@@ -53,7 +53,7 @@ def backward(
 
     dq_sum = torch.zeros_like(dq, dtype=torch.float32) if atomic else dq
     tile, splits = by_key.tile, by_key.splits
-    tiles, places = launch.query_tiles(k, cu_k, tile.block_n)
+    tiles = launch.tiles_of(k, cu_k, tile.block_n)
     to_dk, to_dv = launch.parts(dk, splits), launch.parts(dv, splits)
     dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         *by_key.operands(
@@ -61,7 +61,7 @@ def backward(
         ),
         lse, delta, norm, dq_sum, to_dk, to_dv,
         *(x.stride()[:3] for x in (q, k, v, grad_out, dq_sum, to_dk, to_dv)),
-        places, cu_q, cu_k, score.scale, inner, outer, tiles, kv_heads, *sizes, **flags,
+        cu_q, cu_k, score.scale, inner, outer, tiles, kv_heads, *sizes, **flags,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_key.tma, SPLITS=by_key.split_flag,
         PRECISION=by_key.precision,
         ATOMIC=atomic, **tile.compiler_options,
@@ -76,14 +76,14 @@ def backward(
         "dq", precision, score, q, k, v, grad_out, packed=packed, split_size=split_size
     )
     tile, splits = by_query.tile, by_query.splits
-    tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
+    tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_dq = launch.parts(dq, splits)
     dq_kernel[launch.grid(tiles, batch * heads, splits)](
         *by_query.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
         lse, delta, norm, to_dq, *(x.stride()[:3] for x in (q, k, v, grad_out, to_dq)),
-        places, cu_q, cu_k, score.scale, inner, outer, tiles, heads, *sizes, **flags,
+        cu_q, cu_k, score.scale, inner, outer, tiles, heads, *sizes, **flags,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_query.tma, SPLITS=by_query.split_flag,
         PRECISION=by_query.precision, **tile.compiler_options,
     )  # fmt: skip

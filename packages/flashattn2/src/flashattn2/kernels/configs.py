@@ -1,11 +1,14 @@
 """Tile sizes: one for each kernel, way of loading, precision and head dim, and how it is pruned.
 
-Notable: every tile here is compiled for sm_90 and sm_80 by the tests, with each option that it may
-meet, which refuse one that does work twice, spills more than a few bytes or leaves the matrix units
-idle.  A GPU with less shared memory gets the same tile with fewer stages, then with fewer rows.
+Notable: the sizes are data, a file of `tables` for each architecture.  The tests compile every tile
+for sm_90 and sm_80 with each option that it may meet, and refuse one that does work twice, spills
+more than a few bytes or leaves the matrix units idle.  A GPU with less shared memory gets the same
+tile with fewer stages, then with fewer rows.
 """
 
+import json
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 
 @dataclass(frozen=True)
@@ -38,206 +41,36 @@ class Tile:
 # more programs fit, and spills a few bytes for it: see `sizes`.
 ALL_REGISTERS = 255
 
-# "tma" loads by TMA, on Hopper; "hopper" by pointers there: packed sequences, strides that TMA
-# cannot take, and a head dim that has no tile under "tma".  "pointers" serves all else.  "half" is
-# bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to give.
-#
+Sizes = tuple[int, ...]
+Key = tuple[str, str, str]
+
+
+def _table(which: str) -> dict[Key, dict[int, Sizes | None]]:
+    """All that `tables` hold of ``which``: a tile for each head dim, by path, precision, kernel.
+
+    A path is a way of loading: "tma", on Hopper; "hopper", by pointers there (packed sequences,
+    strides that TMA cannot take, a head dim that has no tile under "tma"); "pointers" for all else.
+    "half" is bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to
+    give.
+    """
+    table = {}
+    for name in ("sm_90", "sm_80"):
+        text = files("flashattn2.kernels").joinpath(f"tables/{name}.json").read_text()
+        for entry, kinds in json.loads(text).items():
+            path, precision, kernel = entry.split()
+            if which in kinds:
+                table[path, precision, kernel] = {
+                    int(dim): tile and tuple(tile) for dim, tile in kinds[which].items()
+                }
+    return table
+
+
 # A warpgroup of four warps multiplies 64 rows at least.  With eight warps, a first product of fewer
 # than 128 rows would be computed twice, once by each of both warpgroups: the tests count it.
-Sizes = tuple[int, ...]
-Tiles = dict[int, Sizes]
-TILES: dict[tuple[str, str, str], Tiles] = {
-    ("tma", "half", "forward"): {
-        16: (128, 64, 4, 3),
-        32: (128, 128, 8, 3),
-        64: (128, 128, 8, 3),
-        128: (128, 128, 8, 2),
-        256: (128, 64, 8, 2),
-    },
-    ("tma", "half", "dq"): {
-        16: (128, 64, 4, 3),
-        32: (128, 64, 4, 3),
-        64: (128, 64, 8, 3),
-        128: (128, 64, 8, 2),
-        256: (64, 32, 4, 2),
-    },
-    ("tma", "half", "dkdv"): {
-        16: (64, 128, 8, 2),
-        32: (64, 128, 8, 2),
-        64: (64, 128, 8, 2),
-        128: (32, 128, 8, 2),
-    },
-    ("tma", "half", "atomic"): {16: (64, 128, 8, 2), 32: (64, 128, 8, 2), 64: (64, 128, 8, 2)},
-    ("hopper", "half", "forward"): {
-        16: (128, 64, 4, 3),
-        32: (128, 64, 8, 3),
-        64: (128, 64, 8, 3),
-        128: (128, 64, 8, 2),
-        256: (128, 32, 8, 2),
-    },
-    ("hopper", "half", "dq"): {
-        16: (64, 64, 4, 2),
-        32: (64, 64, 4, 2),
-        64: (128, 64, 8, 2),
-        128: (128, 64, 8, 2),
-        256: (128, 32, 8, 1),
-    },
-    ("hopper", "half", "dkdv"): {
-        16: (32, 64, 4, 2),
-        32: (32, 64, 4, 2),
-        64: (32, 128, 8, 2),
-        128: (32, 128, 8, 2),
-    },
-    ("hopper", "half", "atomic"): {
-        16: (32, 64, 4, 2),
-        32: (32, 64, 4, 2),
-        64: (32, 128, 8, 2),
-        128: (16, 128, 8, 2),
-    },
-    ("pointers", "half", "forward"): {
-        16: (128, 64, 4, 3),
-        32: (128, 128, 8, 3),
-        64: (128, 64, 8, 3),
-        128: (64, 64, 8, 2, ALL_REGISTERS),
-        256: (64, 32, 8, 2),
-    },
-    ("pointers", "half", "dq"): {
-        16: (128, 64, 4, 3),
-        32: (128, 64, 4, 3),
-        64: (128, 64, 8, 3),
-        128: (64, 64, 8, 2),
-        256: (32, 32, 8, 2, ALL_REGISTERS),
-    },
-    ("pointers", "half", "dkdv"): {
-        16: (32, 128, 8, 2),
-        32: (32, 64, 4, 2),
-        64: (32, 64, 8, 1),
-        128: (16, 64, 8, 2),
-        256: (16, 32, 8, 2),
-    },
-    ("pointers", "half", "atomic"): {
-        16: (32, 128, 8, 2),
-        32: (32, 128, 8, 2),
-        64: (32, 64, 8, 2),
-        128: (16, 64, 8, 2),
-        256: (16, 16, 8, 1),
-    },
-    ("tma", "tf32", "forward"): {
-        16: (64, 64, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (128, 64, 8, 2),
-        128: (128, 64, 8, 2),
-        256: (64, 32, 8, 2),
-    },
-    ("tma", "tf32", "dq"): {
-        16: (64, 64, 8, 2),
-        32: (64, 32, 4, 2),
-        64: (64, 64, 8, 2),
-        128: (64, 64, 8, 2),
-    },
-    ("tma", "tf32", "dkdv"): {16: (32, 64, 8, 2), 32: (32, 64, 8, 2), 64: (32, 64, 8, 2)},
-    ("pointers", "tf32", "forward"): {
-        16: (64, 64, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (32, 32, 8, 1),
-        128: (64, 32, 8, 2),
-        256: (32, 32, 8, 1),
-    },
-    ("pointers", "tf32", "dq"): {
-        16: (64, 64, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (64, 32, 8, 2),
-        128: (32, 32, 8, 1),
-        256: (32, 32, 8, 1),
-    },
-    ("pointers", "tf32", "dkdv"): {
-        16: (32, 32, 8, 1),
-        32: (16, 32, 8, 1),
-        64: (16, 32, 8, 1),
-        128: (16, 32, 8, 1),
-        256: (16, 32, 8, 1),
-    },
-    ("tma", "tf32x3", "forward"): {16: (64, 64, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2)},
-    ("tma", "tf32x3", "dq"): {16: (64, 64, 8, 2), 32: (64, 32, 4, 2)},
-    ("tma", "tf32x3", "dkdv"): {16: (32, 64, 8, 2)},
-    ("pointers", "tf32x3", "forward"): {
-        16: (64, 64, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (32, 32, 8, 1),
-        128: (16, 16, 8, 1),
-    },
-    ("pointers", "tf32x3", "dq"): {
-        16: (64, 64, 4, 2),
-        32: (32, 16, 8, 1),
-        64: (32, 32, 8, 1),
-        128: (16, 16, 8, 1),
-    },
-    ("pointers", "tf32x3", "dkdv"): {
-        16: (32, 32, 8, 1),
-        32: (16, 32, 8, 1),
-        64: (32, 16, 8, 1),
-        128: (16, 16, 8, 1),
-    },
-    ("pointers", "ieee", "forward"): {
-        16: (64, 64, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (32, 16, 8, 2),
-        128: (32, 16, 8, 2),
-        256: (16, 16, 8, 1),
-    },
-    ("pointers", "ieee", "dq"): {
-        16: (64, 32, 4, 2),
-        32: (64, 32, 4, 2),
-        64: (32, 32, 8, 1),
-        128: (32, 16, 8, 1),
-        256: (16, 16, 8, 1),
-    },
-    ("pointers", "ieee", "dkdv"): {
-        16: (16, 64, 4, 1),
-        32: (32, 32, 8, 1),
-        64: (32, 32, 8, 1),
-        128: (16, 32, 8, 1),
-        256: (16, 16, 8, 1),
-    },
-}
-
-
+TILES = _table("tiles")
 # What serves a left window bound (a third loop), a softcap (its derivative) or splits (bounds)
 # where the tile above would spill much with them.  None says that TMA has none: pointers serve.
-RICH: dict[tuple[str, str, str], dict[int, Sizes | None]] = {
-    ("tma", "half", "dkdv"): {
-        16: (32, 128, 8, 2),
-        32: (32, 128, 8, 2),
-        64: (32, 128, 8, 2),
-        128: None,
-    },
-    ("tma", "half", "atomic"): {16: (32, 128, 8, 2), 32: (32, 128, 8, 2), 64: (32, 128, 8, 2)},
-    ("hopper", "half", "forward"): {16: (64, 64, 4, 2)},
-    ("hopper", "half", "dkdv"): {128: (16, 128, 8, 2)},
-    ("pointers", "half", "forward"): {
-        16: (64, 64, 4, 2),
-        32: (128, 128, 8, 3, ALL_REGISTERS),
-    },
-    ("pointers", "half", "dq"): {16: (64, 64, 8, 1), 32: (64, 64, 8, 2, ALL_REGISTERS)},
-    ("pointers", "half", "dkdv"): {
-        16: (32, 64, 8, 1, ALL_REGISTERS),
-        32: (32, 64, 8, 1),
-        128: (16, 32, 8, 2),
-        256: (16, 32, 8, 1),
-    },
-    ("pointers", "half", "atomic"): {
-        16: (32, 64, 8, 1),
-        32: (16, 64, 8, 1),
-        64: (32, 64, 8, 1, ALL_REGISTERS),
-        128: (16, 32, 8, 1),
-    },
-    ("tma", "tf32", "dq"): {128: (64, 32, 8, 2)},
-    ("tma", "tf32", "dkdv"): {64: (16, 64, 8, 1)},
-    ("pointers", "tf32", "dkdv"): {256: (16, 16, 8, 1)},
-    ("tma", "tf32x3", "dq"): {16: (64, 32, 8, 1)},
-    ("tma", "tf32x3", "dkdv"): {16: (16, 64, 8, 1)},
-    ("pointers", "ieee", "forward"): {32: (64, 32, 8, 2)},
-}
+RICH = _table("rich")
 
 
 def choose(
@@ -265,16 +98,18 @@ def choose(
     raise ValueError(f"no table of {paths} has a tile for head dim {block_d}")
 
 
-def sizes(key: tuple[str, str, str], block_d: int, rich: bool) -> Sizes | None:
+def sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
     """The tile of a table, where it has one; ``rich`` with a left bound, a softcap or splits."""
     found: Sizes | None = TILES.get(key, {}).get(block_d)
     if rich:
         found = RICH.get(key, {}).get(block_d, found)
+    return found and complete(key, found)
+
+
+def complete(key: Key, sizes: Sizes) -> Sizes:
+    """With all registers in the tables where several tiles would spill otherwise."""
     path, kind, _ = key
-    # In each of these tables several tiles would spill otherwise.
-    if found and path == "pointers" and kind != "half":
-        found = (*found, ALL_REGISTERS)
-    return found
+    return (*sizes, ALL_REGISTERS) if path == "pointers" and kind != "half" else sizes
 
 
 def has_atomic(element_bytes: int) -> bool:

@@ -26,8 +26,7 @@ from flashattn2.kernels.tiles import (
 def dkdv_kernel(
     q, k, v, grad_out, lse, delta, norm, dq, dk, dv,
     q_strides, k_strides, v_strides, grad_out_strides, dq_strides, dk_strides, dv_strides,
-    places, cu_q, cu_k,
-    scale, inner, outer, tiles, kv_heads, group, rows, seq_q, seq_k, left, right,
+    cu_q, cu_k, scale, inner, outer, tiles, kv_heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
@@ -39,7 +38,7 @@ def dkdv_kernel(
     tile, batch, kv_head, _, every = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_N, PACKED
+        tile, tiles, cu_k, seq_k, cu_q, cu_k, seq_q, seq_k, BLOCK_N, PACKED
     )
     if PACKED and first < 0:
         return
@@ -58,27 +57,16 @@ def dkdv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
-        dk_acc, dv_acc = _add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
-            grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, all_lo,
-            seq_q, seq_k, scale, inner, outer, left, right,
-            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
-            PRECISION, EXACT, ATOMIC, True,
-        )  # fmt: skip
-        dk_acc, dv_acc = _add_dkdv(
-            dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
-            grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_lo, all_hi,
-            seq_q, seq_k, scale, inner, outer, left, right,
-            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
-            PRECISION, EXACT, ATOMIC, False,
-        )  # fmt: skip
-        if LEFT:
+        # Before the queries that see all of these keys, those, and after.
+        for region in tl.static_range(3 if LEFT else 2):
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
-                grad_out_strides, dq_strides, batch, head, line, q_begin, first, all_hi, hi,
+                grad_out_strides, dq_strides, batch, head, line, q_begin, first,
+                lo if region == 0 else all_lo if region == 1 else all_hi,
+                all_lo if region == 0 else all_hi if region == 1 else hi,
                 seq_q, seq_k, scale, inner, outer, left, right,
                 D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
-                PRECISION, EXACT, ATOMIC, True,
+                PRECISION, EXACT, ATOMIC, region != 1,
             )  # fmt: skip
     part = split * (every // kv_heads) + batch
     dk_acc = dk_acc * scale

@@ -21,7 +21,7 @@ from flashattn2.kernels.tiles import (
 @triton.jit
 def dq_kernel(
     q, k, v, grad_out, lse, delta, norm, dq,
-    q_strides, k_strides, v_strides, grad_out_strides, dq_strides, places, cu_q, cu_k,
+    q_strides, k_strides, v_strides, grad_out_strides, dq_strides, cu_q, cu_k,
     scale, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -32,7 +32,7 @@ def dq_kernel(
     tile, batch, head, at, every = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+        tile, tiles, cu_q, seq_q, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
     if PACKED and first < 0:
         return
@@ -53,25 +53,15 @@ def dq_kernel(
     lo, all_lo, all_hi, hi = key_ranges(
         first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
     )
-    if LEFT:
+    for region in tl.static_range(0 if LEFT else 1, 3):
         acc = _add_dq(
             acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
-            k_begin, lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+            k_begin, lo if region == 0 else all_lo if region == 1 else all_hi,
+            all_lo if region == 0 else all_hi if region == 1 else hi,
+            first + seq_k - seq_q, seq_k, inner, outer, left, right,
             D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, region != 1,
         )  # fmt: skip
-    acc = _add_dq(
-        acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
-        k_begin, all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
-    )  # fmt: skip
-    acc = _add_dq(
-        acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
-        k_begin, all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
-    )  # fmt: skip
     part = split * (every // heads) + batch
     acc = acc * scale
     store_tile(dq, dq_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)

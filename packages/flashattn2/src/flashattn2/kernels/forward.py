@@ -30,7 +30,7 @@ from flashattn2.problem import Score
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, maxima, q_strides, k_strides, v_strides, out_strides, places, cu_q, cu_k,
+    q, k, v, out, lse, maxima, q_strides, k_strides, v_strides, out_strides, cu_q, cu_k,
     inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -41,7 +41,7 @@ def forward_kernel(
     tile, batch, head, _, every = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+        tile, tiles, cu_q, seq_q, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
     if PACKED and first < 0:
         return
@@ -56,25 +56,16 @@ def forward_kernel(
     lo, all_lo, all_hi, hi = key_ranges(
         first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
     )
-    if LEFT:
+    # Before the keys that all of these queries see, those, and after: what is on an edge is masked.
+    for region in tl.static_range(0 if LEFT else 1, 3):
         acc, maximum, total = _attend(
             acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-            lo, all_lo, first + seq_k - seq_q, seq_k, inner, outer, left, right,
+            lo if region == 0 else all_lo if region == 1 else all_hi,
+            all_lo if region == 0 else all_hi if region == 1 else hi,
+            first + seq_k - seq_q, seq_k, inner, outer, left, right,
             D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
+            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, region != 1,
         )  # fmt: skip
-    acc, maximum, total = _attend(
-        acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-        all_lo, all_hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, False,
-    )  # fmt: skip
-    acc, maximum, total = _attend(
-        acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-        all_hi, hi, first + seq_k - seq_q, seq_k, inner, outer, left, right,
-        D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-        LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, True,
-    )  # fmt: skip
 
     # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
@@ -180,7 +171,7 @@ def forward(
     )
     batch, heads, rows, dim = q.shape
     tile, splits = plan.tile, plan.splits
-    tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
+    tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_out, to_lse = out, lse
     if splits > 1:
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
@@ -191,7 +182,7 @@ def forward(
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
         maxima,
-        *(x.stride()[:3] for x in (q, k, v, to_out)), places, cu_q, cu_k,
+        *(x.stride()[:3] for x in (q, k, v, to_out)), cu_q, cu_k,
         inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
         score.left, score.right,
         D=dim, BLOCK_D=plan.block_d, DV=v_dim, BLOCK_DV=plan.block_dv,

@@ -1,7 +1,7 @@
 """From tensors to a launch: tile, splits, TMA or pointers, and where each program works.
 
-Notable: nothing here waits for the GPU.  Packed sequences are cut into tiles on the device, into as
-many places as their rows could need at most; a place that is left over ends at once.
+Notable: nothing here waits for the GPU.  Packed sequences are cut into tiles by the kernels, which
+have as many places as the rows could need at most; a program whose place is left over ends at once.
 """
 
 import functools
@@ -135,24 +135,10 @@ def like(x: Tensor, dim: int | None = None) -> Tensor:
     return room if room.stride(-1) == 1 else x.new_empty(x.shape)
 
 
-def query_tiles(q: Tensor, cu: Tensor | None, block: int) -> tuple[int, Tensor | None]:
-    """How many tiles of rows, and for packed sequences which sequence and row each starts at.
-
-    Where there are more places than tiles, the rows of the rest are -1.
-    """
-    rows = q.shape[2]
-    if cu is None:
-        return triton.cdiv(rows, block), None
-    # Every sequence may leave one tile partly filled.
-    most = rows // block + cu.shape[0] - 1
-    tiles = (cu.diff() + (block - 1)) // block
-    ends = tiles.cumsum(0, dtype=torch.int32)
-    place = torch.arange(most, device=cu.device, dtype=torch.int32)
-    sequence = torch.searchsorted(ends, place, right=True, out_int32=True)
-    inside = sequence < tiles.shape[0]
-    sequence = torch.where(inside, sequence, 0)
-    start = torch.where(inside, (place - (ends - tiles)[sequence]) * block, -1)
-    return most, torch.stack((sequence, start), dim=1).int().contiguous()
+def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
+    """Tiles of these rows; for packed sequences at most: see `flashattn2.kernels.tiles.place`."""
+    rows = x.shape[2]
+    return triton.cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
 
 
 def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:

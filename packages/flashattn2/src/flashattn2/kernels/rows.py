@@ -51,12 +51,12 @@ def norm_and_delta(
     )
     batch, heads, rows, dim = q.shape
     tile, splits = plan.tile, plan.splits
-    tiles, places = launch.query_tiles(q, cu_q, tile.block_m)
+    tiles = launch.tiles_of(q, cu_q, tile.block_m)
     inner, outer = launch.score_factors(score, True)
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, *(x.stride()[:3] for x in (q, k, v, grad_out)),
-        places, cu_q, cu_k, inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
+        cu_q, cu_k, inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
         score.left, score.right,
         D=dim, BLOCK_D=plan.block_d, DV=v.shape[-1], BLOCK_DV=plan.block_dv,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
@@ -94,7 +94,7 @@ def delta_kernel(
 @triton.jit
 def sums_kernel(
     q, k, v, grad_out, lse, p_sums, dp_sums, q_strides, k_strides, v_strides, grad_out_strides,
-    places, cu_q, cu_k, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
+    cu_q, cu_k, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
@@ -104,7 +104,7 @@ def sums_kernel(
     tile, batch, head, at, every = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+        tile, tiles, cu_q, seq_q, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
     )
     if PACKED and first < 0:
         return

@@ -31,16 +31,25 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def place(
-    tile, places, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
+    tile, tiles, cu, total, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """The tile's first row in its sequence, where that begins, and its length in queries and keys.
 
-    The first row is negative where packed sequences have no such tile.
+    ``cu`` cuts the ``total`` rows that tiles are of.  A sequence may leave a tile partly filled, so
+    that of number n begins at place ``cu[n] // BLOCK + n``: there are enough for any lengths.  The
+    first row is negative at a place that is left over.
     """
     first, q_begin, k_begin = tile * BLOCK, 0, 0
     if PACKED:
-        sequence = tl.load(places + 2 * tile)
-        first = tl.load(places + 2 * tile + 1)
+        # Sums with a number that is not known when this is compiled: so a loop may carry them.
+        sequence, end = tile * 0, tile * 0 + tiles - total // BLOCK
+        while end - sequence > 1:
+            middle = (sequence + end) // 2
+            before = tl.load(cu + middle) // BLOCK + middle <= tile
+            sequence, end = tl.where(before, middle, sequence), tl.where(before, end, middle)
+        begin = tl.load(cu + sequence)
+        first = (tile - begin // BLOCK - sequence) * BLOCK
+        first = tl.where(first < tl.load(cu + sequence + 1) - begin, first, -1)
         q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
         seq_q = tl.load(cu_q + sequence + 1) - q_begin
         seq_k = tl.load(cu_k + sequence + 1) - k_begin

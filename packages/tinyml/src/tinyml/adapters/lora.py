@@ -18,12 +18,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from tinyml.layers import (
+    Replacement,
     check_finite,
     compressed_weight,
     guarded,
+    identity,
     is_conv1d,
     is_of,
     nearest,
@@ -32,7 +33,7 @@ from tinyml.layers import (
 )
 
 
-class LoRA(nn.Module):
+class LoRA(Replacement):
     """A frozen linear layer or embedding with a trainable update of rank `rank` beside it."""
 
     def __init__(
@@ -98,15 +99,15 @@ class LoRA(nn.Module):
             return getattr(self.base, name)
         return super().__getattr__(name)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out), or indices -> (..., out) for an embedding."""
-        outputs: Tensor = self.base(inputs)
+        outputs: Tensor = self.base(input)
         if self.merged:
             return outputs
         if isinstance(self.base, nn.Embedding):
-            rows = F.embedding(inputs, self.lora_A.t(), self.base.padding_idx)
+            rows = F.embedding(input, self.lora_A.t(), self.base.padding_idx)
             return outputs + self.scaling * (rows @ self.lora_B.t())
-        low = F.linear(self.dropout(inputs), self.lora_A)
+        low = F.linear(self.dropout(input), self.lora_A)
         return outputs + self.scaling * F.linear(low, self.lora_B)
 
     @torch.no_grad()
@@ -128,8 +129,8 @@ class LoRA(nn.Module):
                 "the base weight is compressed: stored like it, the merged one would be off by "
                 f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
             )
-        if is_parametrized(self.base, "weight"):
-            raise RuntimeError("the base weight is parametrized and cannot take the update")
+        if identity(self.base) is None:
+            raise RuntimeError("the base weight is made of others and cannot take the update")
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
@@ -145,6 +146,10 @@ class LoRA(nn.Module):
             )  # where the model has moved since
             self.base.weight = before
             self._before = None
+
+    def restored(self) -> nn.Module:
+        """The base with the update in it, which is what is compressed; itself if not merged."""
+        return self.base if self.merged else self
 
     def get_extra_state(self) -> Tensor:
         """What the factors are multiplied with: alpha / r."""
@@ -229,7 +234,7 @@ def _chosen(
     stays = {module for name, module in named_modules if name in held}
     for full, module in named_modules:
         if isinstance(module, LoRA):
-            raise ValueError(f"{full or 'the model'} has an adapter already; merge it first")
+            raise ValueError(f"{full or 'the model'} has an adapter already; a layer takes one")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if full and module not in stays and is_of(module, kinds) and (targets is None or matching):
             found[module] = None

@@ -26,7 +26,10 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
     "trainable_token_indices": None, "target_parameters": None, "layer_replication": None,
+    "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
+    "arrow_config": None, "kasa_config": None, "monteclora_config": None,
 }  # fmt: skip
+_LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
@@ -50,8 +53,8 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": alpha,
-        "rank_pattern": {n: a.rank for n, a in adapters.items() if a.rank != first.rank},
-        "alpha_pattern": {n: a for n, a in alphas.items() if a != alpha},
+        "rank_pattern": _pattern({n: a.rank for n, a in adapters.items()}, first.rank),
+        "alpha_pattern": _pattern(alphas, alpha),
         "lora_dropout": first.dropout.p,
         "target_modules": sorted(adapters),
         "fan_in_fan_out": any(is_conv1d(adapter.base) for adapter in adapters.values()),
@@ -79,6 +82,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     for key, plain in _REFUSED.items():
         if (config.get(key) or plain) != plain:
             raise ValueError(f"{folder} has {key}={config[key]!r}, which is not supported")
+    if (start := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
+        raise ValueError(
+            f"{folder} has init_lora_weights={start!r}, which changes the base; let peft write it "
+            "as a plain adapter (path_initial_model_for_weight_conversion)"
+        )
     stored = load_file(folder / _WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in stored.items():
@@ -123,6 +131,16 @@ def _adapter(name: str, base: nn.Module, pair: dict[str, Tensor], config: dict[s
                 )
             own.copy_(given)
     return adapter
+
+
+def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """Entries that `_of_pattern` finds the values by.
+
+    A name that is the end of another one's fits that too: the longer one stands before it.
+    """
+    own = [name for name, value in values.items() if value != usual]
+    named = {name for name in values if _of_pattern(name, dict.fromkeys(own, True), False)}
+    return {name: values[name] for name in sorted(named, key=len, reverse=True)}
 
 
 def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:

@@ -7,8 +7,9 @@ exact while no partial sum can pass 2^24.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ class Int8Filters(Exact):
     def __init__(self, codes: Tensor, geometry: Geometry) -> None:
         super().__init__(codes)
         self.geometry = geometry
+        self._parts: list[slice] | None = None
+
+    @property
+    def parts(self) -> list[slice]:
+        """Input channels whose sums are exact in float32."""
+        if self._parts is None:
+            self._parts = _parts(self.codes)
+        return self._parts
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Those of this file."""
@@ -39,10 +48,11 @@ class Int8Filters(Exact):
         return count, *inputs.shape[1:], len(self.codes)
 
     def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
-        """Two images of the ends, and two where every sum is the largest."""
+        """Images of the ends, where every sum is the largest, and of large sums that are odd."""
         codes = ends(self.codes, -127, 127, 0)
         codes[: len(codes) // 2] = 127
-        trials = [ends(inputs[:2], -128, 127, 1), torch.full_like(inputs[:2], -128)]
+        few = inputs[:2]
+        trials = [ends(few, -128, 127, 1), torch.full_like(few, -128), ends(few, 126, 127, 2)]
         return Int8Filters(codes, self.geometry), trials
 
     def padded(self, images: Tensor, fill: int) -> Tensor:
@@ -62,24 +72,34 @@ def float64(filters: Int8Filters, images: Tensor) -> Tensor:
 
 def _float32(filters: Int8Filters, images: Tensor) -> Tensor:
     """Float32, over as many input channels at a time as are exact."""
-    g = filters.geometry
-    last = torch.channels_last
-    parts = filters.keep("float32", lambda: _parts(filters.codes))
-    if len(parts) > 1 and g.groups > 1:
-        raise RuntimeError("the channels of a group are too many for float32")
-    total: Tensor | None = None
-    for first, weight in parts:
-        inputs = images if len(parts) == 1 else images[:, first : first + weight.shape[1]]
+    g, last = filters.geometry, torch.channels_last
+    if g.groups > 1 < len(filters.parts):  # a part of each group is not one of the images
+        return float64(filters, images)
+
+    def weights() -> list[Tensor]:
+        whole = filters.codes.float().contiguous(memory_format=last)
+        return [whole[:, part] for part in filters.parts]
+
+    def part(inputs: Tensor, weight: Tensor) -> Tensor:
         floats = inputs.to(torch.float32, memory_format=last)
-        sums = F.conv2d(floats, weight, None, g.stride, 0, g.dilation, g.groups)
-        if len(parts) == 1:
-            return sums
-        total = sums.double() if total is None else total.add_(sums)
-    assert total is not None
-    return total
+        return F.conv2d(floats, weight, None, g.stride, 0, g.dilation, g.groups)
+
+    return _added(filters, images, filters.keep("float32", weights), part)
 
 
-def _parts(codes: Tensor) -> list[tuple[int, Tensor]]:
+def _added(
+    filters: Int8Filters, images: Tensor, weights: Sequence[Any],
+    product: Callable[[Tensor, Any], Tensor],
+) -> Tensor:  # fmt: skip
+    """The sum of a product of each part of the channels, each exact in float32."""
+    if len(weights) == 1:
+        return product(images, weights[0])
+    sums = (product(images[:, part], w) for part, w in zip(filters.parts, weights, strict=True))
+    return functools.reduce(lambda total, each: total.add_(each), sums, next(sums).double())
+
+
+def _parts(codes: Tensor) -> list[slice]:
+    """The input channels, cut so that no sum over a part can pass 2^24."""
     sums = codes.short().abs().sum((2, 3), dtype=torch.int64)  # (out, in)
     edges, total = [0], torch.zeros(len(codes), dtype=torch.int64)
     for channel, column in enumerate(sums.unbind(1)):
@@ -87,8 +107,7 @@ def _parts(codes: Tensor) -> list[tuple[int, Tensor]]:
             edges.append(channel)
             total = torch.zeros_like(total)
         total = total + column
-    weights = codes.float().contiguous(memory_format=torch.channels_last)
-    return [(a, weights[:, a:b]) for a, b in itertools.pairwise([*edges, codes.shape[1]])]
+    return [slice(a, b) for a, b in itertools.pairwise([*edges, codes.shape[1]])]
 
 
 def _int8_patches(filters: Int8Filters, images: Tensor) -> Tensor:
@@ -110,25 +129,34 @@ def _int8_patches(filters: Int8Filters, images: Tensor) -> Tensor:
 
 
 def _int8_library(filters: Int8Filters, images: Tensor) -> Tensor:
-    """oneDNN's convolution, which takes unsigned inputs: the codes moved up by 128."""
+    """oneDNN's convolution, which takes unsigned inputs: the codes moved up by 128.
+
+    Its sums are int32 and come out as float32, so they are parts too.
+    """
     g = filters.geometry
-    out, shape = len(filters.codes), list(images.shape)
+    if g.groups > 1 < len(filters.parts):
+        return float64(filters, images)
+    ones, zeros = torch.ones(len(filters.codes)), torch.zeros(len(filters.codes), dtype=torch.int64)
     operators: Any = torch.ops.onednn
 
-    def pack() -> tuple[Tensor, Tensor, Tensor]:
-        ones = torch.ones(out)
-        packed = operators.qconv_prepack(
-            filters.codes, ones, 1.0, 128, list(g.stride), [0, 0], list(g.dilation), g.groups, shape
-        )
-        return packed, ones, torch.zeros(out, dtype=torch.int64)
+    def packed(part: slice) -> Tensor:
+        codes, (n, _, *size) = filters.codes[:, part].contiguous(), images.shape
+        made: Tensor = operators.qconv_prepack(
+            codes, ones, 1.0, 128, list(g.stride), [0, 0], list(g.dilation), g.groups,
+            [n, codes.shape[1] * g.groups, *size],
+        )  # fmt: skip
+        return made
 
-    packed, ones, zeros = filters.keep("int8 library", pack)
-    moved = images.view(torch.uint8).bitwise_xor(128).contiguous(memory_format=torch.channels_last)
-    sums: Tensor = operators.qconv2d_pointwise(
-        moved, 1.0, 128, packed, ones, zeros, None, list(g.stride), [0, 0], list(g.dilation),
-        g.groups, 1.0, 0, torch.float32, "none", [], "",
-    )  # fmt: skip
-    return sums
+    def part(moved: Tensor, weight: Tensor) -> Tensor:
+        sums: Tensor = operators.qconv2d_pointwise(
+            moved.contiguous(memory_format=torch.channels_last), 1.0, 128, weight, ones, zeros,
+            None, list(g.stride), [0, 0], list(g.dilation), g.groups, 1.0, 0, torch.float32,
+            "none", [], "",
+        )  # fmt: skip
+        return sums
+
+    weights = filters.keep("int8 library", lambda: [packed(part) for part in filters.parts])
+    return _added(filters, images.view(torch.uint8).bitwise_xor(128), weights, part)
 
 
 WAYS: dict[str, Callable[[Int8Filters, Tensor], Tensor]] = {

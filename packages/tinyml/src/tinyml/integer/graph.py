@@ -134,7 +134,9 @@ class _Walk:
         options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
         if not values:
             return node.target(*arguments, **options)  # type: ignore[operator]
-        name = operator_name(node)
+        name, made = operator_name(node), node.meta.get("val")
+        if isinstance(made, Tensor) and not made.is_floating_point():
+            raise self._unknown(node, f"it makes {made.dtype}, which is rounded otherwise")
         make = getattr(self, f"_{_SAME.get(name, name)}", None)
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
         if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
@@ -213,7 +215,8 @@ class _Walk:
         """A number, or one for each channel, as one for each channel."""
         value = torch.as_tensor(constant, dtype=torch.float64)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
-        if len(shape) != len(x.shape) or any(n > 1 for i, n in enumerate(shape) if i != 1):
+        fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
+        if not fits or any(n > 1 for i, n in enumerate(shape) if i != 1):
             raise self._unknown(node, "a constant that is not one number for each channel")
         return value.reshape(-1).expand(x.shape[1])
 
@@ -237,8 +240,8 @@ class _Walk:
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
-            if len(a.shape) != len(b.shape) or tuple(node.meta["val"].shape) != a.shape:
-                a, b = b, a
+            if len(a.shape) != len(b.shape):
+                raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ in their number")
             return self._step("gate", node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
         if _several(constant):

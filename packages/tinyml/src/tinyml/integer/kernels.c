@@ -1,5 +1,5 @@
-/* A right shift of a negative number is the compiler's choice in C99; this is the floor. */
 static int64_t floor_shift(int64_t value, int shift) {
+    /* A right shift of a negative number is the compiler's choice in C99; this is the floor. */
     return value >= 0 ? value >> shift : -((-value + ((int64_t)1 << shift) - 1) >> shift);
 }
 static int8_t requantized(int64_t value, int shift, int zero, int high) {

@@ -201,7 +201,7 @@ class IntegerCat(Mixed):
 
 
 class IntegerGate(Mixed):
-    """Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s, the second broadcast to the first."""
+    """Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s, of two values that may broadcast."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """int8 values."""

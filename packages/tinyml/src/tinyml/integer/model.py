@@ -134,6 +134,7 @@ def calibrated(
     if not values.numel():
         raise ValueError("the batches hold no inputs to calibrate on")
     steps = trace(model, values)
+    values = values if values.is_floating_point() else values.float()  # bytes of an image, say
     made: dict[Step, Tensor] = {steps[0]: values}
     scales: dict[Step, Scale] = {}
     last = {source: step for step in steps for source in step.sources}
@@ -177,6 +178,6 @@ def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
     if step.kind == "table":
         codes = torch.arange(-128, 128)
         values = step.run((codes - before[0].zero) * before[0].scale)
-        return made_of.IntegerTable(after.codes(values))
+        return made_of.IntegerTable(after.codes(values.reshape(-1)))
     assert step.geometry is not None
     return made_of.IntegerPool(step.geometry, step.kind == "largest", before[0])

@@ -24,6 +24,12 @@ from tinyml.integer import layers as made_of
 from tinyml.integer.model import IntegerModel
 
 _ALIGN = 16
+# Beside the words of kernels.c.
+_TAKEN = (
+    "main arena input output memcpy memmove fread fwrite stdin stdout auto break case char "
+    "continue default do double enum extern float goto inline long register restrict short signed "
+    "sizeof struct switch typedef union unsigned volatile while"
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,13 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     if not isinstance(model, IntegerModel):
         raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
     kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
-    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or name in [
-        "main", "arena", "input", "output", *re.findall(r"\w+", kernels)
-    ]:  # fmt: skip
+    taken = {*_TAKEN.split(), *re.findall(r"\w+", kernels)}
+    array = r"(weight|bias|multiplier|shift|table)_\d+"
+    if (
+        not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII)
+        or name in taken
+        or re.fullmatch(array, name)
+    ):
         raise ValueError(f"{name!r} is no name of a C function, or one that the program uses")
     sizes = [math.prod(shape) for shape in model.shapes]
     places, arena = _places(model, sizes)
@@ -72,7 +82,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        kernels,
+        _called(kernels, "\n".join(body)),
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
@@ -94,6 +104,17 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#endif",
     ]
     return CProgram("\n".join(lines) + "\n", arrays.bytes, arena)
+
+
+def _called(kernels: str, body: str) -> str:
+    """The functions of `kernels` that the body calls, or one of them; another one is a warning."""
+    kept: list[str] = []
+    for function in reversed(re.split(r"(?m)^(?=static )", kernels)):
+        name = re.search(r"\w+(?=\()", function)
+        if name and re.search(rf"\b{name[0]}\(", body):
+            kept.insert(0, function)
+            body += function
+    return "".join(kept)
 
 
 class _Arrays:
@@ -152,15 +173,19 @@ def _layer(
     if isinstance(layer, made_of.IntegerReshape):
         return [f"memmove({out}, {inputs[0]}, {math.prod(after)});"]
     assert isinstance(layer, made_of.Mixed)
-    centered = [f"(({i})[{{}}] - ({zero}))" for i, zero in zip(inputs, layer.zeros, strict=True)]
+    index = ["i"] * len(inputs)
+    if isinstance(layer, made_of.IntegerGate):
+        index = [_broadcast(after, shape) for shape in before]
+    centered = [
+        f"(({name})[{i}] - ({zero}))"
+        for name, i, zero in zip(inputs, index, layer.zeros, strict=True)
+    ]
     factors = layer.multiplier.tolist()
     if isinstance(layer, made_of.IntegerGate):
-        first, second = centered
-        index = _broadcast(before[0], before[1])
-        term = f"(int64_t){first.format('i')} * {second.format(index)} * {factors[0]}"
+        term = f"(int64_t){' * '.join(centered)} * {factors[0]}"
         return [_each(math.prod(after), out, term, layer)]
     pairs = zip(centered, factors, strict=True)
-    terms = [f"(int64_t){value.format('i')} * ({factor})" for value, factor in pairs]
+    terms = [f"(int64_t){value} * ({factor})" for value, factor in pairs]
     if isinstance(layer, made_of.IntegerSum):
         return [_each(math.prod(after), out, " + ".join(terms), layer)]
     counts = [math.prod(shape) for shape in before]
@@ -177,6 +202,8 @@ def _each(count: int, out: str, term: str, layer: made_of.Mixed) -> str:
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
     """The index in a value of shape `second` that belongs to index i of shape `first`."""
+    if first == second:
+        return "i"
     terms, inner, stride = [], 1, 1
     for a, b in zip(reversed(first), reversed(second), strict=True):
         if b != 1:

@@ -153,6 +153,8 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
     if isinstance(old, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(layer, key, tensor)
+    if hasattr(layer, "num_features"):
+        layer.num_features = len(tensor)
     if key != "weight":
         return
     first, second, *_ = (*tensor.shape, 0)
@@ -166,14 +168,12 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
         if layer.groups > 1:
             layer.groups = first * layer.groups // layer.out_channels
         layer.out_channels, layer.in_channels = first, second * layer.groups
-    elif hasattr(layer, "num_features"):
-        layer.num_features = first
 
 
 def _rewrite(module: nn.Module, was: int, now: int) -> None:
     """A number of heads, or the size of a part, that a module keeps as an attribute."""
     for key, value in vars(module).items():
-        if type(value) is int and value == was and not key.endswith(("dim", "hidden_size")):
+        if type(value) is int and value == was and not key.endswith(("dim", "dims", "hidden_size")):
             setattr(module, key, now)
 
 
@@ -186,7 +186,7 @@ def _checked(small: nn.Module, zeroed: nn.Module, inputs: tuple[Any, ...]) -> nn
                     least = 1e-3 if torch.finfo(exact.dtype).bits > 16 else 0.1
                     if not (ours - exact).norm() <= least * exact.norm() + 1e-6:
                         raise RuntimeError("the outputs are not those of the model with zeros")
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(
             f"{type(small).__name__} has a size written into its forward ({error}); "
             "take it from the tensor's shape"
@@ -195,8 +195,9 @@ def _checked(small: nn.Module, zeroed: nn.Module, inputs: tuple[Any, ...]) -> nn
 
 
 def _dense_copy(model: nn.Module) -> nn.Module:
+    model = dense_copy(model)
     if any(isinstance(module, LoRA) for module in model.modules()):
         raise ValueError(
             "the model has adapters, whose rank would change; merge them, or prune first"
         )
-    return dense_copy(model)
+    return model

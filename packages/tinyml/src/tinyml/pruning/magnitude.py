@@ -159,11 +159,12 @@ def input_norms(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor
     squares: dict[str, Tensor] = {}
 
     def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            flat = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Tensor]) -> None:
+            first = (*inputs, *options.values())[0]
+            flat = first.reshape(-1, first.shape[-1]).float()
             squares[name] = squares.get(name, 0) + flat.square().sum(0)
 
-        return layer.register_forward_pre_hook(hook)
+        return layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     handles = [watch(name, layer) for name, layer in layers_of(model, (nn.Linear,)).items()]
     try:

@@ -84,14 +84,18 @@ def visit_in_step(
     done: set[str] = set()
     running: list[_Batch] = []
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
             if name not in done:
-                next(batch for batch in running if batch.is_running()).pause(name, inputs[0])
+                first = (*inputs, *options.values())[0]
+                next(batch for batch in running if batch.is_running()).pause(name, first)
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    handles = [
+        layer.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
     order: dict[str, None] = {}
     try:
         for batch in batches:

@@ -42,10 +42,10 @@ class Int4Linear(FastestLinear):
         return dense.t() if self.transposed else dense
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        alone = inputs.numel() and self._way(inputs) == _ALONE
-        return self._weights_alone(inputs) if alone else self._anew(inputs)
+        alone = input.numel() and self._way(input) == _ALONE
+        return self._weights_alone(input) if alone else self._anew(input)
 
     def ways(self, inputs: Tensor) -> dict[str, Callable[[], Tensor]]:
         """The kernel, a dense weight made anew, and one that is kept, which is only compared."""

@@ -166,10 +166,9 @@ class Int8Linear(FastestLinear):
         return (dense if self.divide is None else dense / self.divide).to(self.dtype)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        if self.divide is not None:
-            inputs = inputs / self.divide
+        inputs = input if self.divide is None else input / self.divide
         way = "int8"
         if self.may_stay_float and inputs.numel():
             way = choose(self.times(inputs))
@@ -235,9 +234,9 @@ class Int8Embedding(Replacement):
         """An nn.Embedding, no longer tied."""
         return nn.Embedding.from_pretrained(self.weight.to(self.table.dtype), freeze=False)
 
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(...) -> (..., width)."""
-        rows = self.table.weight_codes[indices] * self.table.scale[indices][..., None]
+        rows = self.table.weight_codes[input] * self.table.scale[input][..., None]
         return rows.to(self.table.dtype)
 
 
@@ -256,7 +255,9 @@ def with_int8_linears(
     linears = [
         module
         for name, module in model.named_modules()
-        if name not in held and (type(module) is nn.Linear or is_linear_alike(module))
+        if name not in held
+        and (type(module) is nn.Linear or is_linear_alike(module))
+        and identity(module) is not None  # a weight that is made of others is not in its layer
     ]
     if not linears:
         raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")

@@ -91,6 +91,8 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
+_MOST = 2**15  # codes are int16
+_MOST_BY_SUMMARY = 256  # its table has (4 k)^2 numbers
 _ALL_OF_THEM = 1024  # so many distinct values are clustered as they are, more by a summary
 
 
@@ -101,12 +103,12 @@ def kmeans(
     """Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is the
-    optimum, or else the means of about 1024 intervals. Returns the centroids (min(k, distinct
-    values), ascending, float64) and, for each value, the number of its centroid (int16, shaped as
-    `values`).
+    optimum, or else the means of about 1024 intervals. Above 256 clusters the start is the means of
+    as many values each. Returns the centroids (min(k, distinct values), ascending, float64) and,
+    for each value, the number of its centroid (int16, shaped as `values`).
     """
-    if k < 1:
-        raise ValueError(f"{k} clusters; give 1 or more")
+    if not 1 <= k <= _MOST:
+        raise ValueError(f"{k} clusters; give 1 to {_MOST:,}")
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("k-means needs values, all finite; this tensor has none or has nan or inf")
     # Half precision fits in float32, where sorting takes half the time.
@@ -123,11 +125,14 @@ def kmeans(
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
     if init is not None:
-        centroids = init.to(sums)
+        centroids = init.to(sums).sort().values
     elif distinct is not None and counts is not None:
         centroids = best_intervals(distinct, counts, k)
-    else:
+    elif k <= _MOST_BY_SUMMARY:
         centroids = best_intervals(*_summary(ordered, sums, max(512, 2 * k)), k)
+    else:
+        even = torch.arange(k + 1, device=ordered.device) * ordered.numel() // k
+        centroids = sums[even].diff() / even.diff()
     edges = None
     for _ in range(max_iterations):
         inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)

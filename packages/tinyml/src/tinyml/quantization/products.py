@@ -137,9 +137,9 @@ class Exact:
 
     def keep(self, way: str, make: Callable[[], Any]) -> Any:
         """What `way` makes of the codes, once."""
-        if way not in self._kept:
-            self._kept[way] = make()
-        return self._kept[way]
+        if (kept := self._kept.get(way)) is None:
+            kept = self._kept[way] = make()
+        return kept
 
 
 def ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:

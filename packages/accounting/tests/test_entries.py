@@ -1,0 +1,351 @@
+"""Every public entry, found by looking, with every argument replaced by what it cannot be."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import accounting
+import pytest
+import torch
+from accounting import (
+    HARDWARE,
+    MLA,
+    PRECISIONS,
+    Experts,
+    Plan,
+    Transformer,
+    Window,
+    Workload,
+    kv_cache,
+    training_memory,
+)
+from accounting.cli.main import main
+from accounting.memory.activations import head_activations
+from accounting.time.goodput import LLAMA3_405B
+
+MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
+RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
+PEAK: dict[str, Any] = {"devices": 2, "peak_flops": 1e12}
+# What each entry takes; a new one is missed by the first test below.
+TAKES: dict[str, dict[str, Any]] = {
+    "cli.questions.amount": {"text": "1T"},
+    "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
+    "cli.questions.read_model": {"text": "layers=2,d_model=8,heads=2,vocab_size=9"},
+    "cli.questions.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
+    "flops.flops": RUN | {"phase": "training", "attention": "full", "recompute": "none"},
+    "flops.hfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8, "flash": True} | PEAK,
+    "flops.mfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8} | PEAK,
+    "flops.pairs": {"model": MODEL, "seq": 8, "attention": "causal"},
+    "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
+    "hardware.find": {"hardware": "H100"},
+    "kv_cache.kv_cache": RUN | {"dtype": "int8", "scale_block": 8, "tensor": 2},
+    "kv_cache.kv_entries": RUN,
+    "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
+    "memory.activations.head_activations": {
+        **{"model": MODEL, "tokens": 8, "precision": "fp32", "tensor": 1},
+        **{"fused_norm": True, "loss_chunks": 2},
+    },
+    "memory.ledger.fits": {
+        **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
+        "rounding": 512,
+    },
+    "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True, "checkpointed": False},
+    "memory.peak.tensor_bytes": {"dtype": "fp32"},
+    "memory.timeline.memory_timeline": RUN | {"plan": Plan(), "stage": 0},
+    "memory.training.model_states": {
+        **{"count": 9, "data": 2, "zero": 1, "precision": "fp32", "offload": False}
+    },
+    "memory.training.training_memory": RUN
+    | {"plan": Plan(), "stage": 0, "lora_rank": 2, "lora_targets": ("query",), "loss_chunks": 2},
+    "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
+    "parameters.parameters": {"model": MODEL, "active": True},
+    "parameters.soft_prompt_parameters": {"model": MODEL, "tokens": 3},
+    "precision.bytes_of": {"dtype": "fp8"},
+    "precision.recipe": {"precision": "fp32"},
+    "search.answer.plan_for": {
+        **{"model": MODEL, "gpus": 2, "hardware": "H100", "tokens": 1e6, "seq": 8, "batch": 2},
+        **{"memory_bytes": 1e9, "usd_per_hour": 2.0, "precision": "megatron_bf16", "tensor": 2},
+    },
+    "search.plans.fewest_devices": {
+        **{"model": MODEL, "memory_bytes": 1e9, "batch": 1, "seq": 8, "zero": 3, "most": 8},
+        **{"activation_bytes": 1.0, "sharded_activations": 0.5, "precision": "fp32"},
+    },
+    "search.plans.plans_that_fit": RUN
+    | {"hardware": "H100", "devices": 2, "most": 2, "share_of_memory": 0.9, "efficiency": 0.5},
+    "search.plans.smallest_machine": RUN | {"hardware": "H100", "most": 2},
+    "time.communication.communication": RUN
+    | {"plan": Plan(data=2), "weights": "bf16", "algorithm": "ring", "stage": 0},
+    "time.goodput.best_interval_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
+    "time.goodput.goodput": {"run": LLAMA3_405B, "interval_hours": 1.0},
+    "time.goodput.young_daly_hours": {"checkpoint_hours": 0.1, "hours_between_failures": 9.0},
+    "time.measure.measured": {"device": "cpu", "widths": (1,), "dtypes": (), "seconds": 1e-9},
+    "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "hardware": "TPU v5p", "fsdp_axes": 1},
+    "time.mesh.compute_bound_batch": {
+        **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "hardware": "TPU v5p", "comms": "summed"}
+    },
+    "time.published.predicted": {"seconds": 1.0},
+    "time.roofline.intensity": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
+    "time.roofline.matmul": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
+    "time.roofline.plot": {"operations": (), "hardware": "H100", "dtype": "fp16"},
+    "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
+    "time.step.bucket_overhead_seconds": {
+        **{"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5, "num_buckets": 3}
+    },
+    "time.step.group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
+    "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
+    "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100", "efficiency": 0.5},
+}
+# Steps on the way, of which no reader of the documents is told.
+INSIDE = {
+    *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
+    *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
+    *("time.efficiency", "time.offload", "workload"),
+    *("parameters.by_part", "memory.training.device_parameters", "memory.training.one_layer"),
+    *("memory.training.one_block", "memory.training.alone", "memory.training.times"),
+    *(
+        "search.answer.no_room",
+        "search.answer.layout",
+        "memory.activations.flying_gradients",
+        "time.measure.rate",
+        "fermi.as_range",
+    ),
+    *("time.published.ratios", "time.published.modeled", "time.published.learned"),
+    *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
+}
+# Labels, texts that are read by rules of their own, and what stands in for a record.
+FREE = {("cli.questions.amount", "text"), ("cli.questions.read_model", "text")}
+
+
+def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every function of every module but benches, by its module and its name."""
+    for module in pkgutil.walk_packages(accounting.__path__, "accounting."):
+        path = module.name.removeprefix("accounting.")
+        if path in ("__main__", "bench", "plain") or path in INSIDE:
+            continue
+        content = vars(importlib.import_module(module.name))
+        for name, found in content.items():
+            own = inspect.isfunction(found) and found.__module__ == module.name
+            if own and not name.startswith("_") and f"{path}.{name}" not in INSIDE:
+                yield f"{path}.{name}", found
+
+
+FUNCTIONS = dict(functions())
+FERMI = {
+    name: {
+        parameter.name: 2 if parameter.annotation == "int" else 2.0
+        for parameter in inspect.signature(found).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    }
+    for name, found in FUNCTIONS.items()
+    if name.startswith("fermi.")
+}
+ENTRIES = TAKES | FERMI
+RECORDS: dict[type, dict[str, Any]] = {
+    Transformer: {"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100, "tied": False},
+    Plan: {f.name: getattr(Plan(), f.name) for f in dataclasses.fields(Plan)},
+    Workload: dict(vars(Workload(batch=1, seq=8))),
+    MLA: {"kv_rank": 8, "rope_head_dim": 4, "q_rank": 2, "index_heads": 0},
+    Experts: {"count": 4, "per_token": 2, "width": 8, "shared": 0, "shared_gate": False},
+    Window: {"size": 4, "layers": (0,)},
+    type(PRECISIONS["fp32"]): dict(vars(PRECISIONS["fp32"])),
+    type(LLAMA3_405B): dict(vars(LLAMA3_405B)),
+    type(HARDWARE["H100"]): vars(HARDWARE["H100"]) | {"power_watts": 700.0},
+    type(HARDWARE["H100"].network): dict(vars(HARDWARE["H100"].network)),
+}
+# Zero is a count, a rate or a time there.
+MAY_BE_ZERO = {
+    *("batch", "stage", "lora_rank", "scale_block", "count", "zero", "usd_per_hour", "tp"),
+    *("activation_bytes", "sharded_activations", "latency", "failures_per_device_hour"),
+    *("restart_hours", "usd_per_device_hour", "heads", "vocab_size", "devices", "data", "seq"),
+    *("q_rank", "index_heads", "width", "shared", "moment_block", "power_watts", "pod"),
+    *("torus_axes",),
+}
+
+
+def wrong(name: str, value: object, *, optional: bool) -> list[object]:
+    """What cannot stand where that value does."""
+    nothing = [] if optional else [None]
+    if isinstance(value, bool):
+        return [1, "yes", 0.0, *nothing]
+    if isinstance(value, int):
+        zero = [] if name in MAY_BE_ZERO else [0]
+        return [-1, 2.5, float("nan"), float("inf"), True, "8", [], *zero, *nothing]
+    if isinstance(value, float):
+        zero = [] if name in MAY_BE_ZERO else [0.0]
+        return [-1.0, float("nan"), float("-inf"), 10**400, True, "8", [], *zero, *nothing]
+    if isinstance(value, str):
+        return [3, "no such thing", [], *nothing]
+    if isinstance(value, tuple):
+        return ["abc", 3, (-1,), (2.5,), ("no such thing",)]
+    return ["no such thing", 3, {}]
+
+
+def test_no_entry_is_forgotten() -> None:
+    assert FUNCTIONS.keys() == ENTRIES.keys()
+    public = {name for name in accounting.__all__ if inspect.isfunction(getattr(accounting, name))}
+    assert public <= {name.rpartition(".")[2] for name in ENTRIES}
+    for name in accounting.__all__:
+        found = getattr(accounting, name)
+        if dataclasses.is_dataclass(found) and found is not accounting.Breakdown:
+            assert found in RECORDS
+
+
+def refused(call: Callable[..., object], given: dict[str, Any], name: str, bad: object) -> None:
+    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
+        call(**given | {name: bad})
+    # It says which, or (a hardware that is no number) what was given; never Python's own words.
+    message = str(caught.value)
+    assert name in message or repr(bad) in message or str(bad) in message, message
+    assert not any(word in message for word in ("NoneType", "unsupported operand", "has no attri"))
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_every_argument_of_every_entry_is_checked_where_it_enters(entry: str) -> None:
+    call, given = FUNCTIONS[entry], ENTRIES[entry]
+    call(**given)
+    parameters = inspect.signature(call).parameters
+    for name, value in given.items():
+        if (entry, name) in FREE:
+            continue
+        default = parameters[name].default if name in parameters else ""
+        for bad in wrong(name, value, optional=default is None or name == "plan"):
+            refused(call, given, name, bad)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_keyword_that_is_misspelled_is_answered_with_the_nearest(entry: str) -> None:
+    call, given = FUNCTIONS[entry], ENTRIES[entry]
+    named = inspect.signature(call).parameters.values()
+    name = max((p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)), key=len)
+    for misspelled in (name[:2] + name[3:], name + "s", name[0] + name[2] + name[1] + name[3:]):
+        if misspelled in inspect.signature(call).parameters or len(name) < 4:
+            continue
+        with pytest.raises(TypeError, match=f"'{misspelled}' is no .*did you mean '"):
+            call(**given, **{misspelled: 1})
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_every_field_of_every_record_is_checked(record: type) -> None:
+    given = RECORDS[record]
+    made = record(**given)
+    for field in dataclasses.fields(record):
+        if field.name in ("name", "source", "products") or field.name not in given:
+            continue
+        value = given[field.name]
+        for bad in wrong(field.name, value, optional="None" in str(field.type)):
+            refused(record, given, field.name, bad)
+    with pytest.raises(TypeError, match=r"is no field of .*did you mean"):
+        dataclasses.replace(made, **{max(given, key=len)[:-1]: 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan MODEL --gpsu 8", "--gpsu is no option of .* did you mean '--gpus'"),
+        ("plan MODEL --gpus 8 --hardwre H100", "did you mean '--hardware'"),
+        ("serve MODEL --cach int8", "did you mean '--cache'"),
+        ("diff MODEL MODEL --sek 8", "did you mean '--seq'"),
+        ("MODEL --schdule gpipe", "did you mean '--schedule'"),
+        ("plna MODEL --gpus 8", "did you mean 'plan'"),
+        ("plan MODEL --gpus 8 --recompute ful", "did you mean 'full'"),
+        ("plan MODEL --gpus 8 --hardware H10", "did you mean 'H100'"),
+        ("plan MODEL --gpus 8 --tokens -1", "tokens is -1"),
+        ("plan MODEL --gpus 8 --tokens nan", "tokens is nan"),
+        ("plan MODEL --gpus 0", "gpus is 0; it must be at least 1"),
+        ("plan MODEL --gpus 8 --seq 0", "seq is 0"),
+        ("plan MODEL --gpus 8 --memory -1", "memory_bytes is -1"),
+        ("plan MODEL --gpus 8 --price nan", "usd_per_hour is nan"),
+        ("plan MODEL --gpus 8 --tp 3", "tensor = 3 does not divide"),
+        ("serve MODEL --seq 0", "seq is 0"),
+        ("serve MODEL --gpus -1", "gpus is -1"),
+        ("serve MODEL --weights bf61", "did you mean 'bf16'"),
+        ("diff MODEL MODEL --seq -1", "seq is -1"),
+        ("MODEL --batch -1", "batch is -1"),
+        ("MODEL --loss-chunks 0", "loss_chunks is 0"),
+        ("MODEL --efficiency 2", "efficiency is 2"),
+        ("layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "did you mean 'kv_heads'"),
+        ("layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "did you mean 'size'"),
+    ],
+)
+def test_every_word_of_the_command_line_is_checked(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "layers=4,d_model=64,heads=8,vocab_size=100"
+    assert main(words.replace("MODEL", model).split()) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert re.search(message, shown.err), shown.err
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Window(size=4, layers=()), r"window.layers is \(\); give window=None"),
+        (lambda: Experts(count=2, per_token=1, layers=()), "experts.layers is"),
+        (lambda: _shape(window=Window(size=4), attention_layers=()), "window has no layer with"),
+        (lambda: _shape(window=Window(size=4, layers=(9,))), r"window.layers names layer 9"),
+        (lambda: Window(size=4, layers="01"), "window.layers is '01'"),
+        (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "an index needs all four"),
+        (lambda: _memory(lora_rank=65), "lora_rank is 65; query of attention is 64 x 64"),
+        (lambda: _memory(lora_targets=("query",)), "with lora_rank=0; give a rank"),
+        (lambda: _memory(lora_rank=2, lora_targets=()), "it must list names"),
+        (lambda: _memory(lora_rank=2, lora_targets="query"), "it must list names"),
+        (lambda: _memory(lora_rank=2, lora_targets=("quer",)), "did you mean 'query'"),
+        (lambda: _memory(loss_chunks=17), "loss_chunks is 17; a micro-batch here has 16 tokens"),
+        (lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2), "has 1 tok"),
+        (lambda: _shape(qk_norm=1), "qk_norm is 1"),
+        (lambda: _shape(heads=0, attention_layers=(1,)), "heads is 0, and attention_layers"),
+        (
+            lambda: accounting.flops(_shape(causal=False), seq=4, phase="decode"),
+            "is an encoder, which makes no tokens",
+        ),
+    ],
+)
+def test_edges_that_make_no_sense_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def _shape(**more: Any) -> Transformer:
+    return Transformer(**{"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100} | more)
+
+
+def _memory(**more: Any) -> object:
+    return training_memory(**RUN, **more)
+
+
+def test_low_rank_updates_are_of_every_matrix_of_that_name() -> None:
+    # Dense layers, experts and the shared expert each have a gate.
+    model = _shape(
+        d_ff=32, experts=Experts(count=3, per_token=1, width=16, shared=8, layers=(1, 2))
+    )
+    found = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
+    count = 2 * 2 * (64 + 32) + 2 * 3 * 2 * (64 + 16)
+    assert found["adapters/weights"].total == 4 * count
+
+
+def test_a_short_block_of_a_quantized_cache_has_a_scale_too() -> None:
+    model = Transformer(layers=3, d_model=20, heads=2, vocab_size=0)
+    # A token has 20 keys in each layer: two blocks of 16, of which the second holds 4.
+    found = kv_cache(model, seq=5, dtype="int8", scale_block=16)
+    assert found.total == 2 * 3 * 5 * (20 + 2 * 4)
+    assert isinstance(found.total, int)
+
+
+def test_what_cannot_be_served_says_so_with_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+    large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
+    assert main(["serve", large, "--hardware", "H100", "--seq", "8192"]) == 1
+    text = capsys.readouterr().out
+    # 141 GB of weights, and 72 GB that a device has for them.
+    assert "DOES NOT FIT: 131.4 GiB of weights and 2.5 GiB of one sequence's cache" in text
+    assert "; 2 of them have room" in text
+    assert main(["serve", large, "--hardware", "H100", "--seq", "8192", "--gpus", "2"]) == 0
+    assert "NOT FIT" not in capsys.readouterr().out
+
+
+def test_an_encoder_keeps_no_cache() -> None:
+    assert kv_cache(_shape(causal=False, lm_head=False), seq=100).total == 0

@@ -1,0 +1,269 @@
+"""A machine of Python for the Gluon kernel, since nothing else here can run it.
+
+`Machine` executes the kernel's own functions line by line: torch does their arithmetic, a thread
+stands for each partition of warps, and barriers count phases as Hopper's do.  What each partition
+asks of barriers and shared memory, in order, is its trace: see `gluon_schedules.py`.
+"""
+
+import math
+import threading
+from types import FunctionType, SimpleNamespace
+
+import torch
+from flashattn2.gluon import forward as kernel
+from flashattn2.kernels import tiles
+from gluon_schedules import after
+
+# What the kernel allocates, in this order.
+NAMES = ("q", "k", "v", "q_ready", "k_ready", "k_free", "v_ready", "v_free")
+PATIENCE_SECONDS = 60.0
+# As they were before a machine stands in the kernel's place.
+KERNEL, BELOW = dict(vars(kernel)), dict(vars(tiles))
+
+
+class Machine:
+    """Runs programs of `forward_kernel`; stands in its place, launched in the same way."""
+
+    def __init__(self):
+        self.programs = []
+
+    def __getitem__(self, grid):
+        def launch(*args, num_warps, enable_fp_fusion, **flags):
+            assert num_warps == 4
+            for index in range(grid[0]):
+                self.programs.append(Program(index, grid[0], args, flags))
+
+        return launch
+
+
+class Program:
+    """One program of the grid: the traces of its partitions, and what each barrier counts to."""
+
+    def __init__(self, index, programs, args, flags):
+        self.lock = threading.Condition()
+        self.here = threading.local()
+        self.arrivals, self.barriers, self.contents, self.traces = {}, {}, {}, []
+        self.names = iter(NAMES)
+        names = ("q", "k", "v", "out")
+        tensors = [Descriptor(x, name) for x, name in zip(args[:4], names, strict=True)]
+        lse = Pointer(args[4].view(-1), 0)
+        run = functions(self.language(index, programs))["forward_kernel"]
+        run(*tensors, lse, *args[5:], **flags)
+
+    def language(self, index, programs):
+        """What the kernel means by the names that it imports."""
+
+        def both(of_tensors, of_numbers):
+            return lambda a, b: (of_tensors if torch.is_tensor(a) else of_numbers)(a, b)
+
+        gl = SimpleNamespace(
+            program_id=lambda _: index, num_programs=lambda _: programs,
+            minimum=both(torch.minimum, min), maximum=both(torch.maximum, max),
+            cdiv=lambda a, b: -(-a // b), cast=lambda x, _: x, where=torch.where,
+            exp2=torch.exp2, log2=torch.log2,
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
+            full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
+            arange=lambda lo, hi, _: torch.arange(lo, hi), convert_layout=lambda x, _: x,
+            static_range=range, float32=torch.float32, int64="barrier",
+            SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+            NVMMADistributedLayout=lambda *_: None,
+            allocate_shared_memory=self.allocate, warp_specialize=self.warp_specialize,
+            store=lambda pointer, value, mask: pointer.store(value, mask),
+        )  # fmt: skip
+        gl.mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: None, init=self.init, wait=self.wait, arrive=self.arrive,
+            expect=self.expect,
+        )  # fmt: skip
+        gl.tma = SimpleNamespace(store_wait=lambda _: self.note("sent"))
+        gl.load_tile, gl.store_tile = self.load, self.send
+        gl.warpgroup_mma, gl.warpgroup_mma_wait = self.mma, self.mma_wait
+        gl.fence_async_shared = lambda: self.note("fence")
+        return gl
+
+    def allocate(self, dtype, shape, _):
+        name = next(self.names)
+        if dtype == "barrier":
+            return Barrier((name,))
+        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), (name,))
+
+    def warp_specialize(self, partitions, warps, registers):
+        assert [*warps] == [4, 1]
+        assert all(r % 8 == 0 for r in registers)
+        self.traces = [[] for _ in partitions]
+        self.failures = []
+        threads = [
+            threading.Thread(target=self.work, args=(i, *partition), daemon=True)
+            for i, partition in enumerate(partitions)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failures:
+            raise self.failures[0]
+
+    def work(self, which, function, args):
+        self.here.trace, self.here.groups = self.traces[which], []
+        try:
+            # Grad mode is each thread's own.
+            with torch.no_grad():
+                function(*args)
+        except Exception as error:
+            self.failures.append(error)
+
+    def note(self, *operation):
+        # Before the partitions start there is one thread and nothing to race with.
+        if hasattr(self.here, "trace"):
+            self.here.trace.append(operation)
+
+    def init(self, barrier, count):
+        self.arrivals[barrier.name] = count
+        self.barriers[barrier.name] = [0, count, 0]
+
+    def expect(self, barrier, size):
+        self.note("expect", barrier.name, size)
+        self.change(barrier, -1, size)
+
+    def arrive(self, barrier, count):
+        self.note("arrive", barrier.name, count)
+        self.change(barrier, -count, 0)
+
+    def change(self, barrier, arrivals, size):
+        with self.lock:
+            state = self.barriers[barrier.name]
+            self.barriers[barrier.name] = after(
+                (state[0], state[1] + arrivals, state[2] + size), self.arrivals[barrier.name]
+            )
+            self.lock.notify_all()
+
+    def wait(self, barrier, parity):
+        self.note("wait", barrier.name, parity)
+        with self.lock:
+            passed = self.lock.wait_for(
+                lambda: self.barriers[barrier.name][0] != parity or self.failures, PATIENCE_SECONDS
+            )
+        if self.failures or not passed:
+            raise RuntimeError(f"nobody ends the phase of {barrier.name}")
+
+    def load(self, source, at, barrier, target):
+        content = (source.name, *at)
+        self.note("load", barrier.name, target.name, content, source.block_type.nbytes)
+        target.data.copy_(source.read(at))
+        self.contents[target.name] = content
+        self.change(barrier, 0, -source.block_type.nbytes)
+
+    def send(self, target, at, source):
+        self.note("send", source.name)
+        target.write(at, source.data)
+
+    def mma(self, a, b, acc, use_acc=True, is_async=False):
+        assert is_async
+        reads = [x for x in (a, b) if isinstance(x, Shared)]
+        self.note("mma", tuple((x.name, self.contents.get(x.name)) for x in reads))
+        product = Product(a, b, acc if use_acc else None)
+        self.here.groups.append(product)
+        return product
+
+    def mma_wait(self, left, deps):
+        """Operands are read as late as they may be."""
+        self.note("retire", left)
+        groups = self.here.groups
+        while len(groups) > left:
+            groups.pop(0).compute()
+        values = [x.value if isinstance(x, Product) else x for x in deps]
+        assert all(x is not None for x in values), "a product is read before it was waited for"
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+class Product:
+    """A matrix product that was ordered."""
+
+    def __init__(self, a, b, acc):
+        self.operands, self.value = (a, b, acc), None
+
+    def compute(self):
+        a, b, acc = self.operands
+        a, b = (x.data if isinstance(x, Shared) else x for x in (a, b))
+        self.value = a.float() @ b.float() + (0.0 if acc is None else acc)
+
+
+class Barrier:
+    """A name: its phase is the program's."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def index(self, i):
+        return Barrier((*self.name, i))
+
+
+class Shared:
+    """A piece of shared memory, by whatever view."""
+
+    def __init__(self, program, data, name):
+        self.program, self.data, self.name, self.dtype = program, data, name, data.dtype
+
+    def index(self, i):
+        return Shared(self.program, self.data[i], (*self.name, i))
+
+    def reshape(self, shape):
+        return Shared(self.program, self.data.view(*shape), self.name)
+
+    def permute(self, order):
+        return Shared(self.program, self.data.permute(*order), self.name)
+
+    def store(self, value):
+        self.program.note("write", self.name)
+        self.data.copy_(value)
+
+
+class Descriptor:
+    """What TMA makes of one: tiles with zeros outside, of which nothing is written."""
+
+    def __init__(self, given, name):
+        self.base = given.base.as_strided(given.shape, given.strides)
+        self.block, self.name, self.dtype = given.block_shape, name, given.base.dtype
+        self.layout = None
+        size = math.prod(self.block) * given.base.element_size()
+        self.block_type = SimpleNamespace(nbytes=size)
+
+    def inside(self, at):
+        assert at[3] == 0
+        assert all(0 <= i < n for i, n in zip(at[:2], self.base.shape, strict=False))
+        return self.base[at[0], at[1], at[2] : at[2] + self.block[2]]
+
+    def read(self, at):
+        tile = torch.zeros(self.block, dtype=self.dtype)
+        rows = self.inside(at)
+        tile[0, 0, : len(rows)] = rows
+        return tile
+
+    def write(self, at, tile):
+        rows = self.inside(at)
+        rows.copy_(tile[0, 0, : len(rows)])
+
+
+class Pointer:
+    """Into a tensor, at one offset or many."""
+
+    def __init__(self, base, offset):
+        self.base, self.offset = base, offset
+
+    def __add__(self, more):
+        return Pointer(self.base, self.offset + more)
+
+    def store(self, value, mask):
+        self.base[self.offset[mask]] = value[mask]
+
+
+def functions(language):
+    """The kernel's functions, with another language below them."""
+    shared, names = {**BELOW, "tl": language}, {**KERNEL, **vars(language), "gl": language}
+    for space in (shared, names):
+        for name, value in space.items():
+            # A function compiled by Triton, or one that would be interpreted.
+            if isinstance(getattr(value, "fn", None), FunctionType):
+                fn = value.fn
+                home = names if fn.__module__ == kernel.__name__ else shared
+                space[name] = FunctionType(fn.__code__, home, name, fn.__defaults__)
+    return names

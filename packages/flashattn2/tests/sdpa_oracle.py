@@ -1,0 +1,76 @@
+"""torch's own tests of its attention, with torch's function or with ours in its place, on a CPU.
+
+Not collected by itself: `test_torch_sdpa` runs it in a process of its own, with ORACLE (torch or
+flashattn2), ORACLE_FOLDER and TORCH_SDPA_TESTS (the file test/test_transformers.py) set.
+
+Ours stands in for every call that it takes: those without a mask and dropout, of dense tensors on
+the CPU, and not those that a test makes of torch's own arithmetic to compare with.
+"""
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flashattn2 import sdpa
+from torch.testing._internal import common_device_type as device_types
+
+FILE = Path(os.environ["TORCH_SDPA_TESTS"])
+# Of these, what runs on a CPU; the others are of GPUs.
+CLASSES = (
+    "TestTransformers",
+    "TestSDPA",
+    "TestSDPACpuOnly",
+    "TestSDPAFailureModes",
+    "TestAttnBias",
+)
+torchs, judged, calls = F.scaled_dot_product_attention, set(), 0
+
+
+def attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """Ours where it applies, else torch's."""
+    global calls
+    given = (query, key, value)
+    dense = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_nested for x in given)
+    reference = not torch._C._get_flash_sdp_enabled()
+    if attn_mask is not None or dropout_p or not dense or reference:
+        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                      enable_gqa=enable_gqa)  # fmt: skip
+    calls += 1
+    return sdpa(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
+
+
+@pytest.fixture(autouse=True)
+def count(request):
+    before = calls
+    yield
+    if calls > before:
+        judged.add(request.node.name)
+        (Path(os.environ["ORACLE_FOLDER"]) / "judged.txt").write_text("\n".join(sorted(judged)))
+
+
+if os.environ["ORACLE"] == "flashattn2":
+    F.scaled_dot_product_attention = attention
+
+module = ModuleType("theirs")
+sys.modules["theirs"] = module
+instantiate = device_types.instantiate_device_type_tests
+
+
+def on_the_cpu(case, scope, *_, **__):
+    if case.__name__ in CLASSES:
+        instantiate(case, scope, only_for="cpu")
+    else:
+        del scope[case.__name__]
+
+
+device_types.instantiate_device_type_tests = on_the_cpu
+exec(compile(FILE.read_text(), FILE, "exec"), vars(module))
+for name, case in vars(module).items():
+    if name.startswith("Test") and isinstance(case, type):
+        globals()[name] = case

@@ -1,0 +1,206 @@
+"""A judge that nobody here wrote: flash-attention's own tests of its Python interface, on a CPU.
+
+FLASH_ATTN_TESTS names their file, tests/test_flash_attn.py of a checkout.  It is read with the CPU
+in place of the GPU and with the functions below in place of that package's, which pass each call on
+to ours.  Of each test's combinations a hundred thousand are too many: some are drawn.
+"""
+
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+
+FILE = os.environ.get("FLASH_ATTN_TESTS")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(FILE is None, reason="FLASH_ATTN_TESTS names no test_flash_attn.py"),
+]
+
+THEIRS = (
+    "qkvpacked", "varlen_qkvpacked", "output", "varlen_output", "causal", "varlen_causal",
+    "splitkv", "kvcache", "race_condition", "bwd_overflow", "bwd_transpose", "bwd_varlen_overflow",
+    "deterministic", "varlen_deterministic", "kvcache_paged_block_table_bounds",
+)  # fmt: skip
+# Tests of what lies below their Python interface.
+PRIVATE = ("varlen_paged_kv_num_splits", "generator_arg_must_be_none")
+# What flashattn2 refuses or does not have: dropout, biases, rotary embeddings, keys that start late
+# and pages of packed sequences.  A test with one of these is drawn with the value that is ours.
+OURS = {"dropout_p": 0.0, "alibi": False, "rotary_fraction": 0.0, "has_leftpad": False}
+# A repetition shows on a GPU what depends on the order of its programs.
+SUBSTITUTES = {'"cuda"': '"cpu"', "range(250)": "range(2)", "range(50)": "range(2)"}
+
+
+def options(scale, causal, window, softcap, deterministic=True):
+    left, right = (None if int(side) < 0 else int(side) for side in window)
+    return {
+        "scale": scale, "is_causal": causal, "window": (left, right), "softcap": softcap or None,
+        "deterministic": deterministic,
+    }  # fmt: skip
+
+
+def interface(backend):
+    """Their functions, `(batch, seq, heads, dim)`, on ours."""
+
+    def dense(
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+        softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    ):  # fmt: skip
+        assert not dropout_p
+        assert alibi_slopes is None
+        out, lse = flash_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), return_lse=True, backend=backend,
+            **options(softmax_scale, causal, window_size, softcap, deterministic),
+        )  # fmt: skip
+        out = out.transpose(1, 2)
+        return (out, lse, None) if return_attn_probs else out
+
+    def varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        assert not dropout_p
+        assert alibi_slopes is block_table is None
+        out, lse = flash_attention_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, backend=backend,
+            **options(softmax_scale, causal, window_size, softcap, deterministic),
+        )  # fmt: skip
+        return (out, lse, None) if return_attn_probs else out
+
+    def cached(
+        q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+        cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, rotary_interleaved=True,
+        alibi_slopes=None, num_splits=0,
+    ):  # fmt: skip
+        assert rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is None
+        given = options(softmax_scale, causal, window_size, softcap)
+        del given["deterministic"]
+        try:
+            out = flash_attention_with_kvcache(
+                *(x if x is None else x.transpose(1, 2) for x in (q, k_cache, v_cache, k, v)),
+                cache_seqlens=cache_seqlens, block_table=block_table, backend=backend, **given,
+            )  # fmt: skip
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
+        return out.transpose(1, 2)
+
+    return {
+        "flash_attn_func": dense,
+        "flash_attn_kvpacked_func": lambda q, kv, *a, **o: dense(q, *kv.unbind(2), *a, **o),
+        "flash_attn_qkvpacked_func": lambda qkv, *a, **o: dense(*qkv.unbind(2), *a, **o),
+        "flash_attn_varlen_func": varlen,
+        "flash_attn_varlen_kvpacked_func": lambda q, kv, *a, **o: varlen(q, *kv.unbind(1), *a, **o),
+        "flash_attn_varlen_qkvpacked_func": lambda qkv, cu, most, *a, **o: varlen(
+            *qkv.unbind(1), cu, cu, most, most, *a, **o
+        ),
+        "flash_attn_with_kvcache": cached,
+    }
+
+
+def unpad_input(x, mask):
+    """The rows that a mask `(batch, seq)` keeps, where they were, and each sequence's bounds."""
+    lengths = mask.sum(1, dtype=torch.int32)
+    kept = mask.flatten().nonzero().flatten()
+    bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return x.flatten(0, 1)[kept], kept, bounds, int(lengths.max()), lengths
+
+
+def pad_input(x, kept, batch, seq):
+    return x.new_zeros(batch * seq, *x.shape[1:]).index_copy(0, kept, x).unflatten(0, (batch, seq))
+
+
+def theirs(backend="auto"):
+    """Their file's names, its functions on ours."""
+    pytest.importorskip("einops", reason="flash-attention's tests use einops")
+    names = {
+        "flash_attn": interface(backend),
+        "flash_attn.bert_padding": {"pad_input": pad_input, "unpad_input": unpad_input},
+        "flash_attn.flash_attn_interface": {
+            "_get_block_size_n": None, "USE_TRITON_ROCM": False, "flash_attn_gpu": None,
+        },
+        "flash_attn.layers": {},
+        "flash_attn.layers.rotary": {"apply_rotary_emb": None},
+    }  # fmt: skip
+    modules = {}
+    for name, attributes in names.items():
+        modules[name] = ModuleType(name)
+        vars(modules[name]).update(attributes)
+    text = Path(FILE).read_text()
+    for written, meant in SUBSTITUTES.items():
+        assert written in text
+        text = text.replace(written, meant)
+    gpu = SimpleNamespace(total_memory=2**40)
+    found = {"__name__": "theirs"}
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+    ):
+        exec(compile(text, FILE, "exec"), found)
+    found["torch"] = SimpleNamespace(
+        **{name: getattr(torch, name) for name in dir(torch) if name != "cuda"},
+        cuda=SimpleNamespace(get_device_properties=lambda _: gpu),
+    )
+    return found
+
+
+def drawn(test, count, largest):
+    """So many of a test's combinations, those that are ours and no larger."""
+    marks = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+    draw, cases = random.Random(test.__name__), []
+    for _ in range(20000):
+        case = {}
+        for names, values in marks:
+            split = [name.strip() for name in names.split(",")]
+            value = draw.choice(values)
+            case |= dict(zip(split, value if len(split) > 1 else [value], strict=True))
+        case |= {name: value for name, value in OURS.items() if name in case}
+        if test.__name__ == "test_flash_attn_varlen_causal":
+            case["paged_kv_block_size"] = None
+        sides = [case[name] for name in ("seqlen", "seqlen_q", "seqlen_k") if name in case]
+        if len(sides) == 1:
+            sides *= 2
+        if math.prod(sides) * case.get("d", 64) <= largest and case not in cases:
+            cases.append(case)
+        if len(cases) == count:
+            break
+    return cases
+
+
+def run(backend, name, count, largest, may=lambda case: True):
+    test = theirs(backend)[f"test_flash_attn_{name}"]
+    cases = [case for case in drawn(test, count, largest) if may(case)]
+    assert cases
+    ran = 0
+    for case in cases:
+        try:
+            test(**case)
+            ran += 1
+        except pytest.skip.Exception:
+            pass
+        except BaseException as error:
+            error.add_note(f"{name}: {case}")
+            raise
+    assert ran >= len(cases) / 3
+
+
+def test_every_test_of_theirs_is_run_or_named():
+    names = {name.removeprefix("test_flash_attn_") for name in theirs() if name.startswith("test_")}
+    assert names == {*THEIRS, *PRIVATE}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_their_tests_pass_on_a_cpu(name):
+    run("auto", name, 15, 2**23)
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if name != "race_condition"])
+def test_their_tests_pass_on_the_kernels_in_the_interpreter(interpreter, name):
+    run("triton", name, 3, 2**20, lambda case: case.get("d", 64) % 8 == 0)

@@ -1,0 +1,132 @@
+"""A judge that nobody here wrote: torch's FlexAttention, in the cases that its own tests have.
+
+It has no backward on a CPU: output and log-sum-exp are compared.  What it is asked for is written
+in its own way, a function of two positions, with nothing of ours in between.
+"""
+
+import pytest
+import torch
+from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    # It says that it is slow unless it is compiled.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def band(left, right, shift):
+    def seen(b, h, i, j):
+        position = i + shift
+        return (j >= position - left) & (j <= position + right)
+
+    return seen
+
+
+def judged(q, k, v, *, softcap=None, mask=None, **options):
+    """Its output and log-sum-exp."""
+    block_mask = None
+    if mask is not None:
+        block_mask = create_block_mask(
+            mask, None, None, q.shape[2], k.shape[2], device="cpu", BLOCK_SIZE=32
+        )
+
+    def cap(score, b, h, i, j):
+        return softcap * torch.tanh(score / softcap)
+
+    return flex_attention(
+        q, k, v, score_mod=cap if softcap else None, block_mask=block_mask,
+        enable_gqa=q.shape[1] != k.shape[1], return_lse=True, **options,
+    )  # fmt: skip
+
+
+def same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("seq", [(128, 128), (100, 100), (64, 200), (31, 277), (1, 130)])
+@pytest.mark.parametrize("dims", [(64, 64), (16, 32)])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (20, 0)}, {"window": (13, 40)}, {"softcap": 3.0},
+     {"causal": True, "softcap": 3.0, "scale": 0.3}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_it_computes_the_same(heads, seq, dims, strided, options, backend):
+    q_shape, k_shape = (2, heads[0], seq[0], dims[0]), (2, heads[1], seq[1], dims[0])
+    made = q_shape, k_shape, (*k_shape[:3], dims[1])
+    if strided:
+        q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for b, h, s, d in made)
+    else:
+        q, k, v = (torch.randn(shape) for shape in made)
+    shift = seq[1] - seq[0]
+    options = dict(options)
+    causal, window = options.pop("causal", False), options.pop("window", None)
+    mask = band(10**6, 0, shift) if causal else band(*window, shift) if window else None
+    ours = flash_attention(
+        q, k, v, is_causal=causal, window=window, return_lse=True, backend=backend, **options
+    )
+    same(ours, judged(q, k, v, mask=mask, **options))
+
+
+def test_packed_sequences_are_its_documents():
+    lengths = torch.tensor([17, 1, 64, 46])
+    document = torch.repeat_interleave(torch.arange(4), lengths)
+    q, k, v = (torch.randn(1, 4, 128, 32) for _ in "qkv")
+
+    def together(b, h, i, j):
+        return document[i] == document[j]
+
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    for causal in (False, True):
+        ours, lse = flash_attention_varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), cu, cu, is_causal=causal, return_lse=True
+        )
+        mask = and_masks(together, band(10**6, 0, 0)) if causal else together
+        same((ours.transpose(0, 1)[None], lse[None]), judged(q, k, v, mask=mask))
+
+
+def test_rows_that_see_no_key():
+    q, k, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 25, 16), torch.randn(1, 2, 25, 16)
+    ours = flash_attention(q, k, v, is_causal=True, return_lse=True)
+    same(ours, judged(q, k, v, mask=band(10**6, 0, -15)))
+
+
+def test_a_paged_cache_is_its_own():
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
+    lengths, page = [70, 33, 128], 16
+    pages = sum(-(-n // page) for n in lengths)
+    q = torch.randn(3, 4, 1, 16)
+    k, v = torch.randn(3, 2, 128, 16), torch.randn(3, 2, 128, 16)
+    cache = PagedAttention(pages + 4, page, 3, device="cpu")
+    for b, n in enumerate(lengths):
+        cache.reserve(torch.tensor(b), torch.tensor(n))
+    flat_k, flat_v = (torch.zeros(1, 2, (pages + 4) * page, 16) for _ in "kv")
+    for b, n in enumerate(lengths):
+        cache.assign(
+            torch.tensor([b]), torch.arange(n)[None], k[b : b + 1, :, :n], v[b : b + 1, :, :n],
+            flat_k, flat_v,
+        )  # fmt: skip
+    # Theirs is one row of pages, ours a tensor of them.
+    ours_k, ours_v = (
+        x[0].unflatten(1, (pages + 4, page)).transpose(0, 1) for x in (flat_k, flat_v)
+    )
+    table = cache.page_table[:, : 128 // page].int()
+    out = flash_attention_with_kvcache(
+        q, ours_k, ours_v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32), block_table=table
+    )
+    counts = torch.tensor(lengths)
+
+    def filled(b, h, i, j):
+        return j < counts[b]
+
+    block_mask = create_block_mask(filled, 3, None, 1, 128, device="cpu", BLOCK_SIZE=page)
+    moved = cache.convert_logical_block_mask(block_mask)
+    theirs = flex_attention(q, flat_k, flat_v, block_mask=moved, enable_gqa=True)
+    torch.testing.assert_close(out, theirs, atol=2e-5, rtol=2e-5)

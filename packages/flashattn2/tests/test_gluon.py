@@ -1,0 +1,296 @@
+"""The Gluon kernel: its lines run in Python, its schedules explored, its code compiled."""
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from against_float64 import assert_as_good_as_plain
+from flashattn2 import (
+    attention_reference,
+    dispatch,
+    explain,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+)
+from flashattn2.gluon import forward
+from gluon_machine import Machine
+from gluon_schedules import explore
+from triton.experimental.gluon import language as gl
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
+    found = Machine()
+    monkeypatch.setattr(forward, "forward_kernel", found)
+    monkeypatch.setattr(dispatch, "_why_no_gluon_on", lambda _: None)
+    return found
+
+
+def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=1):
+    q = torch.randn(batch, heads, seq_q, dim, dtype=dtype)
+    k, v = (torch.randn(batch, kv_heads, seq_k, dim, dtype=dtype) for _ in "kv")
+    return q, k, v
+
+
+def errors(q, k, v, **options):
+    """The largest errors of output and log-sum-exp, ours and those of plain float32 scores."""
+    wide = [x.double() for x in (q, k, v)]
+    exact, exact_lse = attention_reference(*wide, return_lse=True, **options)
+    out, lse = flash_attention(q, k, v, return_lse=True, backend="gluon", **options)
+    assert out.dtype == q.dtype
+    assert lse.dtype == torch.float32
+    blind = exact_lse == -math.inf
+    assert torch.equal(lse == -math.inf, blind)
+    assert not out[blind].any()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=2e-5)
+    return (out - exact).abs().max().item(), exact
+
+
+BANDS = {
+    "all": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (70, 20)},
+    "left": {"window": (150, None)},
+    "ahead": {"window": (None, 40)},
+    "narrow": {"window": (3, 0), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("lengths", [(129, 400), (300, 129), (1, 257)], ids=str)
+@pytest.mark.parametrize("band", BANDS)
+def test_its_lines_are_attention(machine, band, lengths):
+    """Against float64: half a unit in the last place of P and of the output."""
+    for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
+        ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
+        assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100))
+def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def side():
+        return draw.choice([None, 0, 1, 127, 128, draw.randint(0, 50), draw.randint(0, 400)])
+
+    dtype, kv_heads = draw.choice([torch.bfloat16, torch.float16]), draw.choice([1, 2])
+    inputs = tensors(
+        draw.choice([1, 64, 128, draw.randint(1, 300)]),
+        draw.choice([1, 128, 256, draw.randint(1, 600)]),
+        draw.choice([64, 128]), dtype, kv_heads * draw.choice([1, 3]), kv_heads,
+        draw.choice([1, 2]),
+    )  # fmt: skip
+    window, scale = draw.choice([None, (side(), side())]), draw.choice([None, 0.3])
+    ours, exact = errors(*inputs, is_causal=draw.random() < 0.4, window=window, scale=scale)
+    assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_it_is_as_good_as_plain_with_the_backward_pass_behind_it(machine, interpreter):
+    def run(*args, **options):
+        return flash_attention(*args, backend="gluon", **options)
+
+    assert_as_good_as_plain(run, tensors(20, 140, 64), is_causal=True)
+
+
+def test_any_strides_and_one_head_dimension(machine):
+    q, k, v = tensors(70, 130, 64, heads=4, kv_heads=2, batch=2)
+    expected = flash_attention(q, k, v, backend="gluon")
+    gaps = torch.zeros(2, 130, 2, 71, dtype=k.dtype).transpose(1, 2)[..., 3:67]
+    gaps.copy_(k)
+    assert torch.equal(flash_attention(q, gaps, v, backend="gluon"), expected)
+    beside = v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(flash_attention(q, k, beside, backend="gluon"), expected)
+    one = (x[:, 0] for x in (q, k, v))
+    assert torch.equal(flash_attention(*one, backend="gluon"), expected[:, 0])
+    repeated = k[:, :1].expand(-1, 2, -1, -1)
+    assert torch.equal(
+        flash_attention(q, repeated, v, backend="gluon"),
+        flash_attention(q, repeated.clone(), v, backend="gluon"),
+    )
+
+
+def test_nothing_is_read_or_left_where_nothing_is(machine):
+    for shape, keys in (((0, 2, 5, 64), 5), ((1, 2, 0, 64), 5), ((1, 2, 5, 64), 0)):
+        q, k = (torch.randn(*shape[:2], n, 64).bfloat16() for n in (shape[2], keys))
+        out, lse = flash_attention(q, k, k, return_lse=True, backend="gluon")
+        assert out.shape == q.shape
+        assert not out.any()
+        assert (lse == -math.inf).all()
+    assert not machine.programs
+
+
+def one_program(machine, dim, tiles):
+    """That walks over so many tiles of keys."""
+    q, k, v = tensors(128, 128 * tiles, dim, heads=1)
+    flash_attention(q, k, v, backend="gluon")
+    (program,) = machine.programs
+    machine.programs.clear()
+    return program
+
+
+@pytest.mark.parametrize(
+    "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
+)
+def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, dim):
+    """Up to where each barrier has come back to the parity it began with."""
+    states = [
+        explore(program.traces, program.arrivals)
+        for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
+        for program in [one_program(machine, dim, tiles)]
+    ]
+    assert states == sorted(states)
+    assert states[-1] > 5_000
+
+
+def faults(traces):
+    """What one wrong line of the kernel would make of the traces, and what is wrong with it."""
+
+    def is_at(op, kind, barrier):
+        return op[0] == kind and (barrier is None or op[1][0] == barrier)
+
+    def earlier(trace, kind, barrier):
+        """Each before what stands before it."""
+        trace = list(trace)
+        for i in range(1, len(trace)):
+            if is_at(trace[i], kind, barrier):
+                trace[i - 1 : i + 1] = trace[i], trace[i - 1]
+        return trace
+
+    changes = {
+        "is missing": lambda op: [],
+        "is there twice": lambda op: [op, op],
+        "is for the other phase": lambda op: [(*op[:2], op[2] ^ 1)],
+        "is for half of the bytes": lambda op: [(*op[:2], op[2] // 2)],
+        "is too early": None,
+    }
+    of_kind = {
+        "wait": ("is missing", "is for the other phase"),
+        "arrive": ("is missing", "is there twice", "is too early"),
+        "expect": ("is missing", "is there twice", "is for half of the bytes"),
+        "fence": ("is missing",),
+        "sent": ("is missing",),
+    }
+    for who, trace in enumerate(traces):
+        places = {(op[0], op[1][0] if len(op) > 1 else None) for op in trace if op[0] in of_kind}
+        for kind, barrier in sorted(places, key=str):
+            for fault in of_kind[kind]:
+                change = changes[fault]
+                if change is None:
+                    wrong = earlier(trace, kind, barrier)
+                else:
+                    made = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
+                    wrong = [op for ops in made for op in ops]
+                yield (
+                    f"{kind} {barrier} of {who} {fault}",
+                    [*traces[:who], wrong, *traces[who + 1 :]],
+                )
+
+
+def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
+    program = one_program(machine, 128, forward.TILES[128].stages + 2)
+    planted = dict(faults(program.traces))
+    assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
+    for fault, traces in planted.items():
+        with pytest.raises(RuntimeError):
+            print(fault, explore(traces, program.arrivals))
+
+
+def compiled(jobs):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_gluon.py")], input=json.dumps(jobs),
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+ALL = [
+    {"dim": dim, "dtype": dtype, "left": left, "right": right}
+    for dim in (64, 128)
+    for dtype in ("bf16", "fp16")
+    for left in (False, True)
+    for right in (False, True)
+]
+# A launch compiles in what is 1, and knows what 16 divides.
+ALL.append({**ALL[-1], "shape": [1, 1, 1, 1, 77], "side": 1})
+ALL.append({**ALL[-1], "shape": [16, 16, 1, 4096, 4096], "side": 0})
+SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
+
+
+@pytest.mark.parametrize(
+    "jobs", [SAMPLE, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["sample", "exhaustive"]
+)
+def test_compiled_it_spills_nothing_and_multiplies_under_the_softmax(jobs):
+    for result in compiled(jobs):
+        assert result["stack_bytes"] == 0, result
+        assert result["local"] == 0, result
+        # 384 threads of 168 registers fill a multiprocessor's 65,536.
+        assert result["registers"] <= 168, result
+        assert result["hand_over"].count(240) >= 2, result
+        assert result["stages"] >= 2
+        assert result["shared_bytes"] <= 227 * 1024, result
+        assert result["work"] == pytest.approx(1.0, abs=0.02), result
+        assert result["widths"] == sorted({128, result["dim"]}), result
+        # One product of two may still run: there and in ptxas's own code.
+        assert result["waits"] == [0, 1], result
+        assert result["waits_in_machine_code"] == [0, 1], result
+        # One exponential for each score that a thread has, and one for each of its two rows.
+        assert len(result["under_products"]) == forward.CONSUMERS * (3 if result["left"] else 2)
+        assert min(result["under_products"]) >= 66, result
+        # ptxas says so where it waits for each product after all.
+        assert "C75" not in result["warnings"], result
+        assert result["unguarded_arrivals"] == [], result
+        order = ["write", "fence", "meet", "copy", "wait"]
+        assert result["stores"] == [order] * forward.CONSUMERS, result
+        assert result["tma_loads"] > 0, result
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"softcap": 2.0}, "it has no softcap"),
+        ({"return_max_logits": True}, "it does not keep the largest scores"),
+        ({"dim": 80}, "it is for head dims 64 and 128, the values' too, not 80 and 80"),
+        ({"dtype": torch.float32}, "it is for bfloat16 and float16, not torch.float32"),
+        ({"split_size": 64}, "split_size 64 is for the Triton kernels"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_with_the_reason(machine, change, reason):
+    change = dict(change)
+    x = torch.randn(1, 1, 4, change.pop("dim", 64), dtype=change.pop("dtype", torch.bfloat16))
+    with pytest.raises(ValueError, match=reason):
+        flash_attention(x, x, x, backend="gluon", **change)
+
+
+def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch):
+    x = torch.randn(1, 1, 4, 64).bfloat16()
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    flat = x[0].transpose(0, 1)
+    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+        flash_attention_varlen(flat, flat, flat, cu, cu, backend="gluon")
+    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+        flash_attention_with_kvcache(x, x, x, cache_seqlens=4, backend="gluon")
+    assert explain(x, x, x).backend == "aten"
+    explanation = explain(x, x, x, backend="gluon")
+    assert explanation.backend == "gluon"
+    assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "dkdv", "dq"]
+    assert "128 queries by 128 keys" in explanation.tiles[0]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"GPUs of compute capability 9\.0; got cpu"):
+        flash_attention(x, x, x, backend="gluon")
+
+
+def test_a_tile_s_layout_is_that_of_tma_and_wgmma():
+    for dtype in (torch.bfloat16, torch.float16):
+        assert forward.layout(dtype) == gl.NVMMASharedLayout(128, 16, rank=4)

@@ -1,0 +1,61 @@
+"""A judge that nobody here wrote: torch's own tests of its attention, on `sdpa` in its place.
+
+TORCH_SDPA_TESTS names their file, test/test_transformers.py of a checkout of torch's repository.
+What passes there with torch's function passes with ours.
+"""
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILE = os.environ.get("TORCH_SDPA_TESTS")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(FILE is None, reason="TORCH_SDPA_TESTS names no test_transformers.py"),
+]
+# What differs, with what the test then says, and why.
+DIFFERS = {}
+
+
+def outcomes(who, folder):
+    """The names of the tests that pass, what the others say, and which of them asked ours."""
+    folder = folder / who
+    folder.mkdir()
+    report = folder / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    # Two thousand with masks, which are torch's on either side, are left out.
+    command += ["-k", "not (mask_vs_math or fused_sdp_choice or set_attn_mask_True)"]
+    command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
+    environment = os.environ | {
+        "ORACLE": who,
+        "ORACLE_FOLDER": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
+    said = subprocess.run(
+        [*command, str(HERE / "sdpa_oracle.py")], env=environment, cwd=folder,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert report.exists(), said.stdout[-3000:] + said.stderr[-3000:]
+    passed, failed = set(), {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        said = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if said:
+            failed[case.get("name")] = said[0].text or said[0].get("message")
+        else:
+            passed.add(case.get("name"))
+    judged = folder / "judged.txt"
+    return passed, failed, set(judged.read_text().split("\n")) if judged.exists() else set()
+
+
+def test_what_passes_with_torchs_function_passes_with_ours(tmp_path):
+    theirs, _, _ = outcomes("torch", tmp_path)
+    ours, failed, judged = outcomes("flashattn2", tmp_path)
+    assert len(theirs & judged) >= 20, sorted(judged)
+    for name in theirs - ours:
+        assert name in DIFFERS, (name, failed[name][-3000:])
+        assert DIFFERS[name] in failed[name], name

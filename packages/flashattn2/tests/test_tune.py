@@ -1,0 +1,87 @@
+"""The tuner without a GPU: what it may take, what it prefers, and that it writes the tables."""
+
+import json
+from importlib.resources import files
+
+import pytest
+import tune
+from flashattn2.kernels import configs
+
+ENTRY = ("tma", "half", "forward"), 64, False
+
+
+def made(job, **facts):
+    """What a compiler might have said."""
+    return {
+        **job, "registers": 168, "stack_bytes": 0, "shared_bytes": 100000, "work": 1.0,
+        "widths": [64, 128], "wgmma": 8, "mma": 0, **facts,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [90, 80])
+def test_the_tables_are_what_it_writes(arch):
+    text = files("flashattn2.kernels").joinpath(f"tables/sm_{arch}.json").read_text()
+    kept = tune.table(arch, None, None, wanted=lambda entry: False)
+    assert tune.written(kept) == text
+    assert len(kept) == len([key for key in configs.TILES if key[0] in tune.PATHS[arch]])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"stack_bytes": 49}, {"shared_bytes": 2**18}, {"work": 1.5}, {"wgmma": 0}, None],
+    ids=str,
+)
+def test_what_breaks_a_gate_is_out(fault):
+    """Of all tiles but one."""
+    kept = (128, 64, 8, 2)
+
+    def compiled(job):
+        if tuple(job["tile"]) == kept or fault is None:
+            return made(job)
+        return made(job, **fault)
+
+    found = tune.best(*ENTRY, 90, compiled, lambda result: result["tile"][0])
+    assert (found == kept) == (fault is not None)
+    assert tune.best(*ENTRY, 90, lambda job: None, tune.cost) is None
+
+
+def test_an_entry_without_a_tile_keeps_the_one_it_has():
+    table = tune.table(90, lambda job: None, tune.cost)
+    text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
+    assert json.loads(tune.written(table)) == json.loads(text)
+
+
+def test_the_model_prefers_work_once_wide_instructions_and_loads_ahead():
+    job = {
+        "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",
+        "kind": "half",
+    }  # fmt: skip
+    least = tune.cost(made(job))
+    for worse in ({"work": 1.5}, {"widths": [16, 64]}, {"tile": (128, 16, 8, 1)}):
+        assert tune.cost(made(job, **worse)) > least
+
+
+def test_no_candidate_repeats_a_product_or_overflows():
+    for key, block_d, _ in tune.entries(90):
+        for m, n, warps, stages in tune.candidates(key, block_d, 90):
+            first = n if key[2] in ("dkdv", "atomic") else m
+            assert key[1] != "half" or first >= 16 * warps
+            tile = configs.Tile(m, n, warps, stages)
+            width = 2 if key[1] == "half" else 4
+            assert configs.buffers(key[2], tile, width, block_d) <= tune.SHARED_BYTES[90]
+
+
+@pytest.mark.exhaustive
+def test_compiled_in_earnest_it_finds_a_tile_that_may_be_shipped(tmp_path):
+    """In a process that does not interpret; one entry, all its candidates."""
+    import os
+    import subprocess
+    import sys
+
+    out = tmp_path / "table.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, tune.__file__, "90", "--only", "tma half dq 64", "--out", str(out)]
+    subprocess.run(command, env=environment, check=True)
+    found = json.loads(out.read_text())["tma half dq"]["tiles"]["64"]
+    assert tuple(found[:2]) in {tile[:2] for tile in tune.candidates(("tma", "half", "dq"), 64, 90)}

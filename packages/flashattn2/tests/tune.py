@@ -1,0 +1,227 @@
+"""Choose tiles for an architecture and write its table: `python tests/tune.py 90 [--out FILE]`.
+
+Every tile that might serve is compiled with the options that ask the most of it.  One that does
+work twice, spills, overflows shared memory or leaves the matrix units idle is out.  Of the others
+the fastest is taken: by time, with --measure on that GPU, where all of it takes minutes; by a model
+of its cost elsewhere.  An entry that has no tile left keeps the one it has.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import shipped
+from compile_kernels import compile_job
+from flashattn2.kernels import configs
+
+PATHS = {90: ("tma", "hopper"), 80: ("pointers",)}
+# The most that a block may have, and what a multiprocessor does in a cycle: FLOPs of its matrix
+# units in half precision, exponentials, and bytes from the second cache.
+SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
+FLOPS, EXPONENTIALS, BYTES = {90: 4096, 80: 2048}, 16, 32
+REGISTERS = 65536
+FEW_BYTES, MOST_WORK = 48, 1.02
+
+
+def entries(arch):
+    """Each table, head dim and whether its tile is for the options that need the most registers."""
+    for key in configs.TILES:
+        if key[0] in PATHS[arch]:
+            for block_d in configs.TILES[key]:
+                for rich in (False, True):
+                    yield key, block_d, rich
+
+
+def options(path, rich):
+    """What a tile is compiled with: of its options those that ask the most of registers."""
+    found = [{}, shipped.NOT_CAUSAL]
+    if rich:
+        found = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
+    packed = [] if path == "tma" else [one | shipped.PACKED for one in found if "splits" not in one]
+    return found + packed
+
+
+def candidates(key, block_d, arch):
+    """Tiles whose buffers fit and whose products no warpgroup repeats."""
+    _, kind, kernel = key
+    element_bytes = 2 if kind == "half" else 4
+    sides = (16, 32, 64, 128)
+    for m, n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
+        tile = configs.Tile(m, n, warps, stages)
+        first = n if kernel in ("dkdv", "atomic") else m
+        if arch == 90 and kind == "half" and first < 16 * warps:
+            continue
+        # Sums stand in float32 registers, of which a thread has 255 and needs some for scores.
+        rows, sums = first, 2 if kernel in ("dkdv", "atomic") else 1
+        if (sums * rows * block_d + m * n) / (32 * warps) > 255:
+            continue
+        if configs.buffers(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
+            yield (m, n, warps, stages)
+
+
+def passes(result):
+    """Whether what the compiler made of a tile may be shipped."""
+    half = result["kind"] == "half" and result["arch"] == 90 and result["dim"] <= 128
+    return (
+        result["stack_bytes"] <= FEW_BYTES
+        and result["shared_bytes"] <= SHARED_BYTES[result["arch"]]
+        and (result["kind"] == "ieee" or result["wgmma"] + result["mma"] > 0)
+        and (not half or result["work"] <= MOST_WORK)
+    )
+
+
+def cost(result):
+    """Cycles of a multiprocessor for each FLOP that the algorithm needs, by a model.
+
+    A tile of scores takes its products, at the rate of their narrowest instruction below 64
+    columns, its exponentials and its loads.  With one program on the multiprocessor products and
+    exponentials wait for each other; among several they overlap, and so do loads with stages.
+    """
+    tile, dim = configs.Tile(*result["tile"]), result["dim"]
+    products = {"forward": 2, "dq": 3, "dkdv": 4, "atomic": 5, "sums": 2}[result["kernel"]]
+    flops = products * 2 * tile.block_m * tile.block_n * dim
+    width = min(1.0, min(result["widths"], default=64) / 64)
+    multiply = flops * result["work"] / (FLOPS[result["arch"]] * width)
+    exponentiate = tile.block_m * tile.block_n / EXPONENTIALS
+    by_key = result["kernel"] in ("dkdv", "atomic")
+    streamed = 2 * (tile.block_m if by_key else tile.block_n) * dim
+    load = streamed * (2 if result["dtype"] == "bf16" else 4) / BYTES
+    programs = min(
+        REGISTERS // (32 * tile.num_warps * max(32, result["registers"])),
+        SHARED_BYTES[result["arch"]] // max(1, result["shared_bytes"]),
+        64 // tile.num_warps,
+    )
+    if programs <= 1:
+        cycles = multiply + exponentiate
+    else:
+        cycles = max(multiply, exponentiate, (multiply + exponentiate) / programs)
+    cycles = max(cycles, load) if tile.num_stages > 1 else cycles + load
+    return cycles / flops
+
+
+def milliseconds(result, rounds=5):
+    """The time of the pass that the kernel is in, on this GPU, in tiles like this."""
+    import torch
+    from flashattn2 import flash_attention
+    from flashattn2.kernels import launch
+    from triton.testing import do_bench
+
+    dtype = torch.bfloat16 if result["dtype"] == "bf16" else torch.float32
+    dim = result["dim"]
+    shape = (4, 2048 // dim, 4096, dim)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
+    asked = {
+        "is_causal": True, "deterministic": result["kernel"] != "atomic",
+        "window": (1024, None) if result.get("left") else None,
+        "softcap": 30.0 if result.get("softcap") else None,
+        "precision": None if result["dtype"] == "bf16" else result["kind"],
+    }  # fmt: skip
+    chosen = launch.choose
+
+    def choose(kernel, precision, *rest):
+        if kernel != result["kernel"]:
+            return chosen(kernel, precision, *rest)
+        return configs.Tile(*result["tile"]), result["tma"], result["precision"]
+
+    launch.choose = choose
+    try:
+        out = flash_attention(q, k, v, **asked)
+        if result["kernel"] == "forward":
+            run = functools.partial(flash_attention, q, k, v, **asked)
+        else:
+            run = functools.partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
+        return statistics.median(do_bench(run, warmup=5, rep=20) for _ in range(rounds))
+    finally:
+        launch.choose = chosen
+
+
+def best(key, block_d, rich, arch, compiled, speed):
+    """The tile of the lowest cost among those that may be shipped, or None."""
+    path, _, kernel = key
+    ranked = []
+    for tile in candidates(key, block_d, arch):
+        jobs = [
+            job
+            for option in options(path, rich)
+            for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
+            if job["arch"] == arch and job["kernel"] == kernel
+        ]
+        results = [compiled(job) for job in jobs]
+        if all(result is not None and passes(result) for result in results):
+            ranked.append((speed(results[0]), tile))
+    return min(ranked)[1] if ranked else None
+
+
+def table(arch, compiled, speed, wanted=lambda entry: True):
+    """Every entry's tile, found anew; the form of a file in `tables`."""
+    found = {}
+    for key, block_d, rich in entries(arch):
+        tile = configs.TILES[key][block_d]
+        if rich:
+            tile = configs.RICH.get(key, {}).get(block_d, tile)
+        if wanted((key, block_d, rich)):
+            tile = best(key, block_d, rich, arch, compiled, speed) or tile
+        entry = found.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
+        if not rich:
+            entry["tiles"][str(block_d)] = tile
+        elif tile != entry["tiles"][str(block_d)]:
+            entry["rich"][str(block_d)] = tile
+    return {key: {name: part for name, part in e.items() if part} for key, e in found.items()}
+
+
+def written(table):
+    """As text, a line for each part of an entry."""
+    entries = []
+    for key, parts in table.items():
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(x)}" for name, x in parts.items())
+        entries.append(f"  {json.dumps(key)}: {{\n{lines}\n  }}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+def attempt(job):
+    """What the compiler made of it, or None where it gave up."""
+    try:
+        return compile_job(job)
+    except Exception:
+        return None
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arch", type=int, choices=sorted(PATHS))
+    parser.add_argument("--measure", action="store_true", help="take times on this machine's GPU")
+    parser.add_argument("--only", default="", help="entries whose key has this in it")
+    parser.add_argument("--jobs", type=int, help="compilers at a time")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(argv)
+    known = {}
+    jobs = [
+        job
+        for key, block_d, rich in entries(given.arch)
+        if given.only in " ".join((*key, str(block_d)))
+        for tile in candidates(key, block_d, given.arch)
+        for option in options(key[0], rich)
+        for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
+        if job["arch"] == given.arch
+    ]
+    names = [json.dumps(job) for job in jobs]
+    with ProcessPoolExecutor(given.jobs) as pool:
+        known = dict(zip(names, pool.map(attempt, jobs, chunksize=4), strict=True))
+    speed = milliseconds if given.measure else cost
+    text = written(
+        table(
+            given.arch,
+            lambda job: known[json.dumps(job)],
+            speed,
+            lambda entry: given.only in " ".join((*entry[0], str(entry[1]))),
+        )
+    )
+    (given.out.write_text if given.out else print)(text)
+
+
+if __name__ == "__main__":
+    main()
