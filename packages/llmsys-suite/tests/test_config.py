@@ -41,6 +41,7 @@ def test_what_is_left_open_follows_the_machine():
         ({"world": 0}, "--world 0"),
         ({"steps": 0}, "--steps 0"),
         ({"warmup": -1}, "--warmup -1"),
+        ({"seed": 10**13}, "--seed 10000000000000 is above"),
     ],
 )
 def test_unknown_names_and_senseless_numbers(options, complaint):

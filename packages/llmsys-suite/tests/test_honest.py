@@ -1,5 +1,6 @@
 """The tolerances are a few times what honest runs show over seeds: neither less nor far more."""
 
+import math
 import os
 from datetime import timedelta
 from functools import partial
@@ -75,3 +76,30 @@ def test_tolerances_are_a_few_times_the_honest_distance():
 @pytest.mark.exhaustive
 def test_tolerances_are_a_few_times_the_honest_distance_over_many_seeds():
     assert_between(range(3, 60))
+
+
+def drifted(size, context, steps, seeds):
+    """The furthest that DiLoCo's loss comes from one process's, over every step of all seeds."""
+    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    furthest = 0.0
+    for seed in seeds:
+        config = RunConfig(size=size, rows=8, context=context, world=world, seed=seed)
+        run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(),
+                  recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+        alone, local = (VARIANTS[name](run, run.model) for name in ("single process", "DiLoCo"))
+        for step in range(steps):
+            loss = torch.tensor(local.step(*run.batch(step, shared=True)))
+            dist.all_reduce(loss)
+            # Each rank for itself: the same weights and rows.
+            one = alone.step(*run.batch(step))
+            furthest = max(furthest, abs(math.log(float(loss) / world / one)))
+        local.weights()
+        local.close()
+    return furthest
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("size", "share"), [("mini", 0.1), ("tiny", 0.4)])
+def test_diloco_drifts_less_than_the_band_and_not_far_less(size, share):
+    for found in run_ranks(drifted, 2, size, 128, 50, range(6), timeout=1800):
+        assert share < found / math.log(training.DRIFTED) < 0.7

@@ -91,8 +91,10 @@ def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
         sweep.require_fit(Case(size="tiny"), 60, rate=1e6)
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
         sweep.in_a_process(MINI, 0.01)
-    (row,) = sweep.measure([Case(size="xl")], extrapolate=False)
-    assert "needs" in row["note"]
+    for extrapolate in (False, True):
+        both = [Case(size="xl", compile=made) for made in (False, True)]
+        (row,) = sweep.measure(both, extrapolate=extrapolate)
+        assert "needs" in row["note"]
 
 
 def test_a_process_that_fails_says_why(monkeypatch):

@@ -49,6 +49,8 @@ SIZES = {
 }
 #: `memory` draws half of the context, too, and a head takes two positions to look back.
 LEAST_CONTEXT = 8
+#: A step's batch is drawn by a million times as much, which 64 bits must hold.
+MOST_SEED = 10**12
 # In the order of a run.  Each stage names the stages whose results it reads.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
@@ -255,6 +257,8 @@ def check(config: RunConfig) -> None:
             raise UsageError(f"{name} {value!r} is no whole number")
         if value < least:
             raise UsageError(f"--{name} {value} is below {least}, the least that makes sense")
+    if config.seed > MOST_SEED:
+        raise UsageError(f"--seed {config.seed} is above {MOST_SEED}: a batch's has no room in it")
     if config.rows % config.world:
         raise UsageError(
             f"{config.rows} rows do not split over {config.world} ranks: the mean of the ranks' "

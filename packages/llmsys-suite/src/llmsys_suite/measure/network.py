@@ -63,12 +63,12 @@ def _by_connection() -> dict[int, int]:
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             there = os.fstat(fd)
-        except OSError:
+            if not stat.S_ISSOCK(there.st_mode):
+                continue
+            # Said to be TCP, lest Python asks the kernel; one that is not has no TCP_INFO.
+            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+        except OSError:  # closed by now
             continue
-        if not stat.S_ISSOCK(there.st_mode):
-            continue
-        # Said to be TCP, lest Python asks the kernel; one that is not has no TCP_INFO.
-        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROOM)
             (counts[there.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)

@@ -81,8 +81,9 @@ def opening(folder: RunFolder) -> Iterator[str]:
     """Where, whether it holds, and what came of it: a line each."""
     results, config, env = folder.results, folder.config, folder.read_json("env.json")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
+    ranks = f"{config.world} rank{'s' * (config.world > 1)}"
     yield (
-        f"{where}; {config.world} ranks on {config.backend}; torch {env['torch']}, Python "
+        f"{where}; {ranks} on {config.backend}; torch {env['torch']}, Python "
         f"{env['python']}; {env['date']}; load {env['load_average']} at the start."
     )
     failed = {stage: r for stage, r in results.items() if isinstance(r, of.Failed)}
@@ -95,11 +96,15 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield from (f"FAILED {name}" for name in audit.red)
     if isinstance(train := results.get("train"), of.Train):
         losses = train.losses[SINGLE]
-        yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of every way"
+        yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {_steps(len(losses))} of every way"
         yield fastest(folder) or "One way alone was trained: none is the fastest."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
-        yield f"held out: {loss:.3f} nats a byte after {steps} steps of {learn.variant}"
+        yield f"held out: {loss:.3f} nats a byte after {_steps(steps)} of {learn.variant}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
 
 
 def page(folder: RunFolder, made: Sequence[Section]) -> str:

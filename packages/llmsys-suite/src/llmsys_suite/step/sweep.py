@@ -32,6 +32,10 @@ class LeftOut(Exception):
     """Why a case was not timed."""
 
 
+class TooLarge(LeftOut):
+    """It takes more memory than there is, compiled or not."""
+
+
 def measure(
     cases: Sequence[Case],
     *,
@@ -48,13 +52,18 @@ def measure(
     """
     largest: tuple[int, Case, float] | None = None
     rates: dict[str, float] = {}
+    too_large: set[Case] = set()
     for case in cases:
+        if case.compile and replace(case, compile=False) in too_large:
+            continue  # one row says so for both
         try:
             require_fit(case, limit, rates.get(case.dtype, 0.0))
             found = in_a_process(case, limit, profile=profile, traces=traces)
         except LeftOut as reason:
             line = extrapolated(case, limit) if extrapolate else case.labels() | {"note": ""}
             yield line | {"note": "; ".join(filter(None, (str(reason), line["note"])))}
+            if isinstance(reason, TooLarge) and "step_p50_ms" not in line:
+                too_large.add(case)
             continue
         rates[case.dtype] = found["product_rate"]
         rows = [row(case, found, skipped) for skipped in WARMUPS]
@@ -73,7 +82,7 @@ def require_fit(case: Case, limit: float, rate: float = 0.0) -> None:
     """LeftOut where memory, or at a product's `rate` the time, does not allow a case."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
-        raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+        raise TooLarge(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
     steps = max(WARMUPS) + STEPS
     seconds = steps * case.executed_flops() / (USUAL * rate) if rate else 0.0
     if seconds > limit:
