@@ -517,6 +517,18 @@ def test_what_is_computed_otherwise_is_refused(function):
         IntegerModel(By(function), [torch.randn(8, 6)])
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda layer, x: (layer(x), x), "returns 2 values"),
+        (lambda layer, x: layer.bias.expand(3, 4), "does not depend on its input"),
+    ],
+)
+def test_outputs_that_are_not_one_value_are_refused(function, message):
+    with pytest.raises(ValueError, match=message):
+        IntegerModel(By(function), [torch.randn(8, 6)])
+
+
 def test_images_may_be_bytes():
     model = By(lambda layer, x: torch.relu(layer(x.float() / 255 - 0.5))).eval()
     images = torch.randint(256, (40, 6), dtype=torch.uint8)
@@ -560,6 +572,8 @@ def test_inputs_that_do_not_fit_are_refused():
         model(torch.zeros(1, 2, 8, 8))
     with pytest.raises(ValueError, match="nan"):
         model(torch.full((1, 2, 9, 9), float("nan")))
+    with pytest.raises(TypeError, match=r"float32; int8, as quantize"):
+        model.integers(torch.zeros(1, 2, 9, 9))
 
 
 def test_a_state_dict_holds_every_grid():

@@ -119,8 +119,10 @@ class _Walk:
                 raise ValueError(f"the model takes a second input, {node.name}; one is supported")
         elif node.op == "output":
             outputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-            if len(outputs) != 1 or not isinstance(self._at[outputs[0]], Step):
+            if len(outputs) != 1:
                 raise ValueError(f"the model returns {len(outputs)} values; one is supported")
+            if not isinstance(self._at[outputs[0]], Step):
+                raise ValueError("what the model returns does not depend on its input")
             self.output = self._at[outputs[0]]
         elif node.target is operator.getitem:  # of what an operator returns, the values
             held = self._at[node.args[0]]  # type: ignore[index]

@@ -93,6 +93,8 @@ class IntegerModel(nn.Module):
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
         """int8 inputs -> int8 outputs; no float in between."""
+        if codes.dtype != torch.int8:
+            raise TypeError(f"codes are {codes.dtype}; int8, as quantize(inputs) makes them")
         values: dict[int, Tensor] = {0: codes}
         for number, (layer, sources) in enumerate(zip(self.layers, self.sources, strict=True)):
             values[number + 1] = layer(*(values[i] for i in sources))

@@ -188,8 +188,8 @@ def _checked(small: nn.Module, zeroed: nn.Module, inputs: tuple[Any, ...]) -> nn
                         raise RuntimeError("the outputs are not those of the model with zeros")
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(
-            f"{type(small).__name__} has a size written into its forward ({error}); "
-            "take it from the tensor's shape"
+            f"{type(small).__name__} has a size written into its forward ({error}); take it from "
+            "the tensor's shape, or take out what is computed and not returned"
         ) from error
     return small
 
