@@ -8,15 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
+from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
 from llmsys_suite.stages import learn
 from llmsys_suite.stages.results import Train
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.writing import MODEL, model_of, written_after
+from safetensors.torch import save_file
 from worker_pool import run_ranks
 
 STEPS, ROWS = 12, 4
@@ -103,3 +107,30 @@ def test_the_fastest_that_can_learn_is_chosen():
     ]
     assert learn.fastest(rows) == "zero 1"
     assert learn.fastest([]) == "torch DDP"
+
+
+def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):
+    folder = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path), {})
+    with pytest.raises(UsageError, match="holds no trained model; run the stage learn"):
+        cli.app(["sample", str(tmp_path)], standalone_mode=False)
+    trained = Decoder(ModelConfig.named("mini", context=16))
+    save_file(trained.state_dict(), folder.path / MODEL)
+    model = model_of(folder)
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(model(tokens), trained(tokens))
+    one = written_after(model, "To be", 20)
+    assert len(one) == 20
+    assert one == written_after(model, "To be", 20)
+    assert one != written_after(model, "To be", 20, warmth=50.0, seed=1)
+    cli.app(
+        ["sample", str(tmp_path), "--prompt", "To be", "--letters", "20"], standalone_mode=False
+    )
+    assert capsys.readouterr().out == f"To be{one}\n"
+    for prompt, letters, warmth in (
+        ("", 4, 1.0),
+        ("a", 0, 1.0),
+        ("a", 4, 0.0),
+        ("a", 4, float("nan")),
+    ):
+        with pytest.raises(UsageError, match=r"must be positive|nothing to begin"):
+            written_after(model, prompt, letters, warmth=warmth)

@@ -202,6 +202,21 @@ def compare(
 
 
 @app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
+    prompt: Annotated[str, typer.Option(help="What the model goes on from.")] = "The ",
+    letters: Annotated[int, typer.Option(help="How many bytes it writes.")] = 240,
+    warmth: Annotated[float, typer.Option(help="Near 0 the likeliest, above 1 bolder.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Draws follow from it.")] = 0,
+) -> None:
+    """Let the model that a run has trained write."""
+    from llmsys_suite.writing import model_of, written_after
+
+    model = model_of(_run_folder(folder))
+    print(prompt + written_after(model, prompt, letters, warmth=warmth, seed=seed))
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine offers a run, and what to do about what it lacks."""
     from llmsys_suite.environment import diagnosis

@@ -27,6 +27,7 @@ from llmsys_suite.model import Decoder
 from llmsys_suite.rank import Run
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
+from llmsys_suite.writing import MODEL, text, write
 
 #: Of the rate with which the variants are compared; reached after a share, then a cosine.
 RATE, WARM = 2.0, 0.05
@@ -88,7 +89,7 @@ def run(run: Run) -> Learn | None:
     from safetensors.torch import save_file
 
     run.trained = decoder(run, weights)
-    save_file(run.trained.state_dict(), run.folder.path / "model.safetensors")
+    save_file(run.trained.state_dict(), run.folder.path / MODEL)
     tokens_seen = total * state["rows"] * config.context
     return Learn(name, begun_at, state["losses"], state["heldout"], tokens_seen, before, after)
 
@@ -164,22 +165,6 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
         return {}
     model, prompt = decoder(run, weights), run.corpus.heldout[:PROMPT].tolist()
     return {"prompt": text(prompt), "written": text(write(model, prompt, LETTERS))}
-
-
-def write(model: Decoder, prompt: list[int], letters: int, warmth: float = 0.7) -> list[int]:
-    """Draw one token after another."""
-    device = next(model.parameters()).device
-    generator, written = torch.Generator().manual_seed(0), list(prompt)
-    for _ in range(letters):
-        seen = torch.tensor([written[-model.config.context :]], device=device)
-        chances = (model(seen)[0, -1].float().cpu() / warmth).softmax(-1)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return written[len(prompt) :]
-
-
-def text(tokens: list[int]) -> str:
-    """What is no letter is a middle dot."""
-    return "".join(chr(t) if t == 10 or 32 <= t < 127 else "·" for t in tokens)
 
 
 @contextmanager
