@@ -244,6 +244,17 @@ class Program:
             spares = [[row[0]] * WORLD for row in spares]
         together = draw.random() < 0.3
 
+        given_up = draw.choice(["optimizer", "model"]) if draw.random() < 0.1 else None
+        if given_up:
+            self.log.append(("given up", given_up))
+            for module, optimizer in self.both():
+                ours = module is self.model
+                with (
+                    (module if self.stage == 3 else optimizer).no_sync() if ours else nullcontext()
+                ):
+                    self.loss(module, step, 8, dist.get_rank(), False).backward()
+                (optimizer if given_up == "optimizer" else module).zero_grad()
+
         if self.here:
             holder = self.model if self.stage == 3 else self.ours
             rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])

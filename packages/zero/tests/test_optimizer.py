@@ -9,7 +9,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks
-from zero import ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer.elementwise import how_to_split
 
 ELEMENTWISE = {
@@ -467,6 +467,70 @@ def unusual(path):
 
 def test_optimizers_with_keys_of_their_own_and_of_large_tensors_are_split_as_they_need(tmp_path):
     assert all(run_ranks(unusual, 2, str(tmp_path), timeout=DEADLINE))
+
+
+RULES = {
+    "matrices": lambda p: p.dim() >= 2,
+    "filters": lambda p: p.dim() == 4,
+    "wide": lambda p: p.dim() == 2 and min(p.shape) >= 128,
+}
+
+
+class ByShape(torch.optim.Optimizer):
+    """Takes another step where a rule of shapes holds, element by element in both cases."""
+
+    def __init__(self, params, rule, lr=0.1):
+        super().__init__(params, {"lr": lr, "rule": rule})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                change = parameter.grad
+                change = change.tanh() if RULES[group["rule"]](parameter) else change
+                parameter.add_(change, alpha=-group["lr"])
+
+
+def filters():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 129)
+    return nn.Sequential(*layers).double()
+
+
+def ruled(stage):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for rule in RULES:
+        model, twin = filters(), filters()
+        theirs = ByShape(twin.parameters(), rule)
+        if stage == 3:
+            model = FSDP(model, shard=(nn.Conv2d, nn.Linear))
+            ours = ByShape(model.parameters(), rule)
+        else:
+            ours = ShardedOptimizer(
+                model.parameters(), ByShape, shard_gradients=stage == 2, rule=rule
+            )
+            assert [p.shape for p in model.parameters()] == [p.shape for p in twin.parameters()]
+        # A caller's own rules, of groups.
+        assert [p.dim() for p in model.parameters()] == [4, 1, 2, 1, 2, 1]
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(world, 2, 1, 4, 4, generator=generator, dtype=torch.float64)
+            for number in range(world):
+                if number == rank:
+                    model(inputs[number]).square().sum().backward()
+                (twin(inputs[number]).square().sum() / world).backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        whole = model.gather_full_params() if stage == 3 else dict(model.named_parameters())
+        for name, value in twin.named_parameters():
+            torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-9)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rules_of_shapes_see_the_shapes_of_the_whole(stage):
+    assert all(run_ranks(ruled, 2, stage, timeout=DEADLINE))
 
 
 def eight_bit(path):

@@ -258,3 +258,35 @@ def test_host_memory_is_flat(steps, stage):
     # allocator takes once, and late on a busy machine, it takes in one.
     for seen in run_ranks(memory_over, 2, steps, stage, timeout=1500):
         assert min(after - before for before, after in pairwise(seen)) < 1 << 16
+
+
+class Viewed(nn.Module):
+    """A layer whose output is a view of what it made, which its caller changes in place."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.view = view
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.view(self.layer(torch.tanh(self.layer(x))))
+
+
+def changed_in_place():
+    for view in (lambda y: y.view(5, 4), lambda y: y[:, :4], lambda y: y.t(), lambda y: y):
+        for change in (lambda y: y.add_(1.5), lambda y: y.mul_(y.detach() + 2), torch.relu_):
+
+            def build(view=view):
+                torch.manual_seed(0)
+                return Viewed(view).double()
+
+            def loss(model, inputs, change=change):
+                return change(model(inputs)).square().mean()
+
+            for shard in ((Viewed,), (nn.Linear,)):
+                train(*pair(build=build, shard=shard), loss, steps=2)
+    return True
+
+
+def test_outputs_that_are_views_may_be_changed_in_place():
+    assert all(run_ranks(changed_in_place, 2, timeout=DEADLINE))

@@ -21,7 +21,8 @@ def batch(step, rank):
 def pair(stage=3, name="AdamW", *, build=make, group=None, cpu_offload=False, lr=0.1, **options):
     """Ours, and one process: model, optimizer, model, optimizer."""
     model, twin = build(), build()
-    fsdp = {k: options.pop(k) for k in ("reshard_after_forward", "prefetch") if k in options}
+    given = ("reshard_after_forward", "prefetch", "shard")
+    fsdp = {k: options.pop(k) for k in given if k in options}
     cls = getattr(torch.optim, name)
     theirs = cls(twin.parameters(), lr=lr, **options)
     if stage == 3:

@@ -39,6 +39,7 @@ def direct_reduce_scatter(
     Rank r sends block j of `input` straight to rank j and sums the blocks that reach it in rank
     order, so the result does not depend on timing. Half precision is summed in float32 and rounded
     once. Only SUM; the sum happens in `wait()`. Calls meet those of other ranks with their `tag`.
+    `output` may be this rank's own block of `input`.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"direct_reduce_scatter sums; got {op}: scale the result instead")
@@ -129,6 +130,12 @@ class _DirectReduceScatter:
             for block in others:
                 total += block
             self.output.view(-1).copy_(total)
+        elif others and self.arrived[self.rank].data_ptr() == self.output.data_ptr():
+            # What is added to must not be what is still to be added.
+            for block in others:
+                first += block
+            if self.rank:
+                self.output.view(-1).copy_(first)
         elif others:
             torch.add(first, others[0], out=self.output.view(-1))
             for block in others[1:]:

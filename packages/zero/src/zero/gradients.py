@@ -93,12 +93,7 @@ class AveragedGradient(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole average, on every rank; every rank calls it."""
-        whole = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
-        for start, stop, values in self.held():
-            whole[start:stop] = values
-        # Adding zeros changes nothing, whatever the order.
-        self.source.wire.all_reduce(whole).wait()
-        return whole.view(self.shape)
+        return _whole(self.held(), self.shape, self.source.wire)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
@@ -134,6 +129,16 @@ class AveragedGradient(Tensor):
             "share only: element-wise operations, norms, sums, means and extremes work; "
             "p.grad.full_tensor(), called by every rank, gathers it"
         )
+
+
+def _whole(runs: Sequence[tuple[int, int, Tensor]], shape: torch.Size, wire: Wire) -> Tensor:
+    first = runs[0][2]
+    whole = torch.zeros(shape.numel(), dtype=first.dtype, device=wire.device)
+    for start, stop, values in runs:
+        whole[start:stop] = values.reshape(-1)
+    # Adding zeros changes nothing, whatever the order.
+    wire.all_reduce(whole).wait()
+    return whole.to(first.device).view(shape)
 
 
 def _alias(gradient: AveragedGradient) -> AveragedGradient:
@@ -330,6 +335,13 @@ class ShardGradient(Tensor):
     """
 
     wire: Wire
+    # Which elements of what they are.
+    place: tuple[int, int, torch.Size]
+
+    def full_tensor(self) -> Tensor:
+        """The whole average, on every rank; every rank calls it."""
+        start, stop, shape = self.place
+        return _whole([(start, stop, plain(self))], shape, self.wire)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -352,7 +364,9 @@ class ShardGradient(Tensor):
                 return reduce_elements(name, [plain(args[0])], args[0], kwargs.get("dtype"))
             result = func(*args, **kwargs)
             if name in KEPT and type(result) is Tensor:
-                return shard_gradient(result, wire_of(args))
+                given = next((arg for arg in args if isinstance(arg, ShardGradient)), None)
+                if given is not None and given.shape == result.shape:
+                    return shard_gradient(result, given.wire, given.place)
             return result
 
 
@@ -361,11 +375,13 @@ class ShardGradient(Tensor):
 KEPT = {
     "isnan", "isinf", "isfinite", "abs", "square", "pow", "__pow__", "double", "float", "to",
     "eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__",
+    "add", "sub", "mul", "div", "neg", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__",
+    "__truediv__", "__neg__", "clamp", "clip", "nan_to_num", "where",
 }  # fmt: skip
 
 
-def shard_gradient(values: Tensor, wire: Wire) -> ShardGradient:
-    """`values` as the gradient of this rank's shard."""
+def shard_gradient(values: Tensor, wire: Wire, place: tuple[int, int, torch.Size]) -> ShardGradient:
+    """`values` as the gradient of this rank's shard, elements `place` of a parameter."""
     gradient = values.as_subclass(ShardGradient)
-    gradient.wire = wire
+    gradient.wire, gradient.place = wire, place
     return gradient

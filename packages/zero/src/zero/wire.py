@@ -76,9 +76,12 @@ class Wire:
         self._reduce_scatter = reduce_scatter_tensor or dist.reduce_scatter_tensor
         self._all_gather = all_gather_into_tensor or dist.all_gather_into_tensor
         self._all_reduce = all_reduce or dist.all_reduce
+        # Whether the output of a reduce-scatter may be a part of its input.
+        self.sums_in_place = False
         if isinstance(group, DryRun):
             self.rank, self.world = group.rank, group.world
             self.device = torch.device("meta")
+            self.sums_in_place = True
             return
         if not dist.is_initialized():
             raise RuntimeError(
@@ -95,6 +98,7 @@ class Wire:
             self._all_gather = all_gather_into_tensor or direct_all_gather
         if backend == "nccl":
             self.device = torch.device("cuda")
+        self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -19,6 +19,7 @@ import torch
 from zero.checkpoint.holding import Part
 from zero.checkpoint.storage import Folder
 from zero.checkpoint.weights import Weights
+from zero.optimizer.state import options_of
 
 # 2: checksums, and second names of tied tensors. 3: optimizers' state under torch's names.
 VERSION = 3
@@ -163,7 +164,7 @@ def _group(group: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
     """One group; flat dictionaries have the options of each parameter under its name, `key`."""
     members = [m.removeprefix(prefix) if isinstance(m, str) else m for m in group.get("params", [])]
     members = members or [key.removeprefix(prefix)]
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    options = options_of(group)
     given = group.get("param_names")
     if given:
         # Numbers, with the names that torch keeps beside them.

@@ -20,6 +20,7 @@ from zero.checkpoint.holding import (
 )
 from zero.checkpoint.storage import Folder
 from zero.optimizer.optimizer import ShardedOptimizer
+from zero.optimizer.state import options_of
 
 
 class Loading:
@@ -190,7 +191,7 @@ class Loading:
                 # No entry for what was never stepped: an empty one is taken for a broken one.
                 "state": dict(sorted(state.items())),
                 "param_groups": [
-                    {**_own_options(group), **chosen, "params": [next(numbers) for _ in members]}
+                    {**options_of(group), **chosen, "params": [next(numbers) for _ in members]}
                     for group, chosen, members in zip(
                         inner.param_groups, options, self.slots, strict=True
                     )
@@ -209,10 +210,6 @@ def _by_our_groups(saved: list[dict[str, Any]], ours: list[list[str]]) -> list[d
     if len(saved) == len(ours) or not all(name in alone for names in ours for name in names):
         return saved
     return [{"names": names, "options": alone[names[0]]} for names in ours]
-
-
-def _own_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _nowhere(part: Part) -> Tensor:

@@ -41,7 +41,7 @@ class FSDP(nn.Module):
     gradient_dtype: what gradients travel in; by default what they are computed in.
     device, initialize: where modules on the meta device get their memory, one sharded module at a
         time, and what then fills a module's own tensors; by default its `reset_parameters()`.
-    in_flight: how many reduce-scatters may be under way.
+    in_flight: how many reduce-scatters may be under way; each holds a layer's gradients.
     group: a process group, or a DeviceMesh: of one dimension to shard over, or of two, to replicate
         over the first and shard over the second (hybrid sharding).
     reshard_after_forward: False keeps layers whole until their backward, and gathers each once.
@@ -61,7 +61,7 @@ class FSDP(nn.Module):
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
-        in_flight: int = 2,
+        in_flight: int = 1,
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
@@ -334,7 +334,7 @@ class FSDP(nn.Module):
                 unit.free()
         if units and not isinstance(module, nn.Embedding) and not self._in_backward:
             before = partial(self._before_backward, module, self._position[module])
-            output = before_gradient(output, before)
+            output = before_gradient(output, before, args)
         return self._end_forward(output)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
@@ -377,6 +377,8 @@ class FSDP(nn.Module):
         if not self._in_backward:
             self._in_backward = True
             self._accumulates = self._gradients_are_accumulated()
+            for unit in self.units:
+                unit.drop_what_was_dropped()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
             for unit in self._read_outside:
@@ -417,6 +419,8 @@ class FSDP(nn.Module):
             for unit in self.units:
                 unit.settle([next(anywhere) for _ in unit.parameters])
         for unit in self.units:
+            if not self._sync:
+                unit.show_waiting()
             unit.expire()
 
     def _forget_backward(self) -> None:

@@ -28,12 +28,19 @@ def after_gradient(values: Any, call: Callable[[], None], again: Callable[[], No
     return tree_map_only(Tensor, lambda tensor: marked.get(id(tensor), tensor), values)
 
 
-def before_gradient(values: Any, call: Callable[[], None]) -> Any:
-    """Return `values`; `call()` before backward goes through one of their tensors."""
+def before_gradient(values: Any, call: Callable[[], None], given: Any = ()) -> Any:
+    """Return `values`; `call()` before backward goes through one of their tensors.
+
+    `given`: what they were made of.
+    """
 
     def attach(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: call())
+            base = tensor._base
+            # Who changes a view in place gives it another history, of its base, without that hook.
+            if base is not None and base.grad_fn is not None and not _bases(given, base):
+                base.grad_fn.register_prehook(lambda _: call())
         return tensor
 
     return tree_map_only(Tensor, attach, values)
@@ -46,6 +53,11 @@ def cast(dtype: torch.dtype, values: Any) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, to, values)
+
+
+def _bases(given: Any, base: Tensor) -> bool:
+    """Whether one of the tensors given is a view of `base`, which then is not the module's."""
+    return any(isinstance(leaf, Tensor) and leaf._base is base for leaf in tree_leaves(given))
 
 
 class _Mark(torch.autograd.Function):

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 from zero.fsdp.unit import ShardedParameter, Unit, home_of
 from zero.gradients import plain
 from zero.optimizer.elementwise import how_to_split
+from zero.optimizer.state import options_of
 from zero.partition import by_parameter
 from zero.rows import Run, in_order, state_rows
 from zero.wire import Wire
@@ -241,11 +242,10 @@ def _sees_whole_tensors(
     if cls is torch.optim.LBFGS:
         raise RuntimeError("LBFGS cannot be sharded: it looks at all parameters as one vector")
     taken = inspect.signature(cls.__init__).parameters
-    keys = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    keys = options_of(group)
     options = {k: v for k, v in keys.items() if k in taken}
-    largest = max((shape.numel() for shape in shapes), default=0)
     try:
-        return how_to_split(cls, options, group=keys, largest=largest) == "parameters"
+        return how_to_split(cls, options, group=keys, shapes=shapes) == "parameters"
     except ValueError as error:
         warnings.warn(
             f"{error}; on FSDP's shards it is right only if it is element-wise, but for norms and "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.direct import Work
-from zero.gradients import shard_gradient
+from zero.gradients import AveragedGradient, shard_gradient
 from zero.host import to_device, to_host
 from zero.partition import alias, by_element
 from zero.wire import Wire
@@ -107,6 +107,10 @@ class Unit:
         # Which parameters this rank's backward reached, and the averages of the others.
         self.used = [False] * len(self.parameters)
         self._undecided: dict[int, Tensor] = {}
+        # What `.grad` is where a backward under no_sync() left a gradient that is not averaged yet.
+        self._waiting: dict[int, AveragedGradient] = {}
+        # Those gradients, where they travel in another dtype than they are computed in.
+        self._piled: dict[int, Tensor] = {}
         self.full.untyped_storage().resize_(0)
         self.swap_in_local()
         self._register()
@@ -133,6 +137,7 @@ class Unit:
         copied.full = self.full.new_empty(self.full.shape)
         copied.full.untyped_storage().resize_(0)
         copied._unsharded, copied._version, copied._users = False, -1, 0
+        copied._waiting, copied._piled = {}, {}
         copied.parameters, at = [], 0
         for old, offset in zip(self.parameters, self._partition.offsets, strict=True):
             values = copied.shard[at : at + old.stop - old.start]
@@ -222,6 +227,7 @@ class Unit:
         """Drop the gradients and the memory of a backward that was broken off."""
         self._reducing, self._users, self.pinned = None, 0, False
         self._undecided.clear()
+        self._piled.clear()
         self.used = [False] * len(self.parameters)
         for parameter in self.parameters:
             parameter.whole.grad = None
@@ -245,28 +251,32 @@ class Unit:
 
     def has_gradient(self) -> bool:
         """Whether any of the whole parameters has a gradient to be reduced."""
-        return any(parameter.whole.grad is not None for parameter in self.parameters)
+        return bool(self._piled) or any(p.whole.grad is not None for p in self.parameters)
 
     def start_reduce(self) -> None:
         """Begin to sum the gradients over ranks; they are freed here."""
         self.finish_reduce()
-        here = [parameter.whole.grad is not None for parameter in self.parameters]
+        here = [p.whole.grad is not None or i in self._piled for i, p in enumerate(self.parameters)]
         self.used = [a or b for a, b in zip(self.used, here, strict=True)]
         buffer = self._gradient_buffer()
-        output = buffer.new_empty(self.shard.numel())
+        if self.wire.sums_in_place:
+            output = buffer.view(self.wire.world, -1)[self.wire.rank]
+        else:
+            output = buffer.new_empty(self.shard.shape)
         self._reducing = self.wire.reduce_scatter(output, buffer, self.label), output, buffer
 
     def _gradient_buffer(self) -> Tensor:
         """The gradients end to end; a lone one as it is."""
         only = self.parameters[0].whole
-        if len(self.parameters) == 1 and only.grad is not None:
+        if len(self.parameters) == 1 and only.grad is not None and not self._piled:
             gradient = only.grad.reshape(-1).to(self.gradient_dtype)
             if gradient.numel() == self.full.numel():
                 only.grad = None
                 return gradient
         buffer = self.full.new_empty(self.full.numel(), dtype=self.gradient_dtype)
         end = 0
-        for parameter, offset in zip(self.parameters, self._partition.offsets, strict=True):
+        for index, parameter in enumerate(self.parameters):
+            offset = self._partition.offsets[index]
             end = offset + prod(parameter.shape)
             part = buffer[offset:end]
             if parameter.whole.grad is None:
@@ -274,6 +284,8 @@ class Unit:
             else:
                 part.copy_(parameter.whole.grad.reshape(-1))
                 parameter.whole.grad = None
+            if index in self._piled:
+                part += self._piled.pop(index).reshape(-1)
         buffer[end:].zero_()
         return buffer
 
@@ -288,12 +300,15 @@ class Unit:
         average /= self.wire.copies
         if self.cpu_offload:
             average = to_host(average)
+        elif average is output and self.wire.sums_in_place:
+            # So that the rest of the buffer may go.
+            average = average.clone()
         at = 0
         for index, parameter in enumerate(self.parameters):
             part = average[at : at + parameter.stop - parameter.start]
             at += part.numel()
             if self.used[index]:
-                self._give(parameter, part)
+                self._give(index, part)
             else:
                 self._undecided[index] = part
 
@@ -301,15 +316,49 @@ class Unit:
         """Give gradients to the parameters that other ranks used, none to what nobody did."""
         for index, part in self._undecided.items():
             if used[index]:
-                self._give(self.parameters[index], part)
+                self._give(index, part)
         self._undecided.clear()
         self.used = [False] * len(self.parameters)
 
-    def _give(self, parameter: ShardedParameter, part: Tensor) -> None:
+    def show_waiting(self) -> None:
+        """Let `.grad` say that it is not averaged yet: whatever looks at it raises."""
+        for index, parameter in enumerate(self.parameters):
+            gradient = parameter.whole.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != self.gradient_dtype:
+                gradient = gradient.to(self.gradient_dtype)
+                piled = self._piled.get(index)
+                self._piled[index] = gradient if piled is None else piled.add_(gradient)
+                parameter.whole.grad = None
+            if index not in self._waiting:
+                local = parameter.local
+                waiting = AveragedGradient(local, self, local.grad)
+                waiting.local = local.detach()
+                local.grad = self._waiting[index] = waiting
+
+    def drop_what_was_dropped(self) -> None:
+        """Give up what is not averaged yet where a caller has given `.grad` up."""
+        for index, waiting in list(self._waiting.items()):
+            if self.parameters[index].local.grad is not waiting:
+                self.parameters[index].whole.grad = None
+                self._piled.pop(index, None)
+                del self._waiting[index]
+
+    def fetch(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
+        """Say what AveragedGradient asks of its source: nothing has arrived."""
+        raise AssertionError("a gradient that waits is not read")
+
+    def _give(self, index: int, part: Tensor) -> None:
+        parameter = self.parameters[index]
+        waiting = self._waiting.pop(index, None)
+        if waiting is not None and parameter.local.grad is waiting:
+            parameter.local.grad = waiting.key
         if parameter.local.requires_grad:
             part = part.view_as(parameter.local)
             if parameter.local.grad is None:
-                parameter.local.grad = shard_gradient(part, self.wire)
+                place = parameter.start, parameter.stop, parameter.shape
+                parameter.local.grad = shard_gradient(part, self.wire, place)
             else:
                 parameter.local.grad += part
             # Autograd accumulates into the whole parameter only, so these are called here.

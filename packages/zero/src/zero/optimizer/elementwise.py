@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 Split = Literal["elements", "parameters"]
 STEPS = 3
-# Elements of the larger tensors that an optimizer is tried on, where it will see such.
-LARGE = (4096, 65536)
+# Sides of the larger matrices that an optimizer is tried on, where it will see as many elements.
+SIDES = (64, 256)
 
 
 def how_to_split(
@@ -21,30 +22,38 @@ def how_to_split(
     device: torch.device | None = None,
     *,
     group: Mapping[str, Any] | None = None,
-    largest: int = 0,
+    shapes: Iterable[Sequence[int]] = (),
 ) -> Split:
     """Say how `optimizer_cls(params, **options)` may be sharded, after three small steps of it.
 
     "elements" if cutting its tensors anywhere leaves its steps as they are (SGD, Adam, ...);
     "parameters" if it must see whole tensors but treats each by itself (Adafactor, Muon).
-    `group`: what a parameter group has beside its parameters. `largest`: the most elements that one
-    has; some optimizers treat those above a few thousand differently. Raises ValueError with the
-    reason if it can be neither (LBFGS, SparseAdam).
+    `group`: what a parameter group has beside its parameters. `shapes`: its parameters'; some
+    optimizers treat those of many elements, or of four dimensions, differently. Raises ValueError
+    with the reason if it can be neither (LBFGS, SparseAdam).
     """
     # A step of no length, as warm-up begins with, would show nothing.
     options, group = (
         {**o, "lr": 0.01} if not o.get("lr", 1) else o for o in (options, group or {})
     )
+    seen = [tuple(shape) for shape in shapes]
     # Eight-bit states, for one, are kept in blocks of tensors that are large enough.
-    sizes = [many for many in LARGE if largest >= many]
-    key = optimizer_cls, f"{options} {group} {device} {sizes}"
+    largest = max(map(prod, seen), default=0)
+    sides = {side for side in SIDES if largest >= side**2}
+    # Some factor what both sides of a matrix are long enough for.
+    squarest = max((min(shape) for shape in seen if len(shape) == 2), default=0)
+    sides |= {min(squarest, max(SIDES))} if squarest > min(SIDES) else set()
+    kinds: list[tuple[int, ...]] = [(side, side) for side in sorted(sides)]
+    # A rule such as `p.dim() == 4` is of convolutions.
+    kinds += [(3, *[2] * (dim - 2), 3) for dim in sorted({*map(len, seen)}) if dim > 2]
+    key = optimizer_cls, f"{options} {group} {device} {kinds}"
     if key not in _found:
         # A caller may have set another default device, such as meta.
         with torch.device(device or "cpu"):
             split = _try(optimizer_cls, options, group, [(6, 4), (4, 5)])
-            for many in sizes:
+            for kind in kinds:
                 if split == "elements":
-                    split = _try(optimizer_cls, options, group, [(many // 64, 64), (6, 4)])
+                    split = _try(optimizer_cls, options, group, [kind, (6, 4)])
         if " at 0x" in key[1]:
             # An address does not name an option for good.
             return split
@@ -60,7 +69,7 @@ def _try(
     optimizer_cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     group: Mapping[str, Any],
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[tuple[int, ...]],
 ) -> Split:
     name = optimizer_cls.__name__
     random = np.random.default_rng(0)

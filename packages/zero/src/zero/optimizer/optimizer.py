@@ -34,8 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     split: "elements" cuts anywhere, so that shards differ by one element at the most;
         "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
-    bucket_size_mb: how much one collective carries; by default 25, or 8 with `shard_gradients`,
-        where a bucket's gradients are held twice until they are sent.
+    bucket_size_mb: how much one collective carries; what arrives is held beside it until then.
     cpu_offload: the state, and its step, are the host's, on copies of this rank's elements.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: stand in for torch.distributed's.
 
@@ -51,7 +50,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: Group = None,
         shard_gradients: bool = False,
         split: Split | Literal["auto"] = "auto",
-        bucket_size_mb: float | None = None,
+        bucket_size_mb: float = 8.0,
         cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
@@ -73,8 +72,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.cpu_offload = cpu_offload
         # How each group is split.
         self.splits: list[Split] = []
-        if bucket_size_mb is None:
-            bucket_size_mb = 8.0 if shard_gradients else 25.0
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         self.reducer = Reducer(self.wire, release=shard_gradients)
         self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
@@ -198,9 +195,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _how_to_split(self, group: dict[str, Any]) -> Split:
         device = next((p.device for p in group["params"] if not p.is_meta), None)
-        largest = max((p.numel() for p in group["params"]), default=0)
+        shapes = [parameter.shape for parameter in group["params"]]
         return how_to_split(
-            self._cls, self._options, device, group=options_of(group), largest=largest
+            self._cls, self._options, device, group=options_of(group), shapes=shapes
         )
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:

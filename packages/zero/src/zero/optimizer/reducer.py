@@ -56,6 +56,12 @@ class Bucket:
         else:
             part.copy_(gradient.reshape(-1)[piece.start : piece.stop])
 
+    def own_part(self) -> Tensor:
+        """This rank's shard of the buffer."""
+        assert self.buffer is not None
+        at = self.shard_offset - self.span.start
+        return self.buffer[at : at + self.shard.numel()]
+
     def average_of(self, piece: Piece) -> Tensor:
         """The averaged gradient of one of this rank's own pieces."""
         assert self.gradient is not None
@@ -133,6 +139,7 @@ class Reducer:
     def finish(self) -> set[nn.Parameter]:
         """Complete the averages; return the parameters that have a gradient on any rank."""
         self._hook()
+        self._take_assigned()
         parameters = list(self._where)
         grads = [p.grad for p in parameters]
         held = [isinstance(g, AveragedGradient) for g in grads]
@@ -219,6 +226,7 @@ class Reducer:
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self._take_assigned()
             self._drop_what_was_dropped()
             self.drain()
             engine = torch.autograd.Variable._execution_engine
@@ -273,6 +281,29 @@ class Reducer:
         self._launched = 0
         self._ready_first = []
         self._late = []
+
+    def _take_assigned(self) -> None:
+        """Let what a caller made of averages and put into `.grad` be the averages."""
+        for parameter in self._where:
+            given = parameter.grad
+            if not isinstance(given, AveragedGradient) or given.parts is None:
+                continue
+            self.drain()
+            parts = [part for part in given.parts if part[0] < part[1]]
+            own = self._own.get(parameter, [])
+            if [part[:2] for part in parts] != [(p.start, p.stop) for _, p in own]:
+                raise RuntimeError(
+                    f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} is "
+                    "made of another parameter's: p.grad.full_tensor(), called by every rank, "
+                    "gathers that"
+                )
+            for (bucket, piece), (_, _, values) in zip(own, parts, strict=True):
+                if bucket.gradient is None:
+                    bucket.gradient, bucket.in_place = torch.zeros_like(bucket.shard), False
+                bucket.average_of(piece).copy_(values)
+            self._current[parameter] = key = _Key(parameter)
+            parameter.grad = AveragedGradient(parameter, self, key, used=given.used)
+            parameter.grad.local = given.local
 
     def _drop_what_was_dropped(self) -> None:
         """Give up the averages whose parameter's `.grad` a caller has set to something else."""
@@ -333,7 +364,8 @@ class Reducer:
             work = self.wire.reduce(buffer, bucket.span.owner)
             output = buffer if bucket.span.owner == self.wire.rank else buffer[:0]
         else:
-            output = torch.empty_like(bucket.shard)
+            in_place = not self.release and self.wire.sums_in_place
+            output = bucket.own_part() if in_place else torch.empty_like(bucket.shard)
             work = self.wire.reduce_scatter(output, buffer)
         self._flying.append((bucket, output, buffer, work))
 
@@ -347,10 +379,9 @@ class Reducer:
             bucket.gradient = output
         else:
             # What was sent from there has gone.
-            assert bucket.buffer is not None
-            at = bucket.shard_offset - bucket.span.start
-            bucket.gradient = bucket.buffer[at : at + output.numel()]
-            bucket.gradient.copy_(output)
+            bucket.gradient = bucket.own_part()
+            if output.data_ptr() != bucket.gradient.data_ptr():
+                bucket.gradient.copy_(output)
             bucket.in_place = True
 
 

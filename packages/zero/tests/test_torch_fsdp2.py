@@ -1,0 +1,76 @@
+"""A judge that nobody here wrote: torch's own tests of fully_shard, on the CPU.
+
+What passes with torch's passes with ours behind an adapter, but for what is named.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# The folder test/distributed of a checkout of torch's repository, and which of its tests: all.
+FOLDER = os.environ.get("TORCH_TESTS")
+WANTED = os.environ.get("TORCH_TESTS_WANTED", "")
+
+# What differs, by how a test's name ends, and why.
+INSIDE = "looks into FSDP2's own objects"
+DTENSORS = "asks for DTensors between steps"
+LATER = "casts, loads or keeps on the meta device after sharding; here before or while it is made"
+DIFFERS = {
+    "param_registration_after_forward": DTENSORS,
+    "mixed_requires_grad_per_group": DTENSORS,
+    "1d_state_dict_save_load": DTENSORS,
+    "1d_state_dict_cpu_offload": DTENSORS,
+    "shard_tensor_parameters": DTENSORS,
+    "1d_process_group_init": DTENSORS,
+    "2d_process_group_init": DTENSORS,
+    "hsdp_broadcast_across_replicas": DTENSORS,
+    "to_float64_after_init": LATER,
+    "rank0_broadcast_meta_device_init": LATER,
+    "meta_device_1d_init": LATER,
+    "invalid_meta_device_init": LATER,
+    "gradient_accumulation": "holds back the sums of some layers only; counts collectives",
+    "communication_count": "counts collectives: here an all-reduce of flags beside them",
+    "manual_reshard_with_reshard_after_forward_false": "counts collectives",
+    "reduce_dtype": "sums of bfloat16 in another order differ in one element of a thousand",
+    "float16_on_one_submodule": "layers with dtypes of their own",
+    "submodules_with_external_inputs": "cast_forward_inputs",
+    "unshard_async": "layers in groups of their own, inputs that are no module's",
+    "double_lazy_init": INSIDE,
+    "fully_shard_is_root": INSIDE,
+    "module_and_param_fqns": INSIDE,
+    "fully_shard_state": INSIDE,
+    "fully_shard_reapply": INSIDE,
+    "fully_shard_deepcopy": "expects that a copy is refused, which here is a model of its own",
+}
+
+
+def outcomes(who, world, place):
+    folder = Path(FOLDER, "_composable", "fsdp")
+    files = sorted(path.stem for path in folder.glob("test_fully_shard_*.py"))
+    arguments = who, world, str(folder), files, WANTED, str(place)
+    return run_ranks(judged, world, *arguments, backend="", timeout=3000)
+
+
+def judged(*arguments):
+    import torch_oracle
+
+    return torch_oracle.run(*arguments)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS names no tests of torch's")
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_passes_on_torchs_fully_shard_passes_on_ours(world, tmp_path):
+    for who in ("torch", "zero"):
+        (tmp_path / who).mkdir()
+    theirs, ours = (outcomes(who, world, tmp_path / who) for who in ("torch", "zero"))
+    passed = [name for name in theirs[0] if not any(rank[name] for rank in theirs)]
+    assert passed, theirs
+    for name in passed:
+        said = next((rank[name] for rank in ours if rank[name]), "")
+        assert not said or name.endswith(tuple(DIFFERS)), (name, said)

@@ -1,0 +1,299 @@
+"""torch's own tests of fully_shard, with torch's or with ours in its place, and GPUs that are CPUs.
+
+`run` is called on each rank of a test's processes, with the folder of torch's files. They may be of
+another release than torch's wheel: what has moved is found, and what has gone is an object that
+does nothing, so that a test that uses it passes with neither.
+"""
+
+import importlib
+import os
+import re
+import sys
+import traceback
+import unittest
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torchs
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+from torch.testing._internal import common_utils
+from zero import FSDP
+from zero.fsdp.marks import _Mark
+from zero.fsdp.unit import home_of
+
+# How many ranks a test may ask for, and how long one waits for another.
+RANKS, SECONDS = 4, 60
+THEIRS = torchs.FSDPModule
+
+
+class NotOffered(Exception):
+    """What `fully_shard` is asked for and FSDP has not."""
+
+
+class FSDPModule:
+    """A module given to `fully_shard`; what it is asked is asked of the whole model's FSDP."""
+
+    def set_requires_gradient_sync(self, on, *, recurse=True):
+        whole = self.of_the_whole("gradients of some layers only sent later", recurse)
+        whole._sync = on
+
+    def set_is_last_backward(self, last):
+        """Every backward ends by itself."""
+
+    def set_reshard_after_backward(self, on, *, recurse=True):
+        """Layers are given up after every backward: memory, not values."""
+
+    def set_requires_all_reduce(self, on, *, recurse=True):
+        raise NotOffered("a sum over shards without one over their copies")
+
+    def unshard(self, async_op=False):
+        for unit in self.units():
+            unit.start_gather()
+            if not async_op:
+                unit.gather()
+        return mock.Mock(wait=lambda: [unit.gather() for unit in self.units()])
+
+    def reshard(self):
+        for unit in self.units():
+            unit.free()
+
+    def units(self):
+        return self._fsdp()._units_of.get(self, [])
+
+    def of_the_whole(self, what, recurse):
+        whole = self._fsdp()
+        if whole.module is not self or not recurse:
+            raise NotOffered(what)
+        return whole
+
+    def __getattr__(self, name):
+        if hasattr(THEIRS, name):
+            raise NotOffered(f"FSDPModule.{name}")
+        return super().__getattr__(name)
+
+
+def fully_shard(
+    module,
+    *,
+    mesh=None,
+    reshard_after_forward=True,
+    mp_policy=None,
+    offload_policy=None,
+    ignored_params=None,
+    **others,
+):
+    """Shard the whole of `module` anew, with the modules within that were given before."""
+    if not isinstance(module, nn.Module) or others.get("shard_placement_fn"):
+        raise NotOffered("groups of modules, or a placement")
+    policy = mp_policy or torchs.MixedPrecisionPolicy()
+    if policy.output_dtype or not policy.cast_forward_inputs:
+        raise NotOffered("output_dtype, cast_forward_inputs")
+    options = {
+        "compute_dtype": policy.param_dtype,
+        "gradient_dtype": policy.reduce_dtype,
+        "group": mesh,
+        "reshard_after_forward": bool(reshard_after_forward),
+        "cpu_offload": isinstance(offload_policy, torchs.CPUOffloadPolicy),
+        "ignored_params": ignored_params or (),
+    }
+    name = type(module).__name__
+    module.__class__ = type(f"FSDP{name}", (FSDPModule, type(module)), {})
+    if not [*module.parameters()]:
+        return module
+    within = [m.__dict__["_fsdp"]() for m in module.modules() if "_fsdp" in m.__dict__]
+    # In one order on all ranks.
+    for inner in dict.fromkeys(within):
+        if inner.options != options:
+            raise NotOffered("layers with options of their own")
+        take_apart(inner)
+    whole = FSDP(
+        module,
+        shard=(FSDPModule,),
+        # As they are when called: tests put theirs in their place.
+        reduce_scatter_tensor=lambda *a, **k: newest("reduce_scatter")(*a, **k),
+        all_gather_into_tensor=lambda *a, **k: newest("all_gather")(*a, **k),
+        **options,
+    )
+    whole.options = options
+    for marked in (m for m in module.modules() if isinstance(m, FSDPModule)):
+        marked.__dict__["_fsdp"] = lambda: whole
+    return module
+
+
+def newest(name):
+    old = {"all_gather": "all_gather_into_tensor"}.get(name, f"{name}_tensor")
+    return getattr(dist, f"{name}_single", None) or getattr(dist, old)
+
+
+def take_apart(whole):
+    """Put parameters back as they were before FSDP."""
+    for unit in whole.units:
+        values = unit.full_parameters()
+        for sharded in unit.parameters:
+            again = nn.Parameter(values[sharded.name].clone(), sharded.local.requires_grad)
+            for module, attribute in sharded.places:
+                module._parameters[attribute] = again
+    for module, ids in whole._hook_ids.items():
+        for hooks in vars(module).values():
+            if isinstance(hooks, dict):
+                for key in [key for key in hooks if key in ids]:
+                    del hooks[key]
+
+
+def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
+    """torch's, for shards that are no DTensors."""
+    pairs = zip(replicated.named_parameters(), sharded.named_parameters(), strict=True)
+    for (name, expected), (theirs, parameter) in pairs:
+        for prefix in prefixes_to_ignore:
+            theirs = theirs.replace(prefix, "")
+        assert name == theirs
+        unit, home = home_of(parameter)
+        assert_close(unit.full_parameters()[home.name], expected.detach())
+        assert (expected.grad is None) == (parameter.grad is None), name
+        if expected.grad is not None:
+            assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+class OnCPU(TorchFunctionMode):
+    """To whatever is told a GPU, that is the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.cuda, nn.Module.cuda):
+            return args[0]
+        args = [cpu(one) for one in args]
+        return func(*args, **{key: cpu(value) for key, value in (kwargs or {}).items()})
+
+
+def cpu(value):
+    name = value.type if isinstance(value, torch.device) else value
+    return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
+
+
+class OnRanks(common_utils.TestCase):
+    """In place of torch's classes that start processes or threads: the ranks run already."""
+
+    rank = property(lambda self: dist.get_rank())
+    process_group = property(lambda self: dist.group.WORLD)
+
+    def run_subtests(self, *args, **kwargs):
+        from torch.testing._internal.common_distributed import run_subtests
+
+        run_subtests(self, *args, **kwargs)
+
+
+def prepare(who):
+    """Replace what the tests' files take from torch, before they do."""
+    import torch.distributed.tensor.debug
+    from torch.distributed import _composable, tensor
+    from torch.testing._internal import (
+        common_cuda,
+        common_distributed,
+        common_fsdp,
+    )
+
+    for name in ("set_device", "synchronize", "_sleep", "manual_seed"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.device_count, torch.cuda.current_device = lambda: RANKS, lambda: 0
+    common_cuda.TEST_CUDA = True
+    common_utils.get_cycles_per_ms = lambda: 1.0
+    for name in ("skip_if_lt_x_gpu", "requires_nccl_version"):
+        setattr(common_distributed, name, lambda *_, **__: lambda test: test)
+    for name in ("FSDPTest", "FSDPTestMultiThread", "FSDPTestContinuous"):
+        setattr(common_fsdp, name, OnRanks)
+    for name in ("compiled_fsdp_test", "test_compiled_fsdp"):
+        setattr(common_fsdp, name, lambda *_, **__: lambda test: test)
+
+    moved = lambda _, *a, **k: init_device_mesh("cpu", *a, **k)  # noqa: E731
+    from_group = DeviceMesh.from_group
+    DeviceMesh.from_group = staticmethod(
+        lambda group, _, *args, **kwargs: from_group(group, "cpu", *args, **kwargs)
+    )
+    replicate = _composable.replicate
+
+    def replicated(module, *args, device_ids=None, **kwargs):
+        return replicate(module, *args, **kwargs)
+
+    replicated.state = replicate.state
+    _composable.replicate = replicated
+    import torch.distributed._tensor as old
+
+    for module in (torch.distributed.device_mesh, tensor, old):
+        module.init_device_mesh = moved
+    sys.modules["torch.distributed._tensor.debug"] = tensor.debug
+    sys.modules["torch.distributed._tensor.debug.comm_mode"] = tensor.debug
+    for new in Path(torchs.__file__).parent.glob("_fully_shard/_fsdp_*.py"):
+        found = importlib.import_module(f"torch.distributed.fsdp._fully_shard.{new.stem}")
+        sys.modules[f"torch.distributed._composable.fsdp.{new.stem}"] = found
+    if who == "zero":
+        common_fsdp.check_sharded_parity = check_sharded_parity
+        group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+        group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = _Mark
+        for place in (torchs, importlib.import_module("torch.distributed._composable.fsdp")):
+            place.fully_shard, place.FSDPModule = fully_shard, FSDPModule
+            place.register_fsdp_forward_method = lambda module, name: None
+
+
+def load(name):
+    """Import one of torch's files; what it asks of torch and torch has not is a mock."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            sys.modules[error.name] = mock.MagicMock()
+        except ImportError as error:
+            missing = re.match(r"cannot import name '(\w+)'", str(error))
+            if not missing:
+                raise
+            setattr(sys.modules[error.name], missing[1], mock.MagicMock())
+
+
+@contextmanager
+def group_of(world, rank, place):
+    store = dist.FileStore(place, world)
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run(who, world, folder, files, wanted, place):
+    """Run torch's tests that want `world` ranks: each one's name, and what went wrong."""
+    rank = int(os.environ["RANK"])
+    sys.path.insert(0, folder)
+    prepare(who)
+    said = {}
+    for file in files:
+        module = load(file)
+        cases = [c for c in vars(module).values() if isinstance(c, type) and issubclass(c, OnRanks)]
+        for case in (case for case in cases if case.__module__ == file):
+            for name in (n for n in dir(case) if re.search(f"^test_.*({wanted})", n)):
+                one = case(name)
+                if one.world_size != world:
+                    continue
+                full = f"{file.removeprefix('test_fully_shard_')}: {name.removeprefix('test_')}"
+                said[full] = outcome(one, name, rank, world, f"{place}/{case.__name__}-{name}")
+                if os.environ.get("ORACLE_TALKS"):
+                    print(rank, full, said[full][:2500] or "passes", flush=True)
+    return said
+
+
+def outcome(case, name, rank, world, place):
+    try:
+        with group_of(world, rank, place), OnCPU():
+            torch.manual_seed(0)
+            case.setUp()
+            getattr(case, name)()
+    except unittest.SkipTest as error:
+        return f"skipped: {error}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return ""
