@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from accounting import MLA, Experts, Plan, Transformer, kv_cache, plan_for, training_memory
+from accounting import (
+    MLA,
+    Experts,
+    Plan,
+    Transformer,
+    Window,
+    kv_cache,
+    plan_for,
+    training_memory,
+)
 from accounting.cli.main import main
 from accounting.cli.questions import amount, serving
 from accounting.plan import even
@@ -21,6 +30,7 @@ LLAMA_405B = Transformer(
 )
 SMALL = Transformer(layers=8, d_model=1024, heads=16, vocab_size=32000)
 MIXTURE = replace(SMALL, experts=Experts(count=16, per_token=2, width=512), mlp_layers=())
+INDEX = {"index_heads": 2, "index_head_dim": 4, "index_top": 8}
 TEXT = "layers=8,d_model=1024,heads=16,vocab_size=32000"
 
 
@@ -137,6 +147,24 @@ def test_every_plan_proposed_has_lines_that_its_programs_take(
                 assert expert == plan.expert * plan.tensor or model.experts is None
             else:
                 assert gpus // product == plan.data
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"window": Window(size=64)},
+        {"parallel_block": True},
+        {"qk_norm": "all"},
+        {"norms_per_layer": 4},
+        {"output_gate": True},
+        {"causal": False},
+        {"mla": MLA(kv_rank=8, rope_head_dim=4, q_rank=8, **INDEX)},
+    ],
+)
+def test_what_megatrons_options_do_not_build_has_no_line(changed: dict[str, Any]) -> None:
+    plan, run = Plan(data=8), {"batch": 8, "seq": 128}
+    assert "megatron" in command_lines(SMALL, plan, **run)
+    assert "megatron" not in command_lines(replace(SMALL, **changed), plan, **run)
 
 
 def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
