@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -39,8 +40,12 @@ def attention(
     dense = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_nested for x in given)
     reference = not torch._C._get_flash_sdp_enabled()
     if attn_mask is not None or dropout_p or not dense or reference:
-        return torchs(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                      enable_gqa=enable_gqa)  # fmt: skip
+        # torch's masks look for torch's function.
+        with mock.patch.object(F, "scaled_dot_product_attention", torchs):
+            return torchs(
+                query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+                scale=scale, enable_gqa=enable_gqa,
+            )  # fmt: skip
     calls += 1
     return sdpa(query, key, value, None, 0.0, is_causal, scale, enable_gqa)
 

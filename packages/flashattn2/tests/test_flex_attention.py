@@ -7,7 +7,12 @@ in its own way, a function of two positions, with nothing of ours in between.
 import pytest
 import torch
 from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -35,10 +40,11 @@ def judged(q, k, v, *, softcap=None, mask=None, **options):
     def cap(score, b, h, i, j):
         return softcap * torch.tanh(score / softcap)
 
-    return flex_attention(
+    out, aux = flex_attention(
         q, k, v, score_mod=cap if softcap else None, block_mask=block_mask,
-        enable_gqa=q.shape[1] != k.shape[1], return_lse=True, **options,
+        enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True), **options,
     )  # fmt: skip
+    return out, aux.lse
 
 
 def same(ours, theirs):
@@ -46,10 +52,12 @@ def same(ours, theirs):
         torch.testing.assert_close(a, b.to(a.dtype), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("seq", [(128, 128), (100, 100), (64, 200), (31, 277), (1, 130)])
-@pytest.mark.parametrize("dims", [(64, 64), (16, 32)])
-@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "seq", "dims", "strided"),
+    [((4, 4), (128, 128), (64, 64), False), ((4, 2), (100, 100), (16, 32), True),
+     ((4, 1), (64, 200), (64, 64), True), ((4, 2), (31, 277), (16, 32), False),
+     ((4, 4), (1, 130), (64, 64), False)],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "options",
     [{}, {"causal": True}, {"window": (20, 0)}, {"window": (13, 40)}, {"softcap": 3.0},

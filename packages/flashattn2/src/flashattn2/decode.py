@@ -315,7 +315,7 @@ def _counts(
     return counts
 
 
-def _check_lengths(given: Tensor, q: Tensor) -> Tensor:
+def _check_lengths(given: object, q: Tensor) -> Tensor:
     if not isinstance(given, Tensor):
         raise TypeError(f"cache_seqlens is {type(given).__name__}; give an int or an int32 tensor")
     if given.dtype != torch.int32 or given.shape != (len(q),) or given.device != q.device:
