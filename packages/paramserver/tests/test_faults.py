@@ -217,10 +217,9 @@ def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
         push(workers[0])
         now = time.monotonic()
         pull = Message(Kind.PULL, clock=1, number=1)
-        out = workers[0]._connections[0].parameters
-        assert server.core.handle(0, pull, None, out, now) is None
+        assert server.core.handle(0, pull, None, now) is None
         for second in range(1, 9):
-            server.core.handle(1, Message(Kind.BEAT), None, None, now + second)
+            server.core.handle(1, Message(Kind.BEAT), None, now + second)
         assert server.core.check(now + 8.5) == []
         return 1 not in server.core.ledger.active
 

@@ -155,34 +155,26 @@ class Replica:
             self.position += 1
 
     def fetch(
-        self, worker: int, read: tuple[int, int], have: int, out: Tensor
-    ) -> tuple[int, int, int] | None:
-        """Write the version that was promised to the `read` of `worker` into `out`.
+        self, worker: int, read: tuple[int, int], have: int
+    ) -> tuple[int, Tensor, int] | None:
+        """The version that was promised to the `read` of `worker`, and its bytes as they lie here.
 
-        Returns that version, the bytes that were written, and of which fragment they are a change
-        if the worker has the version before, else -1: all. None without such a promise: it was
-        fetched before.
+        And of which fragment they are a change if the worker has the version before, else -1: all.
+        None without such a promise: it was fetched before.
         """
         found, version, kept = self._promised.get(worker, (None, 0, None))
         if found != read:
             return None
         del self._promised[worker]
-        fragment, data = -1, self._newest() if kept is None else kept
+        fragment, data = -1, self.newest if kept is None else kept
         if have == version - 1 >= self.base_version and version == self.version:
             fragment, data = self._changed, self._change
-        out[: len(data)] = data
-        return version, len(data), fragment
-
-    def newest(self, out: Tensor) -> int:
-        """Write the newest version into `out`, and return it."""
-        out.copy_(self._newest())
-        return self.version
+        return version, data, fragment
 
     @property
-    def held_tensors(self) -> int:
-        """Pushes and copies of the parameters that are held, for each a shard of memory."""
-        copies = {id(kept) for _, _, kept in self._promised.values() if kept is not None}
-        return len(self._staged) + len(copies)
+    def newest(self) -> Tensor:
+        """What readers get: the parameters, up to the rounding of what was sent of them."""
+        return self._buffer if self._published is None else self._published
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters, the optimizer's state and the version."""
@@ -208,7 +200,7 @@ class Replica:
         self.position = 0
         self._staged, self._accepted, self._next, self._promised = {}, set(), {}, {}
         self._published = self._buffer.clone() if self.compression else None
-        self._changed, self._change = 0, self._newest()
+        self._changed, self._change = 0, self.newest
 
     def snapshot(self) -> dict[str, Any]:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
@@ -240,7 +232,7 @@ class Replica:
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
-        self._change = fragment.of(self._newest()) if change is None else change
+        self._change = fragment.of(self.newest) if change is None else change
 
     def _drop(self, worker: int) -> None:
         """Forget what `worker` staged and nobody accepted."""
@@ -251,7 +243,7 @@ class Replica:
         """Copy the parameters for those who were promised them as they still are."""
         waiting = {w: read for w, (read, _, kept) in self._promised.items() if kept is None}
         if waiting:
-            kept = self._newest().clone()
+            kept = self.newest.clone()
             self._promised |= {w: (read, self.version, kept) for w, read in waiting.items()}
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
@@ -271,19 +263,15 @@ class Replica:
             self._optimizer.step()
             self._optimizer.zero_grad()  # the other fragments' momentum stays as it is
         self.version += 1
-        self._changed, self._change = number, fragment.of(self._newest())
+        self._changed, self._change = number, fragment.of(self.newest)
         if self.compression and self._published is not None:
             mine, theirs = (
-                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self._newest())
+                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self.newest)
             )
             change = self.compression.encode(flatten(mine) - flatten(theirs))
             add_flat(theirs, self.compression.decode(change, sum(view.numel() for view in mine)))
             if len(change) < len(self._change):  # a few elements may be better as they are
                 self._change = change
-
-    def _newest(self) -> Tensor:
-        """What readers get: the parameters, up to the rounding of what was sent of them."""
-        return self._buffer if self._published is None else self._published
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:
