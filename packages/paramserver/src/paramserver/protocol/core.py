@@ -275,7 +275,7 @@ class Core:
         return Message(Kind.OK, number=self.replica.version, size=len(self.given), text=text)
 
     def _admit(self, worker: int, m: Message) -> None:
-        if self.failure:
+        if self.failure and m.kind is not Kind.BEAT:  # which nobody waits for an answer to
             raise PeerLost(self.failure)
         if m.kind in (Kind.JOIN, Kind.BEAT):
             return
