@@ -111,7 +111,12 @@ def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(ser
     send(3, Message(Kind.PUSH, epoch=1, clock=1, size=10**9))
     number, refusal = answer()
     assert (number, refusal.kind) == (3, Kind.FAILED)
-    assert "1000000000 bytes were pushed, the shard is" in refusal.text
+    assert "worker 0 (joined=True) pushed 1000000000 bytes" in refusal.text
+    for stranger in range(1, 50):  # takes no memory
+        head = [stranger, 1, 4, 0, *Message(Kind.PUSH, epoch=1).fields()]
+        peer.send_multipart([json.dumps(head).encode(), b"a piece"])
+        assert f"worker {stranger} (joined=False) pushed" in answer()[1].text
+    assert len(server._buffers._free) <= 2
     peer.close(linger=0)
     context.term()
     assert final(job(), [server.address])[0].version == 1

@@ -65,7 +65,7 @@ class Replica:
         self._changed, self._change = 0, self._buffer
         self._staged: dict[Push, tuple[list[Tensor], int]] = {}  # gradients; bytes that came
         self._accepted: set[Push] = set()  # staged pushes that an update to come will name
-        self._next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
+        self.next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
         # The epoch and number of the read that a worker was promised, the version, and its copy,
         # once it is not the newest any more.
         self._promised: dict[int, tuple[tuple[int, int], int, Tensor | None]] = {}
@@ -105,7 +105,7 @@ class Replica:
         RuntimeError if others have to come before it: whoever pushes it brings the log first.
         """
         worker, epoch, clock = push
-        expected = self._next.get(worker, (0, 0))
+        expected = self.next.get(worker, (0, 0))
         if (epoch, clock) > expected:
             raise RuntimeError(
                 f"worker {worker} pushes {(epoch, clock)} (epoch, clock), but this server has "
@@ -128,7 +128,7 @@ class Replica:
             match entry:
                 case Accept(push):
                     self._accepted.add(push)
-                    self._next[push[0]] = push[1], push[2] + 1
+                    self.next[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._keep_promises()
                     gradients, nbytes = zip(*map(self._staged.pop, pushes), strict=True)
@@ -141,17 +141,17 @@ class Replica:
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
                         later = (epoch, clock + 1)
-                        self._next[worker] = max(later, self._next.get(worker, later))
+                        self.next[worker] = max(later, self.next.get(worker, later))
                 case Read(worker, epoch, number):
                     self._promised[worker] = (epoch, number), self.version, None
                 case Join(worker, epoch, clock):
                     self._drop(worker)
-                    self._next[worker] = epoch, clock
+                    self.next[worker] = epoch, clock
                 case Leave(worker):
                     self._drop(worker)
                     self._promised.pop(worker, None)
                     # Nothing more from this life of the worker, however late it arrives.
-                    self._next[worker] = self._next.get(worker, (0, 0))[0] + 1, 0
+                    self.next[worker] = self.next.get(worker, (0, 0))[0] + 1, 0
             self.position += 1
 
     def fetch(
@@ -198,7 +198,7 @@ class Replica:
             self._optimizer.load_state_dict(state["optimizer"])
         self.version = self.base_version = state["version"]
         self.position = 0
-        self._staged, self._accepted, self._next, self._promised = {}, set(), {}, {}
+        self._staged, self._accepted, self.next, self._promised = {}, set(), {}, {}
         self._published = self._buffer.clone() if self.compression else None
         self._changed, self._change = 0, self.newest
 
@@ -215,7 +215,7 @@ class Replica:
                 for push, (gradients, nbytes) in self._staged.items()
             },
             "accepted": sorted(self._accepted),
-            "next": dict(self._next),
+            "next": dict(self.next),
             "published": None if self._published is None else self._published.clone(),
             # A change that was not compressed is a part of what readers get.
             "changed": (self._changed, None if raw else self._change),
@@ -226,7 +226,7 @@ class Replica:
         self.load_state_dict(state)
         self.position, self.base_version = state["position"], state["base_version"]
         self.staleness = Counter(state["staleness"])
-        self._staged, self._next = dict(state["staged"]), dict(state["next"])
+        self._staged, self.next = dict(state["staged"]), dict(state["next"])
         self._accepted = set(state["accepted"])
         self.push_bytes = Counter(state["push_bytes"])
         self._published = state["published"]

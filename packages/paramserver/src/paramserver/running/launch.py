@@ -24,8 +24,7 @@ from paramserver.running.serving import serve
 from paramserver.transport import distributed, shared_memory
 from paramserver.transport.connection import GRACE, RemoteConnection
 
-Endpoint = shared_memory.Endpoint | distributed.Endpoint
-"""What a process needs in order to reach its peers."""
+Endpoint = shared_memory.Endpoint | distributed.Endpoint  # how a process reaches its peers
 
 
 def run(

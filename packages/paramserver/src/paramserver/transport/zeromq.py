@@ -133,11 +133,12 @@ class ZeroMQServer:
                 return False  # of what was answered, or began before this server did
             size = (message.size or self._buffers.nbytes) if message.kind in SENDS else 0
             request = _Request(name.bytes, key, message, Arrival(torch.empty(0)), now)
-            if not 0 <= size <= self._buffers.nbytes:
-                error = ValueError(f"{size} bytes were pushed, the shard is {self._buffers.nbytes}")
-                self._send(request, failure(error))
-                return False
-            if size:
+            if size:  # there is memory for those who have joined
+                joined = worker in self.core.ledger.members or worker in self.core.replica.next
+                if not joined or not 0 < size <= self._buffers.nbytes:
+                    error = ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
+                    self._send(request, failure(error))
+                    return False
                 request.data = Arrival(self._buffers.take()[:size])
             self._waiting.pop(worker, None)
             self._coming[worker] = request
@@ -209,11 +210,11 @@ class ZeroMQConnection:
         self, address: str, worker: int, nbytes: int, *, life: int, patience: float = 60.0,
         keys: Keys | None = None,
     ) -> None:  # fmt: skip
-        zmq = extra("zmq", "zeromq")
+        self._zmq = zmq = extra("zmq", "zeromq")
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
         self._address, self._worker, self._life = address, worker, life
-        self._patience, self._number = patience, 0
+        self._patience, self._number, self._sent = patience, 0, zmq.MessageTracker()
         self._context, self._keys = zmq.Context(), keys
         self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))
         self._closed = threading.Event()
@@ -267,27 +268,26 @@ class ZeroMQConnection:
             self._context.term()
 
     def _send(self, message: Message, socket: Any = None) -> None:
+        socket, flags = socket or self._socket, self._zmq.NOBLOCK
         data = used(self.gradients, message) if message.kind in SENDS else self.gradients[:0]
         for start, stop in cuts(len(data)):
             fields = () if start else message.fields()
             head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
-            # Sent as they lie. What leaves so late that they have changed is of a number of which
-            # no server takes any more.
+            # As they lie: what leaves after they have changed is of a number that is void.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
-            self._sent = (socket or self._socket).send_multipart(frames, copy=False, track=True)
+            with suppress(self._zmq.Again):  # whoever refuses this key has hung up
+                self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
 
     def _beat(self) -> None:
         beat = Message(Kind.BEAT).fields()
         head = json.dumps([self._worker, self._life, 0, 0, *beat]).encode()
-        zmq = extra("zmq", "zeromq")
         while not self._closed.wait(_BEAT):
-            with suppress(zmq.Again):  # the server is away: there will be another time
-                self._beats.send(head, zmq.NOBLOCK)
+            with suppress(self._zmq.Again):  # the server is away: there will be another time
+                self._beats.send(head, self._zmq.NOBLOCK)
         self._beats.close(linger=0)
 
     def _connect(self, name: str, keys: Keys | None) -> Any:
-        zmq = extra("zmq", "zeromq")
-        socket = self._context.socket(zmq.DEALER)
+        zmq, socket = self._zmq, self._context.socket(self._zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self._life}-{name}".encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -306,7 +306,8 @@ def _guard(context: Any, socket: Any, keys: Keys) -> Any:
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
-    known = SimpleNamespace(callback=lambda _, key: z85.encode(key).decode() in keys.peers)
+    peers = {key.encode() for key in keys.peers}
+    known = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
     guard = ThreadAuthenticator(context)
     guard.start()
     guard.configure_curve_callback(domain="*", credentials_provider=known)
