@@ -3,7 +3,9 @@
     python tests/paramserver_study.py --plot docs/results/paramserver
 
 Rows `exchange` are the bench's, and where Ray is installed the same over Ray: by this package's
-transport, and by the pattern of Ray's own examples, an actor with the weights. Rows `size`,
+transport, and by the pattern of Ray's own examples, an actor with the weights. Rows `bound`: ZeroMQ
+in turns with as many bytes there and back over a plain Unix socket, from and into memory that is
+there, nothing computed: no transport that sends them is faster. Rows `size`,
 `workers` and `servers`: a push and pull of the whole model over shared memory, one of the three
 varied. Rows `target`: four workers, one five times slower; the time until the loss is a tenth of
 what it was. DiLoCo beside data-parallel training of the suite's decoder on the suite's text, at
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -131,6 +135,58 @@ def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int
     found = _exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
     return row | _medians(max(found, key=lambda pairs: sum(map(sum, pairs))))
+
+
+def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
+    """What the kernel's copies alone would take, beside all of an exchange over ZeroMQ."""
+    found: dict = {"zeromq": [], "socket": []}
+    for _ in range(2):  # in turns
+        found["zeromq"] += _exchanges(mebibytes, rounds, transport="zeromq")[0]
+        found["socket"] += _time_socket(mebibytes, rounds)
+    return [
+        {"case": "bound", "transport": name, "model_mib": mebibytes}
+        | _medians(pairs)
+        | {"socket_over_this_p50": statistics.median(
+            sum(theirs) / sum(ours) for theirs, ours in zip(found["socket"], pairs, strict=True)
+        )}
+        for name, pairs in found.items()
+    ]  # fmt: skip
+
+
+def _time_socket(mebibytes: int, rounds: int) -> list:
+    ours, theirs = socket.socketpair()
+    data, times = memoryview(bytearray(mebibytes * 2**20)), []
+    arguments = theirs, len(data), rounds
+    echo = multiprocessing.get_context("forkserver").Process(target=_echo, args=arguments)
+    echo.start()
+    theirs.close()
+    for number in range(rounds + 1):
+        start = time.perf_counter()
+        ours.sendall(data)
+        _receive(ours, data[:1])
+        middle = time.perf_counter()
+        _receive(ours, data)
+        if number:
+            times.append((middle - start, time.perf_counter() - middle))
+    echo.join()
+    ours.close()
+    return times
+
+
+def _echo(peer: socket.socket, nbytes: int, rounds: int) -> None:
+    data = memoryview(bytearray(nbytes))
+    for _ in range(rounds + 1):
+        _receive(peer, data)
+        peer.sendall(data[:1])
+        peer.sendall(data)
+
+
+def _receive(peer: socket.socket, data: memoryview) -> None:
+    while data:
+        count = peer.recv_into(data)
+        if not count:
+            raise ConnectionResetError("the other end of the socket is gone")
+        data = data[count:]
 
 
 def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
@@ -390,6 +446,7 @@ def main() -> None:
         *(("servers", size, 1, servers) for servers in (1, 2, 4)),
     ]
     if given.exchange:
+        rows += bound_rows(size, rounds)
         rows += ray_rows(size, rounds)
         rows += [_scale(*scale, rounds=rounds) for scale in scales]
         rows += _target(given.quick)

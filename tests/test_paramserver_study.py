@@ -18,6 +18,14 @@ def test_a_scale_is_measured_and_drawn(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_an_exchange_is_measured_beside_a_plain_socket():
+    rows = study.bound_rows(1, 2)
+    assert [row["transport"] for row in rows] == ["zeromq", "socket"]
+    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
+    assert rows[1]["socket_over_this_p50"] == 1
+
+
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_an_exchange_over_ray_is_measured_beside_rays_own_pattern():
     pytest.importorskip("ray", reason="the optional extra paramserver[ray] is not installed")

@@ -175,23 +175,24 @@ class SimulatedServer:
             self.attempt(worker.number)
         for other in list(self.waiting):
             self.attempt(other)
-        held = self.core.replica.held_tensors
-        accepted = len(self.core.replica._accepted)
-        assert held <= 2 * self.world.ids + accepted + 1
+        replica = self.core.replica  # pushes, and copies of the parameters, are bounded
+        copies = {id(kept) for _, _, kept in replica._promised.values() if kept is not None}
+        held = len(replica._staged) + len(copies)
+        assert held <= 2 * self.world.ids + len(replica._accepted) + 1
 
     def attempt(self, number):
         worker, name, message, data = self.waiting.pop(number)
-        out = torch.zeros(self.core.replica.shard.buffer_bytes, dtype=torch.uint8)
         data = None if data is None else data.clone()
         try:
-            reply = self.core.handle(number, message, data, out, self.world.now)
+            reply = self.core.handle(number, message, data, self.world.now)
         except (PeerLost, ValueError, RuntimeError) as error:
             reply = failure(error)
         if reply is None:
             self.waiting[number] = worker, name, message, data
         else:
             reply = Message.from_text(reply.to_text())
-            self.world.send(worker.receive, self.number, name, reply, out if reply.size else None)
+            data = self.core.given.clone() if reply.size else None
+            self.world.send(worker.receive, self.number, name, reply, data)
 
     def look(self):
         """Every now and then, whether one that is waited for is silent."""
@@ -347,7 +348,7 @@ class SimulatedWorker:
 
 def _receive_beat(self, number):
     if self.up:
-        self.core.handle(number, Message(Kind.BEAT), None, None, self.world.now)
+        self.core.handle(number, Message(Kind.BEAT), None, self.world.now)
 
 
 SimulatedServer.receive_beat = _receive_beat

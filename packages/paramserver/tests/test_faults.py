@@ -103,6 +103,14 @@ def test_an_error_of_the_optimizer_reaches_the_workers():
         run(train, model(), partial(Raises, lr=0.1), args=(3,), workers=2, timeout=20.0)
 
 
+def test_a_beat_that_comes_after_a_failure_ends_no_server():
+    server, workers = pair(on_worker_loss="stop")
+    server.lose(1, "the power went out")
+    assert server.core.handle(0, Message(Kind.BEAT), None, 0.0) == Message(Kind.OK)
+    with pytest.raises(PeerLost, match="the power went out"):
+        workers[0].pull()
+
+
 def test_workers_see_a_dead_server():
     pull = Message(Kind.PULL)
     ours, theirs = channel_pair("worker 0", "server 7", 64)
@@ -217,10 +225,9 @@ def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
         push(workers[0])
         now = time.monotonic()
         pull = Message(Kind.PULL, clock=1, number=1)
-        out = workers[0]._connections[0].parameters
-        assert server.core.handle(0, pull, None, out, now) is None
+        assert server.core.handle(0, pull, None, now) is None
         for second in range(1, 9):
-            server.core.handle(1, Message(Kind.BEAT), None, None, now + second)
+            server.core.handle(1, Message(Kind.BEAT), None, now + second)
         assert server.core.check(now + 8.5) == []
         return 1 not in server.core.ledger.active
 

@@ -186,7 +186,9 @@ def test_garbage_and_half_messages_disturb_nobody(served):
         [b""],
         [b"{"],
         [b"[1,2,3]"],
-        [b'[0,0,0,3,0,0,0,0,0,-1,""]', b"short"],
+        [b'[0,0,0,0,3,0,0,0,0,0,-1,""]', b"short"],
+        [b'[0,0,0,0,3,0,0,0,0,-9,-1,""]', b"short"],
+        [b"[0,0,0,77]", b"a later piece"],
         [b"x"] * 9,
     ):
         stranger.send_multipart(frames)
@@ -246,7 +248,7 @@ def test_only_those_whose_keys_are_known_may_come(served):
     stranger = Keys(theirs, their_secret, (server_public,))
     for keys in (stranger, None):
         with (
-            pytest.raises(PeerLost, match="has said nothing for 5 s"),
+            pytest.raises(PeerLost, match=r"has said nothing for 5 s.*is this key known\?"),
             join_servers(job_of(), 1, [server.address], keys=keys),
         ):
             pass
@@ -291,6 +293,12 @@ def test_progress_shows_members_version_staleness_bytes_and_loss():
 def test_an_open_address_needs_keys():
     with pytest.raises(ValueError, match="give keys, or bind tcp://127"):
         open_server(job_of(), 0, "tcp://0.0.0.0:5555", journal=None)
+
+
+def test_an_address_that_is_taken_is_named(served):
+    address = served(job_of()).address
+    with pytest.raises(RuntimeError, match=f"listen at {address}: Address already in use"):
+        open_server(job_of(), 0, address, journal=None)
 
 
 def test_workers_join_and_leave_while_others_train(served):

@@ -17,7 +17,6 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -187,27 +186,18 @@ def _records(raw: bytes) -> tuple[list[Record], int]:
     """The records, and where the last whole one ends."""
     found: list[Record] = []
     end = 0
-    for kind, start, stop in _whole(raw):
+    while end + _HEAD.size <= len(raw):
+        kind, size, checksum = _HEAD.unpack_from(raw, end)
+        body = raw[end + _HEAD.size : end + _HEAD.size + size]
+        if len(body) < size or zlib.crc32(body) != checksum:
+            break
         if kind == b"s":
-            push = _PUSH.unpack_from(raw, start)
-            data = bytearray(raw[start + _PUSH.size : stop])
-            found.append(Staged(push, torch.frombuffer(data, dtype=torch.uint8)))
+            data = torch.frombuffer(bytearray(body[_PUSH.size :]), dtype=torch.uint8)
+            found.append(Staged(_PUSH.unpack_from(body), data))
         else:
-            found.append(Followed(Log.from_text(raw[start:stop].decode()), own=kind == b"o"))
-        end = stop
+            found.append(Followed(Log.from_text(body.decode()), own=kind == b"o"))
+        end += _HEAD.size + size
     return found, end
-
-
-def _whole(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
-    position = 0
-    while position + _HEAD.size <= len(raw):
-        kind, size, checksum = _HEAD.unpack_from(raw, position)
-        start = position + _HEAD.size
-        stop = start + size
-        if stop > len(raw) or zlib.crc32(raw[start:stop]) != checksum:
-            return
-        yield kind, start, stop
-        position = stop
 
 
 def _write_all(file: BinaryIO, part: bytes | memoryview) -> None:

@@ -98,30 +98,35 @@ class Server:
         """Answer a request, as soon as that can be done.
 
         Gradients are taken from `data`, which belongs to the server until the worker's next pull
-        returns; parameters are written into `out`. `alive` is called every few seconds of a wait,
+        returns; parameters are copied into `out`. `alive` is called every few seconds of a wait,
         to tell the worker that it is one.
         """
         with self._changed:
             said = time.monotonic()
-            while True:
-                now = time.monotonic()
-                reply = self._try(worker, message, data, out, now)
-                if reply is not None:
-                    return reply
-                for other, error in self.core.check(now):
-                    self._told[other] = error
-                if worker in self._told:
-                    raise self._told.pop(worker)
-                self._changed.notify_all()
-                if alive and now - said >= _SIGN_OF_LIFE:
-                    said = now
-                    self._changed.release()
-                    try:
-                        alive()
-                    finally:
-                        self._changed.acquire()
-                until = min(self.core.next_deadline(), said + _SIGN_OF_LIFE)
-                self._changed.wait(max(0.0, until - time.monotonic()))
+            try:
+                while True:
+                    now = time.monotonic()
+                    reply = self.core.handle(worker, message, data, now)
+                    if reply is not None:
+                        if out is not None and reply.size:
+                            out[: reply.size] = self.core.given
+                        return reply
+                    for other, error in self.core.check(now):
+                        self._told[other] = error
+                    if worker in self._told:
+                        raise self._told.pop(worker)
+                    self._changed.notify_all()
+                    if alive and now - said >= _SIGN_OF_LIFE:
+                        said = now
+                        self._changed.release()
+                        try:
+                            alive()
+                        finally:
+                            self._changed.acquire()
+                    until = min(self.core.next_deadline(), said + _SIGN_OF_LIFE)
+                    self._changed.wait(max(0.0, until - time.monotonic()))
+            finally:
+                self._changed.notify_all()  # it may be that somebody can go on, or that nobody can
 
     def lose(self, worker: int, reason: str) -> None:
         """`worker` is gone without finishing."""
@@ -143,18 +148,6 @@ class Server:
         """Go on from `state`, which a server of the same shard saved; before workers connect."""
         with self._changed:
             self.core.restart(state)
-
-    def _try(
-        self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
-    ) -> Message | None:
-        try:
-            reply = self.core.handle(worker, message, data, out, now)
-        except BaseException:
-            self._changed.notify_all()  # it may be that nobody can go on
-            raise
-        if reply is not None:
-            self._changed.notify_all()
-        return reply
 
 
 class LocalConnection:

@@ -47,19 +47,27 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
 
 def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
     """What `pack` wrote: a gradient a piece, dense or sparse. ValueError for anything else."""
-    reader = _Reader(data)
-    counts = reader.take(len(shard.pieces), torch.int64).tolist()
+    at = 0
+
+    def take(numel: int, dtype: torch.dtype) -> Tensor:
+        nonlocal at
+        start, at = at, at + numel * dtype.itemsize
+        if at > len(data):
+            raise ValueError(f"{len(data)} bytes came where sparse gradients take more")
+        return data[start:at].clone().view(dtype)  # aligned, whatever came before
+
+    counts = take(len(shard.pieces), torch.int64).tolist()
     gradients = []
     for piece, count in zip(shard.pieces, counts, strict=True):
         if count < 0:
-            gradients.append(reader.take(piece.stop - piece.start, piece.dtype).view(piece.viewed))
+            gradients.append(take(piece.stop - piece.start, piece.dtype).view(piece.viewed))
             continue
-        rows = reader.take(count, torch.int64)
+        rows = take(count, torch.int64)
         increasing = bool((rows.diff() > 0).all())
         if count and not (increasing and rows[0] >= 0 and rows[-1] < piece.shape[0]):
             raise ValueError(f"rows of {piece.name} that came are not {count} of {piece.shape[0]}")
         places, inside = _elements(piece, rows)
-        elements = reader.take(int(inside.sum()), piece.dtype)
+        elements = take(int(inside.sum()), piece.dtype)
         if piece.viewed == piece.shape:
             places, elements = rows, elements.view(count, *piece.shape[1:])
         else:
@@ -69,8 +77,8 @@ def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
                 places[None], elements, piece.viewed, is_coalesced=True, check_invariants=False
             )
         )
-    if reader.at != len(data):
-        raise ValueError(f"{len(data)} bytes came where sparse gradients take {reader.at}")
+    if at != len(data):
+        raise ValueError(f"{len(data)} bytes came where sparse gradients take {at}")
     return gradients
 
 
@@ -87,14 +95,3 @@ def _elements(piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:
     width = torch.Size(piece.shape[1:]).numel()
     places = rows[:, None] * width + torch.arange(width)
     return places, (places >= piece.start) & (places < piece.stop)
-
-
-class _Reader:
-    def __init__(self, data: Tensor) -> None:
-        self._data, self.at = data, 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        start, self.at = self.at, self.at + numel * dtype.itemsize
-        if self.at > len(self._data):
-            raise ValueError(f"{len(self._data)} bytes came where sparse gradients take more")
-        return self._data[start : self.at].clone().view(dtype)  # aligned, whatever came before

@@ -62,8 +62,7 @@ class Worker:
             local = local_of(servers[0].consistency)
         if local and optimizer is None:
             raise ValueError("local steps need a worker's own `optimizer`: give one")
-        self.module = module
-        self.rank = rank
+        self.module, self.rank = module, rank
         self._parameters = trainable(module)
         self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
         shards = partition(self._parameters, len(servers), whole=whole) if servers else []
@@ -81,8 +80,7 @@ class Worker:
         self._due: int | None = 0  # steps from which the next pull waits; None: not in this round
         self._courier = ThreadPoolExecutor(1) if local and local.overlap else None
         self._travels: Future[None] | None = None
-        layouts = [layout(shard, local) for shard in shards]
-        self._session = Session(rank, layouts, secrets.randbits(48))
+        self._session = Session(rank, [layout(s, local) for s in shards], secrets.randbits(48))
         self._together(lambda: self._drive(self._session.join()))
 
     @property

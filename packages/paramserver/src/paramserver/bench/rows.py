@@ -1,7 +1,7 @@
 """What a push and a pull cost, over each transport and beside torch's RPC.
 
 Rows `exchange`: one worker, one server, a push and a pull of the whole model, in turns with its
-peer, RPC (`rpc_tcp`: without shared memory). What needs more: tests/paramserver_study.py.
+peer, RPC. What needs more: tests/paramserver_study.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ Row = dict[str, float | int | str]
 Times = list[tuple[float, float]]  # seconds of pushes and of pulls
 Transport = Literal["shared_memory", "distributed", "zeromq"]
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "distributed", "zeromq")
-_RPC: dict[str, Any] = {"rpc": {}, "rpc_tcp": {"_transports": ["uv"], "_channels": ["basic"]}}
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
@@ -40,22 +39,19 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def _exchange(mebibytes: int, rounds: int) -> list[Row]:
-    """Each transport by `run`, torch RPC by itself, rounds in turns."""
-    times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, *_RPC)}
+    """Each transport by `run`, RPC by itself, rounds in turns."""
+    times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
     for _ in range(2):  # two blocks of each, A B C A B C, so that a slow minute hits all
         for transport in TRANSPORTS:
             times[transport] += _exchanges(mebibytes, rounds, transport=transport)[0]
-        for peer in _RPC:
-            times[peer] += _time_rpc(mebibytes, rounds, peer)
+        times["rpc"] += _time_rpc(mebibytes, rounds)
     rows: list[Row] = []
     for name, pairs in times.items():
-        row: Row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
-        row |= _medians(pairs)
-        for peer in _RPC:
-            ratios = sorted(sum(r) / sum(p) for r, p in zip(times[peer], pairs, strict=True))
-            for p in (50, 10, 90):
-                row[f"{peer}_over_this_p{p}"] = ratios[round(p / 100 * (len(ratios) - 1))]
-        rows.append(row)
+        ratios = sorted(sum(r) / sum(p) for r, p in zip(times["rpc"], pairs, strict=True))
+        rows.append({"case": "exchange", "transport": name, "model_mib": mebibytes})
+        rows[-1] |= _medians(pairs)
+        for p in (50, 10, 90):
+            rows[-1][f"rpc_over_this_p{p}"] = ratios[round(p / 100 * (len(ratios) - 1))]
     return rows
 
 
@@ -98,12 +94,12 @@ def _time_exchanges(worker: Worker, rounds: int) -> Times:
     return times
 
 
-def _time_rpc(mebibytes: int, rounds: int, peer: str) -> Times:
+def _time_rpc(mebibytes: int, rounds: int) -> Times:
     """The same exchange with torch.distributed.rpc (TensorPipe)."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/times"
         torch.multiprocessing.spawn(
-            _rpc_rank, args=(f"{folder}/store", output, mebibytes, rounds, peer), nprocs=2
+            _rpc_rank, args=(f"{folder}/store", output, mebibytes, rounds), nprocs=2
         )
         times: Times = [tuple(t) for t in json.loads(Path(output).read_text())]
         return times
@@ -120,13 +116,13 @@ def _rpc_pull() -> Tensor:
     return _SERVED[0]
 
 
-def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int, peer: str) -> None:
+def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -> None:
     from torch.distributed import rpc
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     _SERVED.append(torch.randn(mebibytes * 2**18))
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", **_RPC[peer])
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 1:
         times = []

@@ -5,6 +5,7 @@ Notable:
   `transport.zeromq` from one loop, and a test from a simulated network and clock;
 - an answer of None means: not yet. Whoever drives it asks again when something has changed, and
   calls `check` when `next_deadline` has passed;
+- the bytes that an answer comes with are not copied here: whoever drives it does, where it sends;
 - with a journal, what an answer tells is written down before it is given.
 """
 
@@ -68,6 +69,8 @@ class Core:
         self.timeout, self._drop_after = timeout, drop_after
         self.failure = ""
         self.journal = journal
+        self.given = replica.newest
+        """The data of the last answer if it has a size, until the next request may change it."""
         self._consistency, self._workers = consistency, workers
         self._survives, self._elastic = survives, elastic
         self._lost: dict[int, str] = {}
@@ -77,16 +80,16 @@ class Core:
         """By worker, its last loss and the bytes that it has pushed, as it says."""
 
     def handle(
-        self, worker: int, message: Message, data: Tensor | None, out: Tensor | None, now: float
+        self, worker: int, message: Message, data: Tensor | None, now: float
     ) -> Message | None:
-        """Answer a request, with its data in `data` and those of the answer in `out`.
+        """Answer a request, with its data in `data` and those of the answer in `given`.
 
         None if it has to wait. Raises what is wrong with it; then nothing has changed.
         """
         waited = self._waiting.pop(worker, None)
         self._admit(worker, message)
         self._heard[worker] = now
-        reply = self._answer(worker, message, data, out)
+        reply = self._answer(worker, message, data)
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             with suppress(ValueError, TypeError):
                 loss, pushed = json.loads(message.text)
@@ -169,9 +172,7 @@ class Core:
                         self.ledger.replay(log)
                     self.replica.follow(log)
 
-    def _answer(
-        self, worker: int, m: Message, data: Tensor | None, out: Tensor | None
-    ) -> Message | None:
+    def _answer(self, worker: int, m: Message, data: Tensor | None) -> Message | None:
         push = (worker, m.epoch, m.clock)
         match m.kind:
             case Kind.JOIN:
@@ -204,11 +205,10 @@ class Core:
                 self._follow_own()
                 return Message(Kind.OK)
             case Kind.READ | Kind.PULL:
-                return self._read(worker, m, out)
+                return self._read(worker, m)
             case Kind.FETCH:
-                assert out is not None
                 self._follow(Log.from_text(m.text))
-                return self._fetch(worker, m, out)
+                return self._fetch(worker, m)
             case Kind.FOLLOW:
                 self._follow(Log.from_text(m.text))
                 return Message(Kind.OK, position=self.replica.position)
@@ -219,19 +219,12 @@ class Core:
                 self.ledger.leave(worker)
                 return Message(Kind.OK, text=self._log(m).to_text())
             case Kind.FINISH:
-                assert out is not None
                 self.ledger.leave(worker)
                 log = self._log(m)
-                if self.ledger.active:
-                    return None
-                version = self.replica.newest(out)
-                return Message(Kind.OK, number=version, text=log.to_text(), size=out.numel())
+                return None if self.ledger.active else self._newest(log.to_text())
             case Kind.END:
-                assert out is not None
                 self._follow(Log.from_text(m.text))
-                counts = json.dumps([self.replica.staleness, self.replica.push_bytes])
-                version = self.replica.newest(out)
-                return Message(Kind.OK, number=version, size=out.numel(), text=counts)
+                return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:
@@ -258,7 +251,7 @@ class Core:
             text=str(member.pushes),
         )  # fmt: skip
 
-    def _read(self, worker: int, m: Message, out: Tensor | None) -> Message | None:
+    def _read(self, worker: int, m: Message) -> Message | None:
         self._check_clock(worker, m)
         if self.ledger.behind(m.clock):
             return None
@@ -267,19 +260,22 @@ class Core:
             return Message(Kind.OK, text=self._log(m).to_text())
         self._follow_own()
         self.ledger.forget(self.replica.position)
-        assert out is not None
-        return self._fetch(worker, m, out)
+        return self._fetch(worker, m)
 
-    def _fetch(self, worker: int, m: Message, out: Tensor) -> Message:
-        fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have, out)
+    def _fetch(self, worker: int, m: Message) -> Message:
+        fetched = self.replica.fetch(worker, (m.epoch, m.number), m.have)
         position = self.replica.position
         if fetched is None:
             return Message(Kind.AGAIN, position=position)
-        version, size, fragment = fetched
-        return Message(Kind.OK, number=version, position=position, size=size, have=fragment)
+        version, self.given, have = fetched
+        return Message(Kind.OK, 0, 0, version, position, size=len(self.given), have=have)
+
+    def _newest(self, text: str) -> Message:
+        self.given = self.replica.newest
+        return Message(Kind.OK, number=self.replica.version, size=len(self.given), text=text)
 
     def _admit(self, worker: int, m: Message) -> None:
-        if self.failure:
+        if self.failure and m.kind is not Kind.BEAT:  # which nobody waits for an answer to
             raise PeerLost(self.failure)
         if m.kind in (Kind.JOIN, Kind.BEAT):
             return
@@ -309,10 +305,8 @@ class Core:
 
     def _waits_for(self, message: Message) -> list[int]:
         """Whom a request waits for, without those who are kept waiting themselves."""
-        if message.kind is Kind.FINISH:
-            blockers = list(self.ledger.active)
-        else:
-            blockers = self.ledger.behind(message.clock)
+        ends = message.kind is Kind.FINISH
+        blockers = self.ledger.active if ends else self.ledger.behind(message.clock)
         return [worker for worker in blockers if worker not in self._waiting]
 
     def _deadline(self, worker: int, since: float) -> float:

@@ -74,10 +74,14 @@ class Message:
     @staticmethod
     def from_text(text: str | bytes) -> Message:
         """The message that `to_text` wrote; ValueError for anything else."""
-        fields = json.loads(text)
+        return Message.from_fields(json.loads(text))
+
+    @staticmethod
+    def from_fields(fields: Any) -> Message:
+        """The message with these `fields()`; ValueError for anything else."""
         whole = isinstance(fields, list) and len(fields) == 8 and isinstance(fields[7], str)
         if not whole or not all(type(field) is int for field in fields[:7]):
-            raise ValueError(f"{text[:80]!r} is no message")
+            raise ValueError(f"{str(fields)[:80]} is no message")
         return Message(Kind(fields[0]), *fields[1:])
 
 

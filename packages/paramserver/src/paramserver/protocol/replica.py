@@ -65,7 +65,7 @@ class Replica:
         self._changed, self._change = 0, self._buffer
         self._staged: dict[Push, tuple[list[Tensor], int]] = {}  # gradients; bytes that came
         self._accepted: set[Push] = set()  # staged pushes that an update to come will name
-        self._next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
+        self.next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
         # The epoch and number of the read that a worker was promised, the version, and its copy,
         # once it is not the newest any more.
         self._promised: dict[int, tuple[tuple[int, int], int, Tensor | None]] = {}
@@ -105,7 +105,7 @@ class Replica:
         RuntimeError if others have to come before it: whoever pushes it brings the log first.
         """
         worker, epoch, clock = push
-        expected = self._next.get(worker, (0, 0))
+        expected = self.next.get(worker, (0, 0))
         if (epoch, clock) > expected:
             raise RuntimeError(
                 f"worker {worker} pushes {(epoch, clock)} (epoch, clock), but this server has "
@@ -128,7 +128,7 @@ class Replica:
             match entry:
                 case Accept(push):
                     self._accepted.add(push)
-                    self._next[push[0]] = push[1], push[2] + 1
+                    self.next[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
                     self._keep_promises()
                     gradients, nbytes = zip(*map(self._staged.pop, pushes), strict=True)
@@ -141,48 +141,40 @@ class Replica:
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
                         later = (epoch, clock + 1)
-                        self._next[worker] = max(later, self._next.get(worker, later))
+                        self.next[worker] = max(later, self.next.get(worker, later))
                 case Read(worker, epoch, number):
                     self._promised[worker] = (epoch, number), self.version, None
                 case Join(worker, epoch, clock):
                     self._drop(worker)
-                    self._next[worker] = epoch, clock
+                    self.next[worker] = epoch, clock
                 case Leave(worker):
                     self._drop(worker)
                     self._promised.pop(worker, None)
                     # Nothing more from this life of the worker, however late it arrives.
-                    self._next[worker] = self._next.get(worker, (0, 0))[0] + 1, 0
+                    self.next[worker] = self.next.get(worker, (0, 0))[0] + 1, 0
             self.position += 1
 
     def fetch(
-        self, worker: int, read: tuple[int, int], have: int, out: Tensor
-    ) -> tuple[int, int, int] | None:
-        """Write the version that was promised to the `read` of `worker` into `out`.
+        self, worker: int, read: tuple[int, int], have: int
+    ) -> tuple[int, Tensor, int] | None:
+        """The version that was promised to the `read` of `worker`, and its bytes as they lie here.
 
-        Returns that version, the bytes that were written, and of which fragment they are a change
-        if the worker has the version before, else -1: all. None without such a promise: it was
-        fetched before.
+        And of which fragment they are a change if the worker has the version before, else -1: all.
+        None without such a promise: it was fetched before.
         """
         found, version, kept = self._promised.get(worker, (None, 0, None))
         if found != read:
             return None
         del self._promised[worker]
-        fragment, data = -1, self._newest() if kept is None else kept
+        fragment, data = -1, self.newest if kept is None else kept
         if have == version - 1 >= self.base_version and version == self.version:
             fragment, data = self._changed, self._change
-        out[: len(data)] = data
-        return version, len(data), fragment
-
-    def newest(self, out: Tensor) -> int:
-        """Write the newest version into `out`, and return it."""
-        out.copy_(self._newest())
-        return self.version
+        return version, data, fragment
 
     @property
-    def held_tensors(self) -> int:
-        """Pushes and copies of the parameters that are held, for each a shard of memory."""
-        copies = {id(kept) for _, _, kept in self._promised.values() if kept is not None}
-        return len(self._staged) + len(copies)
+    def newest(self) -> Tensor:
+        """What readers get: the parameters, up to the rounding of what was sent of them."""
+        return self._buffer if self._published is None else self._published
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters, the optimizer's state and the version."""
@@ -206,9 +198,9 @@ class Replica:
             self._optimizer.load_state_dict(state["optimizer"])
         self.version = self.base_version = state["version"]
         self.position = 0
-        self._staged, self._accepted, self._next, self._promised = {}, set(), {}, {}
+        self._staged, self._accepted, self.next, self._promised = {}, set(), {}, {}
         self._published = self._buffer.clone() if self.compression else None
-        self._changed, self._change = 0, self._newest()
+        self._changed, self._change = 0, self.newest
 
     def snapshot(self) -> dict[str, Any]:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
@@ -223,7 +215,7 @@ class Replica:
                 for push, (gradients, nbytes) in self._staged.items()
             },
             "accepted": sorted(self._accepted),
-            "next": dict(self._next),
+            "next": dict(self.next),
             "published": None if self._published is None else self._published.clone(),
             # A change that was not compressed is a part of what readers get.
             "changed": (self._changed, None if raw else self._change),
@@ -234,13 +226,13 @@ class Replica:
         self.load_state_dict(state)
         self.position, self.base_version = state["position"], state["base_version"]
         self.staleness = Counter(state["staleness"])
-        self._staged, self._next = dict(state["staged"]), dict(state["next"])
+        self._staged, self.next = dict(state["staged"]), dict(state["next"])
         self._accepted = set(state["accepted"])
         self.push_bytes = Counter(state["push_bytes"])
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
-        self._change = fragment.of(self._newest()) if change is None else change
+        self._change = fragment.of(self.newest) if change is None else change
 
     def _drop(self, worker: int) -> None:
         """Forget what `worker` staged and nobody accepted."""
@@ -251,7 +243,7 @@ class Replica:
         """Copy the parameters for those who were promised them as they still are."""
         waiting = {w: read for w, (read, _, kept) in self._promised.items() if kept is None}
         if waiting:
-            kept = self._newest().clone()
+            kept = self.newest.clone()
             self._promised |= {w: (read, self.version, kept) for w, read in waiting.items()}
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
@@ -271,19 +263,15 @@ class Replica:
             self._optimizer.step()
             self._optimizer.zero_grad()  # the other fragments' momentum stays as it is
         self.version += 1
-        self._changed, self._change = number, fragment.of(self._newest())
+        self._changed, self._change = number, fragment.of(self.newest)
         if self.compression and self._published is not None:
             mine, theirs = (
-                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self._newest())
+                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self.newest)
             )
             change = self.compression.encode(flatten(mine) - flatten(theirs))
             add_flat(theirs, self.compression.decode(change, sum(view.numel() for view in mine)))
             if len(change) < len(self._change):  # a few elements may be better as they are
                 self._change = change
-
-    def _newest(self) -> Tensor:
-        """What readers get: the parameters, up to the rounding of what was sent of them."""
-        return self._buffer if self._published is None else self._published
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:

@@ -12,7 +12,7 @@ import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,7 +22,9 @@ from paramserver.running.job import Job, Result, ServerReport, assemble, report
 from paramserver.running.processes import Tell, collect, start
 from paramserver.running.serving import serve
 from paramserver.transport import distributed, shared_memory
-from paramserver.transport.connection import GRACE, Channel, RemoteConnection
+from paramserver.transport.connection import GRACE, RemoteConnection
+
+Endpoint = shared_memory.Endpoint | distributed.Endpoint  # how a process reaches its peers
 
 
 def run(
@@ -93,16 +95,6 @@ def run(
             end.close()
         outcomes = collect(running, timeout + GRACE, progress)
     return assemble(job, shards, outcomes)
-
-
-class Endpoint(Protocol):
-    """What a process needs in order to reach its peers."""
-
-    def open(self) -> tuple[Channel, ...]:
-        """Channels to every peer, by number."""
-
-    def close(self) -> None:
-        """Let go of it in the process that handed it on."""
 
 
 def _serve(packed: bytes, shard: Shard, end: Endpoint, tell: Tell | None = None) -> ServerReport:

@@ -9,8 +9,9 @@ Notable:
 
 from __future__ import annotations
 
+import importlib
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -67,6 +68,14 @@ class Channel(Protocol):
 def used(buffer: Tensor, message: Message) -> Tensor:
     """The part of a buffer that goes with a message."""
     return buffer[: message.size] if message.size else buffer
+
+
+def extra(name: str, extra: str) -> Any:
+    """An optional package. RuntimeError where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RuntimeError(f"{name} is missing: pip install 'paramserver[{extra}]'") from error
 
 
 class RemoteConnection:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.protocol.messages import Kind, Message
+from paramserver.protocol.messages import Message
 from paramserver.running.job import Job
 from paramserver.running.serving import serve
 from paramserver.transport.connection import GRACE, Channel, Connection, RemoteConnection
@@ -55,12 +55,11 @@ class DistributedChannel:
         """The next message; TimeoutError after `timeout` seconds."""
         head = torch.zeros(8, dtype=torch.int64)
         self._receive(head, timeout)
-        kind, epoch, clock, number, position, size, have, length = map(int, head.tolist())
+        *numbers, length = head.tolist()
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
-        decoded = text.numpy().tobytes().decode()
-        return Message(Kind(kind), epoch, clock, number, position, size, have, decoded)
+        return Message.from_fields([*numbers, text.numpy().tobytes().decode()])
 
     def send_data(self, data: Tensor) -> None:
         """Send a tensor and wait until it has left."""

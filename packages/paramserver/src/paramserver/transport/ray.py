@@ -6,26 +6,21 @@ puts in its own shared memory. A server runs one thread for each worker, since a
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paramserver.partition import Shard
 from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.running.processes import Tell
 from paramserver.running.progress import Progress
-from paramserver.transport.connection import SENDS
+from paramserver.transport.connection import SENDS, extra
 
 
 def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> Result:
     """What `run` does, on the Ray cluster that is connected, or a new local one."""
-    try:
-        ray = _ray()
-    except ImportError as error:
-        raise RuntimeError("transport='ray' needs Ray: pip install 'paramserver[ray]'") from error
+    ray = extra("ray", "ray")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False)
     serve: Any = ray.remote(max_concurrency=job.workers + 2)(_ServerActor)
@@ -42,12 +37,8 @@ def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> R
     return assemble(job, shards, outcomes)
 
 
-def _ray() -> Any:
-    return importlib.import_module("ray")
-
-
 def _outcome(name: str, result: Any) -> Outcome:
-    ray = _ray()
+    ray = extra("ray", "ray")
     try:
         return Outcome(name, value=ray.get(result))
     except ray.exceptions.RayTaskError as error:
@@ -60,13 +51,11 @@ class _ServerActor:
     """A server; every method is a request, in the thread that Ray gives it."""
 
     def __init__(self, job: Job, shard: Shard) -> None:
-        self._server = job.server(shard)
-        self._buffers: dict[int, Tensor] = {}
-        self._template = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        self._server, self._nbytes = job.server(shard), shard.buffer_bytes
 
     def ask(self, worker: int, message: Message, gradients: Any) -> tuple[Message, Any]:
         data = None if gradients is None else torch.from_numpy(gradients.copy())
-        out = self._buffers.setdefault(worker, torch.zeros_like(self._template))
+        out = torch.empty(self._nbytes, dtype=torch.uint8)
         reply = self._server.ask(worker, message, data, out)
         return reply, out.numpy() if reply.size else None
 
@@ -89,7 +78,7 @@ class _RayConnection:
         self.gradients = torch.zeros_like(self.parameters)
 
     def ask(self, message: Message) -> Message:
-        ray = _ray()
+        ray = extra("ray", "ray")
         data = self.gradients.numpy() if message.kind in SENDS else None
         try:
             reply, parameters = ray.get(self._actor.ask.remote(self._worker, message, data))

@@ -4,7 +4,8 @@ Notable:
 - one loop a server, no threads: it drives the protocol's core, which says what has to wait;
 - a socket of ZeroMQ connects again by itself, and requests are numbered: what is not answered is
   sent again, to the same server or to the one that was started in its place;
-- a frame of numbers and text, one of bytes that are used where they lie; nothing is unpickled;
+- a frame of numbers and text, one of a piece of the data; nothing is unpickled. While a piece is
+  copied the next one is on its way; few wait to be used, so that a slow link fills no memory;
 - CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback may be bound;
 - a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
 """
@@ -14,22 +15,24 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from paramserver.journal import DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.running.progress import Progress, progress_of
-from paramserver.transport.connection import SENDS, used
+from paramserver.transport.connection import SENDS, extra, used
+from paramserver.transport.pieces import PIECE, Arrival, Buffers, cuts
 
 _BEAT = _SIGN_OF_LIFE = 1.0  # seconds; the latter to a worker that is kept waiting
 _RETRY = 2.5  # without a word: the request, or its answer, is lost
+_PIECES = 4  # that may wait to be used
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class ZeroMQServer:
         self, core: Core, address: str, *, keys: Keys | None = None,
         journal: DiskJournal | None = None,
     ) -> None:  # fmt: skip
-        zmq = _zmq()
+        zmq = extra("zmq", "zeromq")
         if keys is None and not address.startswith(("tcp://127.", "ipc://")):
             raise ValueError(
                 f"{address} can be reached from other machines; give keys, or bind tcp://127.0.0.1"
@@ -64,24 +67,27 @@ class ZeroMQServer:
         self._socket.setsockopt(zmq.LINGER, 500)
         # Who greets more slowly (in milliseconds) only takes up a place.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, core.replica.shard.buffer_bytes + 2**20)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE + 2**20)
+        self._socket.setsockopt(zmq.RCVHWM, _PIECES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # pieces lie in `_buffers`, nothing is dropped
         self._guard = _guard(self._context, self._socket, keys) if keys else None
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise RuntimeError(f"no server can listen at {address}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._waiting: dict[int, _Waiting] = {}
-        self._out = torch.zeros(core.replica.shard.buffer_bytes, dtype=torch.uint8)
-        self._sent: Any = None  # whether what was in it has left
+        self._coming, self._waiting = dict[int, _Request](), dict[int, _Request]()
+        self._buffers = Buffers(core.replica.shard.buffer_bytes)
         self._stopped = threading.Event()
 
     def serve(self, tell: Callable[[Progress], object] | None = None) -> None:
         """Answer until `stop`; `tell` is called about every second with how far training is."""
-        zmq, told = _zmq(), 0.0
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        told = 0.0
         while not self._stopped.is_set():
             changed = False
             for _ in range(64):  # then, who waits has a turn
-                if not poller.poll(0 if changed else 100):
+                if not self._socket.poll(0 if changed else 100):
                     break
                 changed = self._receive(self._socket.recv_multipart(copy=False)) or changed
             now = time.monotonic()
@@ -108,45 +114,60 @@ class ZeroMQServer:
     def _receive(self, frames: list[Any]) -> bool:
         try:
             name, head, *rest = frames
-            worker, life, number, *fields = json.loads(head.bytes)
-            message = Message.from_text(json.dumps(fields))
-            assert type(worker) is type(life) is type(number) is int
-            data = _tensor(rest[0]) if message.kind in SENDS else None
+            worker, life, number, at, *fields = json.loads(head.bytes)
+            assert type(worker) is type(life) is type(number) is type(at) is int
+            message = None if at else Message.from_fields(fields)
+            piece = rest[0].buffer if rest else memoryview(b"")
         except Exception:
             return False  # garbage: it is nobody's request, and nobody waits for its answer
-        request = _Waiting(name.bytes, (life, number), message, data, time.monotonic())
-        if message.kind is Kind.BEAT:
-            self.core.handle(worker, message, None, None, time.monotonic())
+        now, key = time.monotonic(), (life, number)
+        if message and message.kind is Kind.BEAT:
+            self.core.handle(worker, message, None, now)
             return False
-        if message.kind is Kind.ABORT:
+        if message and message.kind is Kind.ABORT:
             self.core.lose(worker, message.text)
             return True
-        old = self._waiting.get(worker)
-        if old and old.number == request.number:
-            old.name = request.name
+        request = self._waiting.get(worker) or self._coming.get(worker)
+        if request is None or request.number != key:
+            if message is None:
+                return False  # of what was answered, or began before this server did
+            size = (message.size or self._buffers.nbytes) if message.kind in SENDS else 0
+            request = _Request(name.bytes, key, message, Arrival(torch.empty(0)), now)
+            if size:  # there is memory for those who have joined
+                joined = worker in self.core.ledger.members or worker in self.core.replica.next
+                if not joined or not 0 < size <= self._buffers.nbytes:
+                    error = ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
+                    self._send(request, failure(error))
+                    return False
+                request.data = Arrival(self._buffers.take()[:size])
+            self._waiting.pop(worker, None)
+            self._coming[worker] = request
+        request.name = name.bytes
+        if worker in self._waiting:
             return False  # asked again: it is waiting already
-        self._waiting[worker] = request
+        if not request.data.take(at, piece):
+            self._still_well(request, now)  # on a slow link nothing has to be sent again
+            return False
+        self._waiting[worker] = self._coming.pop(worker)
         self._attempt(worker)
         return True
 
+    def _still_well(self, request: _Request, now: float) -> None:
+        if now - request.said > _SIGN_OF_LIFE:
+            request.said = now
+            self._send(request, Message(Kind.WAIT))
+
     def _attempt(self, worker: int) -> bool:
         request = self._waiting.pop(worker)
-        message, data = request.message, request.data
-        if self._sent and not self._sent.done:  # the next answer cannot wait for a slow link
-            self._out = torch.empty_like(self._out)
-        self._sent = None
-        expected = message.size or len(self._out)
         try:
-            if data is not None and len(data) < expected:
-                raise ValueError(f"worker {worker} sent {len(data)} bytes of {expected}")
-            reply = self.core.handle(worker, message, data, self._out, time.monotonic())
+            reply = self.core.handle(worker, request.message, request.data.data, time.monotonic())
         except Exception as error:  # of one worker's request: the others go on
             reply = failure(error)
         if reply is None:
             self._waiting[worker] = request
-            return False
-        self._send(request, reply)
-        return True
+        else:
+            self._send(request, reply)
+        return reply is not None
 
     def _look(self, now: float) -> None:
         told = dict(self.core.check(now))
@@ -156,27 +177,25 @@ class ZeroMQServer:
             if worker in told:
                 del self._waiting[worker]
                 self._send(request, failure(told[worker]))
-            elif now - request.said > _SIGN_OF_LIFE:
-                request.said = now
-                self._send(request, Message(Kind.WAIT))
+            else:
+                self._still_well(request, now)
 
-    def _send(self, request: _Waiting, reply: Message) -> None:
-        zmq = _zmq()
-        head = json.dumps([*request.number, *reply.fields()]).encode()
-        data = [used(self._out, reply).numpy().data] if reply.size else [b""]
-        with suppress(zmq.ZMQError):  # if it is gone: when it comes back it asks again
-            sent = self._socket.send_multipart(
-                [request.name, head, *data], zmq.NOBLOCK, copy=False, track=True
-            )
-            self._sent = sent if reply.size else None
+    def _send(self, request: _Request, reply: Message) -> None:
+        out = self._buffers.take() if reply.size else None
+        for start, stop in cuts(reply.size):
+            head = [*request.number, start, *(() if start else reply.fields())]
+            frames: list[Any] = [request.name, json.dumps(head).encode()]
+            if out is not None:  # the next request may change what is given
+                frames.append(out[start:stop].copy_(self.core.given[start:stop]).numpy().data)
+            self._socket.send_multipart(frames, copy=False)  # if it is gone it will ask again
 
 
 @dataclass
-class _Waiting:
+class _Request:
     name: bytes
     number: tuple[int, int]
     message: Message
-    data: Tensor | None
+    data: Arrival
     said: float
 
 
@@ -191,11 +210,11 @@ class ZeroMQConnection:
         self, address: str, worker: int, nbytes: int, *, life: int, patience: float = 60.0,
         keys: Keys | None = None,
     ) -> None:  # fmt: skip
-        zmq = _zmq()
+        self._zmq = zmq = extra("zmq", "zeromq")
         self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
         self._address, self._worker, self._life = address, worker, life
-        self._patience, self._number = patience, 0
+        self._patience, self._number, self._sent = patience, 0, zmq.MessageTracker()
         self._context, self._keys = zmq.Context(), keys
         self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))
         self._closed = threading.Event()
@@ -207,27 +226,31 @@ class ZeroMQConnection:
         self._number += 1
         start = heard = time.monotonic()
         self._send(message)
-        while True:
+        answer, coming, done = Message(Kind.WAIT), Arrival(self.parameters), False
+        while not done:
             if not self._socket.poll(int(_RETRY * 1000)):
                 if time.monotonic() - heard > self._patience:
+                    # A key that it does not know is not answered.
+                    remedy = ("start it again", "is this key known?")[self._number == 1]
                     raise PeerLost(
                         f"the server at {self._address} has said nothing for {self._patience:g} s, "
-                        f"{time.monotonic() - start:.0f} s after it was asked; start it again"
+                        f"{time.monotonic() - start:.0f} s after it was asked; {remedy}"
                     )
-                self._send(message, again=True)
+                if self._sent.done:  # else it has yet to leave
+                    self._send(message)
                 continue
-            head, data = self._socket.recv_multipart(copy=False)
-            life, number, *fields = json.loads(head.bytes)
+            head, *data = self._socket.recv_multipart(copy=False)
+            life, number, at, *fields = json.loads(head.bytes)
             if (life, number) != (self._life, self._number):
                 continue  # the answer to what was asked twice
             heard = time.monotonic()
-            answer = Message.from_text(json.dumps(fields))
-            if answer.kind is Kind.WAIT:
-                continue
-            raise_failure(f"the server at {self._address}", answer)
-            if answer.size:
-                used(self.parameters, answer).copy_(_tensor(data))
-            return answer
+            if not at:
+                answer = Message.from_fields(fields)
+                raise_failure(f"the server at {self._address}", answer)
+                coming = Arrival(self.parameters[: answer.size])
+            whole = coming.take(at, data[0].buffer if data else b"")
+            done = whole and answer.kind is not Kind.WAIT
+        return answer
 
     def abort(self, reason: str) -> None:
         """Tell the server why: by a socket of its own, as another thread may use the other."""
@@ -244,29 +267,32 @@ class ZeroMQConnection:
             self._beating.join()
             self._context.term()
 
-    def _send(self, message: Message, socket: Any = None, *, again: bool = False) -> None:
-        head = json.dumps([self._worker, self._life, self._number, *message.fields()]).encode()
-        parts: list[bytes | memoryview] = [head]
-        if message.kind in SENDS:
-            data = used(self.gradients, message).numpy().data
-            # Sent as they lie: by the answer they have left. What is sent again may leave later.
-            parts.append(data.tobytes() if again else data)
-        _offer(socket or self._socket, parts)
+    def _send(self, message: Message, socket: Any = None) -> None:
+        socket, flags = socket or self._socket, self._zmq.NOBLOCK
+        data = used(self.gradients, message) if message.kind in SENDS else self.gradients[:0]
+        for start, stop in cuts(len(data)):
+            fields = () if start else message.fields()
+            head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
+            # As they lie: what leaves after they have changed is of a number that is void.
+            frames = [head, data[start:stop].numpy().data] if stop else [head]
+            with suppress(self._zmq.Again):  # whoever refuses this key has hung up
+                self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
 
     def _beat(self) -> None:
         beat = Message(Kind.BEAT).fields()
-        head = json.dumps([self._worker, self._life, 0, *beat]).encode()
+        head = json.dumps([self._worker, self._life, 0, 0, *beat]).encode()
         while not self._closed.wait(_BEAT):
-            _offer(self._beats, [head])
+            with suppress(self._zmq.Again):  # the server is away: there will be another time
+                self._beats.send(head, self._zmq.NOBLOCK)
         self._beats.close(linger=0)
 
     def _connect(self, name: str, keys: Keys | None) -> Any:
-        zmq = _zmq()
-        socket = self._context.socket(zmq.DEALER)
+        zmq, socket = self._zmq, self._context.socket(self._zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, f"{self._worker}-{self._life}-{name}".encode())
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.SNDHWM, 4)
+        socket.setsockopt(zmq.SNDHWM, 4 if name == "beats" else 0)
+        socket.setsockopt(zmq.RCVHWM, _PIECES)
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()
@@ -275,43 +301,16 @@ class ZeroMQConnection:
         return socket
 
 
-def _offer(socket: Any, parts: Sequence[bytes | memoryview]) -> None:
-    """Send, unless the server is away and messages pile up: then there will be another time."""
-    zmq = _zmq()
-    with suppress(zmq.Again):
-        socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-
-
-def _tensor(frame: Any) -> Tensor:
-    """The bytes of a frame: its own memory if that begins where a number may, else a copy."""
-    data = (
-        torch.frombuffer(frame.buffer, dtype=torch.uint8) if len(frame) else torch.empty(0).byte()
-    )
-    return data if data.data_ptr() % 8 == 0 else data.clone()
-
-
 def _guard(context: Any, socket: Any, keys: Keys) -> Any:
     """Let those in whose keys are known, and nobody else."""
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
 
-    known = {key.encode() for key in keys.peers}
-
-    class Known:
-        def callback(self, domain: str, key: bytes) -> bool:
-            return z85.encode(key) in known or key in known
-
+    peers = {key.encode() for key in keys.peers}
+    known = SimpleNamespace(callback=lambda _, key: key in peers or z85.encode(key) in peers)
     guard = ThreadAuthenticator(context)
     guard.start()
-    guard.configure_curve_callback(domain="*", credentials_provider=Known())
+    guard.configure_curve_callback(domain="*", credentials_provider=known)
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
     socket.curve_server = True
     return guard
-
-
-def _zmq() -> Any:
-    try:
-        import zmq
-    except ImportError as error:
-        raise RuntimeError("ZeroMQ is missing: pip install 'paramserver[zeromq]'") from error
-    return zmq

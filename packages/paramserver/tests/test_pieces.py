@@ -1,0 +1,184 @@
+"""The bytes of a model in pieces: what is lost, late or slow costs time and nothing else."""
+
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import Asynchronous, Job
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.supervise import final, join_servers, open_server
+from paramserver.transport import pieces, zeromq
+from paramserver.transport.pieces import Arrival, Buffers, cuts
+from test_zeromq import ONE, Vector, count
+
+zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 9)), max_size=40))
+def test_memory_is_used_again_when_nothing_looks_at_it(plan):
+    buffers, held, places, most = Buffers(64), [], set(), 0
+    for drop in plan:
+        if drop is None:
+            taken = buffers.take()
+            places.add(taken.data_ptr())
+            held.append(taken[8:16].view(torch.float32))  # a view keeps it as well
+            held[-1].fill_(len(held))
+            del taken
+            most = max(most, len(held))
+        elif held:
+            held.pop(drop % len(held))
+        assert len({view.data_ptr() for view in held}) == len(held)
+    assert len(places) <= most
+
+
+@given(st.integers(1, 100), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8))
+def test_pieces_that_are_lost_or_come_twice_change_nothing(nbytes, tries):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE", 9)
+        sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
+        arrival = Arrival(torch.zeros_like(sent))
+        parts = [(start, sent[start:stop].numpy().data) for start, stop in cuts(nbytes)]
+        for first, last in tries:
+            for at, piece in parts[first:last]:
+                assert arrival.take(at, piece) == (arrival.have == nbytes)
+            assert torch.equal(arrival.data[: arrival.have], sent[: arrival.have])
+        assert [arrival.take(at, piece) for at, piece in parts][-1]
+        assert arrival.take(nbytes, memoryview(b"more"))
+        assert torch.equal(arrival.data, sent)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """One of 1.1 MB, in pieces of 16 KiB."""
+    monkeypatch.setattr(pieces, "PIECE", 2**14)
+    opened = open_server(job(), 0, "tcp://127.0.0.1:*", journal=None)
+    thread = threading.Thread(target=opened.serve)
+    thread.start()
+    yield opened
+    opened.stop()
+    thread.join()
+    opened.close()
+
+
+def job():
+    return Job(count, Vector(rows=45_000), ONE, Asynchronous(), workers=0, timeout=20.0)
+
+
+def test_a_push_of_which_a_piece_is_lost_is_taken_once_when_it_is_sent_again(server):
+    shard = job().shards()[0]
+    gradient = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+    shard.views(gradient)[0].fill_(-1.0)
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.connect(server.address)
+
+    def send(number, message, without=()):
+        for start, stop in cuts(len(gradient) if message.kind is Kind.PUSH else 0):
+            if start // 2**14 not in without:
+                fields = message.fields() if start == 0 else ()
+                head = json.dumps([0, 1, number, start, *fields]).encode()
+                peer.send_multipart([head, gradient[start:stop].numpy().data] if stop else [head])
+
+    def answer():
+        while True:
+            _, number, _, *fields = json.loads(peer.recv_multipart()[0])
+            if fields and fields[0] != Kind.WAIT:
+                return number, Message.from_fields(fields)
+
+    layout = server.core.replica.layout
+    send(1, Message(Kind.JOIN, clock=5, text=layout))
+    assert answer()[1].epoch == 1
+    push = Message(Kind.PUSH, epoch=1)
+    send(2, push, without={7})
+    send(2, push, without={3, 40})
+    send(1, Message(Kind.PULL), without={0})
+    assert not peer.poll(300)
+    send(2, push)
+    assert answer() == (2, Message(Kind.OK, number=1))
+    send(2, push)  # its answer is lost
+    assert answer() == (2, Message(Kind.OK, number=1))
+    send(3, Message(Kind.PUSH, epoch=1, clock=1, size=10**9))
+    number, refusal = answer()
+    assert (number, refusal.kind) == (3, Kind.FAILED)
+    assert "worker 0 (joined=True) pushed 1000000000 bytes" in refusal.text
+    for stranger in range(1, 50):  # takes no memory
+        head = [stranger, 1, 4, 0, *Message(Kind.PUSH, epoch=1).fields()]
+        peer.send_multipart([json.dumps(head).encode(), b"a piece"])
+        assert f"worker {stranger} (joined=False) pushed" in answer()[1].text
+    assert len(server._buffers._free) <= 2
+    peer.close(linger=0)
+    context.term()
+    assert final(job(), [server.address])[0].version == 1
+
+
+class SlowLink:
+    """Passes on what goes to a port, at about 1 MB/s, and what comes back as it comes."""
+
+    def __init__(self, port):
+        self.forwarded = 0
+        self._listening = socket.socket()
+        self._listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+        self._listening.bind(("127.0.0.1", 0))
+        self._listening.listen()
+        self.address = f"tcp://127.0.0.1:{self._listening.getsockname()[1]}"
+        self._port, self._stopped = port, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        other = {}
+        while not self._stopped.is_set():
+            for end in select.select([self._listening, *other], [], [], 0.05)[0]:
+                if end is self._listening:
+                    ours, _ = end.accept()
+                    theirs = socket.create_connection(("127.0.0.1", self._port))
+                    other[ours], other[theirs] = theirs, ours
+                    continue
+                if end not in other:
+                    continue
+                data = end.recv(2**14)
+                if data:
+                    other[end].sendall(data)
+                else:
+                    for closed in (other.pop(end), end):
+                        other.pop(closed, None)
+                        closed.close()
+                if end in other and end.getsockname()[1] == self._listening.getsockname()[1]:
+                    self.forwarded += len(data)
+                    time.sleep(len(data) / 1e6)
+        for end in other:
+            end.close()
+        self._listening.close()
+
+    def close(self):
+        self._stopped.set()
+        self._thread.join()
+
+
+def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
+    monkeypatch.setattr(zeromq, "_RETRY", 0.3)
+    monkeypatch.setattr(zeromq, "_SIGN_OF_LIFE", 0.1)
+    link = SlowLink(int(server.address.rsplit(":", 1)[1]))
+    with join_servers(job(), 0, [link.address]) as worker:
+        worker.pull()
+        before = link.forwarded
+        start = time.monotonic()
+        worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
+        worker.push()
+        assert time.monotonic() - start > 0.6  # or the link was not slow
+        assert link.forwarded - before < 1.2 * worker.module.x.nbytes
+        worker.leave()
+        worker.finish = lambda: None
+    link.close()
+    assert server.core.replica.version == 1
