@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,9 @@ def do(
         copy_back(output, flat)
 
     brought = inputs[0] if inputs else output
-    return comm.run(call, brought, body, async_op=async_op, result=output)
+
+    job = partial(dispatch.job, comm, call, output, brought)
+    return comm.run(call, brought, body, async_op=async_op, result=output, engine_job=job)
 
 
 def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:

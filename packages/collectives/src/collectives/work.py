@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +25,8 @@ class Work(dist.Work):
     """`wait` returns when the operation is done, or raises what it raised.
 
     `progress()` counts what the group has done: while it rises, an operation that is still queued
-    is not late. `timeout` is the group's, in seconds.
+    is not late. `timeout` is the group's, in seconds. `moved()` tells that it is done, though the
+    thread that does it may not have said so yet: it waits for the interpreter.
     """
 
     def __init__(
@@ -34,11 +36,12 @@ class Work(dist.Work):
         *,
         timeout: float = float("inf"),
         progress: Callable[[], int] = lambda: 0,
+        moved: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
         self._operation: Callable[[], None] | None = operation
         self._result = result
-        self._timeout, self._progress = timeout, progress
+        self._timeout, self._progress, self._moved = timeout, progress, moved
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future[Any] | None = None
@@ -94,11 +97,14 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended."""
-        return self._done.is_set()
+        over = self._done.is_set() or self._moved()
+        if not over:
+            os.sched_yield()
+        return over
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""
-        return self._done.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """What the operation raised."""

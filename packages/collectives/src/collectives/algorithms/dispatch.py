@@ -21,6 +21,7 @@ from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
 from collectives.faults import fetch
 from collectives.shared_memory import protocol
+from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import (
     Call,
     Lengths,
@@ -82,6 +83,16 @@ def all_to_all(
         lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
         compare_lengths(lengths, places)
     ring.all_to_all(comm.wire, outputs, inputs)
+
+
+def job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
+    """What the engine does if it can: a call on tensors as they lie, all in shared memory."""
+    in_memory = comm.topology.one_host and call.algorithm in ("auto", "shared_memory")
+    plain = (t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in (out, source))
+    if not (in_memory and all(plain)):
+        return None
+    arena, shared = comm.topology.require(), comm.topology.shared(out)
+    return protocol.job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:
