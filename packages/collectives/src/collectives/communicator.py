@@ -104,15 +104,10 @@ class Communicator:
         self._last: Work | None = None
 
     def run(
-        self,
-        call: Call,
-        brought: Tensor | Sequence[Tensor],
-        body: Callable[[bytes], None],
-        *,
-        async_op: bool,
-        result: Tensor | Sequence[Tensor] | None = None,
+        self, call: Call, brought: Tensor | Sequence[Tensor], body: Callable[[bytes], None], *,
+        async_op: bool, result: Tensor | Sequence[Tensor] | None = None,
         engine_job: Callable[[], Job | None] = lambda: None,
-    ) -> Work | None:
+    ) -> Work | None:  # fmt: skip
         """Do `body` after all earlier operations: now, or on the progress thread.
 
         `call` describes it, `brought` is what this rank brings to it and `result` what it gets (the
@@ -129,10 +124,7 @@ class Communicator:
             with self._lock if job is None else self._moved():
                 self._begin(compare, packed)
                 try:
-                    if job is None:
-                        body(packed)
-                    else:
-                        self.topology.require().do(job)
+                    body(packed) if job is None else self.topology.require().do(job)
                 except BaseException as error:
                     reason = self.faults.reason(error, self.operation, self.timeout)
                     if reason is error:
@@ -159,13 +151,12 @@ class Communicator:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._go, daemon=True, name="collectives")
                 self._thread.start()
-            job = None if look_for_nan else self._move(engine_job)
+            job = self._move((lambda: None) if look_for_nan else engine_job)
             self._last = work = Work(
                 partial(operation, job), made, timeout=self.timeout,
                 progress=lambda: self.operation.number, moved=partial(is_done, job),
             )  # fmt: skip
-            self._queue.put(work)
-            self._wake(job)
+            self._put(work, job)
         return work
 
     def _move(self, make: Callable[[], Job | None]) -> Job | None:
@@ -192,14 +183,16 @@ class Communicator:
                 if not self._moving:
                     self._lock.release()
 
-    def _wake(self, job: Job | None) -> None:
+    def _put(self, work: Work | None, job: Job | None = None) -> None:
+        self._queue.put(work)
         if self.topology.arena is not None:
             self.topology.arena.put(job)
 
     def _go(self) -> None:
+        arena = self.topology.arena
         while True:
-            if self.topology.arena is not None:
-                self.topology.arena.serve()
+            if arena is not None:
+                arena.serve()
             if (work := self._queue.get()) is None:
                 return
             work.run()
@@ -212,8 +205,7 @@ class Communicator:
 
     def close(self) -> None:
         """Stop the thread and release what the kernel holds."""
-        self._queue.put(None)
-        self._wake(None)
+        self._put(None)
         self.topology.close()
 
     def _begin(self, compare: bool, packed: bytes) -> None:

@@ -30,14 +30,9 @@ class Work(dist.Work):
     """
 
     def __init__(
-        self,
-        operation: Callable[[], None],
-        result: Any = None,
-        *,
-        timeout: float = float("inf"),
-        progress: Callable[[], int] = lambda: 0,
-        moved: Callable[[], bool] = lambda: False,
-    ) -> None:
+        self, operation: Callable[[], None], result: Any = None, *, timeout: float = float("inf"),
+        progress: Callable[[], int] = lambda: 0, moved: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._operation: Callable[[], None] | None = operation
         self._result = result

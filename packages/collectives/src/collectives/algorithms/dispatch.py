@@ -62,12 +62,9 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
 
 
 def all_to_all(
-    comm: Communicator,
-    call: Call,
-    packed: bytes,
-    outputs: Sequence[Tensor],
+    comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """outputs[i] on rank j = inputs[j] on rank i."""
     # Sizes may differ between ranks, so nothing may depend on them.
     if start(comm, call, packed, 1 << 20) == "shared_memory":

@@ -59,14 +59,9 @@ class Arena:
     """The segments of all ranks of one host. `rank` is the place in `mappings`."""
 
     def __init__(
-        self,
-        mappings: Sequence[mmap.mmap],
-        pids: Sequence[int],
-        rank: int,
-        *,
-        names: Sequence[int],
-        timeout: float,
-    ) -> None:
+        self, mappings: Sequence[mmap.mmap], pids: Sequence[int], rank: int, *,
+        names: Sequence[int], timeout: float,
+    ) -> None:  # fmt: skip
         self.rank, self.world = rank, len(mappings)
         self.timeout = timeout
         # What to call a rank in an error: its number in the group, not on this host.
@@ -102,6 +97,8 @@ class Arena:
             _SLEEPERS, _CALLS, _CALL_ROOM, CALL_BYTES, NAN_AT, _NOTES, _NOTE_ROOM, _DATA,
             self._addresses,
         )  # fmt: skip
+        # Bytes at the start of a slot where a rank says what it brings to an all-to-all.
+        self.lengths_room = -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
         # What is to be announced with the coming tick.
         self._said: tuple[bytes | None, bytes | None] = None, None
         self._queue = engine.Queue()
@@ -241,13 +238,9 @@ class Arena:
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
-    def lengths_room(self) -> int:
-        """Bytes at the start of a slot where a rank says what it brings to an all-to-all."""
-        return -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
-
     def heard_lengths(self) -> list[Lengths]:
         """After that tick: what each rank brings to an all-to-all; raise Mismatch if it differs."""
-        heads = [slot[: self.lengths_room()].view(torch.int64) for slot in self.slots(torch.uint8)]
+        heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
         told = [head[: 2 * self.world].tolist() for head in heads]
         everyone = [Lengths(each[: self.world], each[self.world :]) for each in told]
         compare_lengths(dict(enumerate(everyone)), self.names)

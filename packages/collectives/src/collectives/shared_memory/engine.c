@@ -452,13 +452,6 @@ int all_to_all(Arena *a, Job *job) {
     }
 }
 
-/* Return when every rank is here. */
-int barrier(Arena *a, Job *job) {
-    if (job->phase == 0) TICK(1);
-    WAIT();
-    return calls_agree(a) ? DONE : MISMATCH;
-}
-
 /* Tick, and return when all ranks have: the fences of the steps that Python does. */
 int meet(Arena *a, Job *job) {
     if (job->phase == 0) TICK(1);
@@ -469,7 +462,7 @@ int meet(Arena *a, Job *job) {
 /* ----- calls, now and later ----- */
 
 static int (*const COLLECTIVES[])(Arena *, Job *) = {
-    all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, barrier, meet,
+    all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, meet,
 };
 
 /* Do a whole call, or go on with it. */

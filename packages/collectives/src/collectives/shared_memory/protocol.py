@@ -140,7 +140,7 @@ def all_to_all(
         arena.do(arena.job("all_to_all", itemsize=dtype.itemsize, lengths=numbers, **places))
         return
     # A slot: how much its rank sends and expects, 2 x world numbers; a part for each other rank.
-    head = arena.lengths_room()
+    head = arena.lengths_room
     width = (SLOT_BYTES - head) // max(1, world - 1) // dtype.itemsize
     raw = arena.slots(torch.uint8, ahead=1)
     raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths)
@@ -168,9 +168,6 @@ def all_to_all(
 def barrier(arena: Arena, call: bytes) -> None:
     """Return when every rank is here."""
     arena.announce(call)
-    if engine.library() is not None:
-        arena.do(arena.job("barrier"))
-        return
     arena.sync()
     arena.heard()
 
