@@ -97,8 +97,8 @@ class Communicator:
         self._made: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
         # The first is held by whoever is at work, and for all that the engine has been given.
         self._lock, self._starting = threading.Lock(), threading.Lock()
-        # How many calls that is, and whether the last asynchronous one was such a one.
-        self._moving, self._engine_is_last = 0, False
+        # How many asynchronous calls that is, and how many others there are.
+        self._moving = self._waiting = 0
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
@@ -121,10 +121,13 @@ class Communicator:
         def operation(job: Job | None = None) -> None:
             found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
-            with self._lock if job is None else self._moved():
+            with self._lock if job is None else nullcontext():
                 self._begin(compare, packed)
                 try:
-                    body(packed) if job is None else self.topology.require().do(job)
+                    if job is None:
+                        body(packed)
+                    elif not is_done(job):
+                        self.topology.require().do(job)
                 except BaseException as error:
                     reason = self.faults.reason(error, self.operation, self.timeout)
                     if reason is error:
@@ -153,7 +156,7 @@ class Communicator:
                 self._thread.start()
             job = self._move((lambda: None) if look_for_nan else engine_job)
             self._last = work = Work(
-                partial(operation, job), made, timeout=self.timeout,
+                partial(self._later, operation, job), made, timeout=self.timeout,
                 progress=lambda: self.operation.number, moved=partial(is_done, job),
             )  # fmt: skip
             self._put(work, job)
@@ -161,26 +164,27 @@ class Communicator:
 
     def _move(self, make: Callable[[], Job | None]) -> Job | None:
         """What the engine can begin with before Python comes to it, and the group held for it."""
-        job, follows = None, self._moving > 0 and self._engine_is_last
-        if self.faults.broken is None and (follows or self._lock.acquire(blocking=False)):
+        job, held = None, self._moving > 0
+        # Behind a call that waits for Python, and so for the group, it would be held for ever.
+        free = self.faults.broken is None and not self._waiting
+        if free and (held or self._lock.acquire(blocking=False)):
             try:
                 job = make()
             finally:
-                if job is None and not follows:
+                if job is None and not held:
                     self._lock.release()
         self._moving += job is not None
-        self._engine_is_last = job is not None
+        self._waiting += job is None
         return job
 
-    @contextmanager
-    def _moved(self) -> Iterator[None]:
-        """Inside, Python adds what it has to add; then others may hold the group."""
+    def _later(self, operation: Callable[[Job | None], None], job: Job | None) -> None:
         try:
-            yield
+            operation(job)
         finally:
             with self._starting:
-                self._moving -= 1
-                if not self._moving:
+                self._moving -= job is not None
+                self._waiting -= job is None
+                if job is not None and not self._moving:
                     self._lock.release()
 
     def _put(self, work: Work | None, job: Job | None = None) -> None:

@@ -19,6 +19,8 @@ from torch.futures import Future
 
 # The operation itself says at the timeout who is lost, which is the better error.
 GRACE_SECONDS = 2.0
+# Whoever looks too early gives the core to who is at it, where cores are as few as ranks.
+GIVE_WAY = getattr(os, "sched_yield", lambda: None)
 
 
 class Work(dist.Work):
@@ -92,10 +94,7 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended."""
-        over = self._done.is_set() or self._moved()
-        if not over:
-            os.sched_yield()
-        return over
+        return self._done.is_set() or self._moved() or bool(GIVE_WAY())
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""

@@ -241,6 +241,5 @@ def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
 
 def _scratch(like: Tensor) -> Tensor | None:
     wide = accumulation_dtype(like.dtype)
-    if wide == like.dtype:
-        return None
-    return torch.empty(max(1, min(like.numel(), WIDE_ELEMENTS)), dtype=wide)
+    size = max(1, min(like.numel(), WIDE_ELEMENTS))
+    return None if wide == like.dtype else torch.empty(size, dtype=wide)
