@@ -1,16 +1,20 @@
 """The compiled engine and the Python that it stands for: the same steps, the same bits."""
 
+import gc
 import hashlib
 import itertools
+import os
 import threading
 import time
+import weakref
+from datetime import timedelta
 
 import collectives
 import pytest
 import torch
 import torch.distributed as dist
 from collectives.shared_memory import engine
-from worker_pool import run_ranks
+from worker_pool import run_ranks, try_ranks
 
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
 SIZES = (0, 1, 1000, 8193, 300_001)
@@ -120,6 +124,151 @@ def busy():
 @pytest.mark.timing
 def test_an_asynchronous_call_beside_busy_python_is_faster_than_gloos():
     assert min(run_ranks(busy, 2)) >= 1.5
+
+
+PATHS = pytest.mark.parametrize("compiled", [True, False], ids=["engine", "python"])
+
+
+def queued(compiled):
+    """Calls of all kinds wait in one queue, those that the engine begins with among Python's."""
+    if not compiled:
+        without_engine()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    turn, wants, works = torch.arange(world), [], []
+    for i in range(40):
+        for numel in (1, 5000, 200_000):
+            tensor = torch.full((numel,), float(rank + i))
+            works.append(collectives.all_reduce(tensor, async_op=True))
+            wants.append((tensor, torch.full((numel,), sum(range(world)) + i * world * 1.0)))
+        if i % 3 == 0:
+            received = torch.empty(world, dtype=torch.int64)
+            works.append(collectives.all_to_all_single(received, rank + turn, async_op=True))
+            wants.append((received, turn + rank))
+        if i % 5 == 0:
+            gathered, own = torch.empty(world, dtype=torch.int16), torch.ones(1, dtype=torch.int16)
+            works.append(collectives.all_gather_into_tensor(gathered, own * rank, async_op=True))
+            wants.append((gathered, turn.to(torch.int16)))
+        if i % 7 == 0:
+            with collectives.checked(nan=True):
+                told = torch.full((3,), float(rank))
+                works.append(collectives.broadcast(told, 0, async_op=True))
+                wants.append((told, torch.zeros(3)))
+        if i % 9 == 0:
+            odd = torch.full((4,), rank, dtype=torch.int8)
+            works.append(collectives.all_reduce(odd, async_op=True))
+            wants.append((odd, torch.full((4,), sum(range(world)), dtype=torch.int8)))
+        if i % 11 == 0:
+            now = torch.ones(5)
+            collectives.all_reduce(now)
+            assert all(work.is_completed() for work in works)
+            assert (now == world).all()
+    futures = [work.get_future() for work in works]
+    for work, future, (found, want) in zip(works, futures, wants, strict=True):
+        work.wait()
+        assert future.wait()[0] is found
+        assert work.is_success()
+        assert torch.equal(found, want), (found, want)
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    work = collectives.all_reduce(tensor, async_op=True)
+    while not work.is_completed():
+        pass
+    assert (tensor == world).all()
+    work.wait()
+    del tensor, work
+    # The last call of all is what a synchronous one waits for.
+    collectives.barrier()
+    end = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < end:
+        gc.collect()
+    assert gone() is None
+
+
+@PATHS
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_asynchronous_calls_of_all_kinds_keep_their_order(compiled, world):
+    run_ranks(queued, world, compiled)
+
+
+def many_threads():
+    """One thread waits for each of its calls, another one for none: they share the group."""
+    if dist.get_world_size() == 1:
+        tensors = [torch.ones(3000) for _ in range(300)]
+        later = threading.Thread(
+            target=lambda: [collectives.all_reduce(t, async_op=True) for t in tensors]
+        )
+        later.start()
+        for _ in range(300):
+            now = torch.full((3000,), 2.0)
+            collectives.all_reduce(now)
+            assert (now == 2).all()
+        later.join()
+        collectives.barrier()
+        assert all((t == 1).all() for t in tensors)
+
+
+def test_threads_that_wait_and_threads_that_do_not_share_a_group():
+    run_ranks(many_threads, 1)
+
+
+def computes_until_over(work):
+    while not work.is_completed():
+        sum(range(1000))
+
+
+TIMEOUT = 4.0
+
+
+def fails_beside_python(compiled, how):
+    """The last rank fails while the others compute beside their calls; they say so in time."""
+    if not compiled:
+        without_engine()
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.environ["STORE_FILE"], world), rank=rank,
+        world_size=world, timeout=timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    tensors = [torch.ones(400_000) for _ in range(4)]
+    collectives.all_reduce(tensors[0], async_op=True).wait()
+    collectives.barrier()
+    odd = rank == world - 1
+    if odd and how != "differs":
+        if how == "dies":
+            os._exit(1)
+        time.sleep(TIMEOUT + 3)
+        os._exit(0)
+    start = time.monotonic()
+    if how == "differs":
+        works = [collectives.all_reduce(tensors[1], async_op=True)]
+        works.append(collectives.all_reduce(tensors[2][odd:], async_op=True))
+        works.append(collectives.all_reduce(tensors[3], async_op=True))
+        for work in works:
+            computes_until_over(work)
+        assert [work.is_success() for work in works] == [True, False, True]
+        with pytest.raises(collectives.Mismatch, match=f"rank {world - 1} called all_reduce"):
+            works[1].wait()
+        assert (tensors[2] == 1).all()
+        assert (tensors[3] == world).all()
+    else:
+        works = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors[1:]]
+        for work, match in zip(works, (f"rank {world - 1}", "earlier", "earlier"), strict=True):
+            computes_until_over(work)
+            with pytest.raises(collectives.RankLost, match=match) as caught:
+                work.wait()
+            assert caught.value.ranks == (world - 1,)
+    seconds = time.monotonic() - start
+    # A survivor that left at once would be taken for lost by one that looks later.
+    time.sleep(1)
+    return seconds
+
+
+@PATHS
+@pytest.mark.parametrize("how", ["dies", "hangs", "differs"])
+def test_a_fault_beside_a_caller_that_computes_is_told_in_time(compiled, how):
+    outcomes = try_ranks(fails_beside_python, 3, compiled, how, backend="")
+    for outcome in outcomes[: 3 if how == "differs" else 2]:
+        assert not outcome.failed, outcome.trace
+        assert outcome.value < {"dies": TIMEOUT, "hangs": TIMEOUT + 2, "differs": TIMEOUT}[how]
 
 
 def interrupted():

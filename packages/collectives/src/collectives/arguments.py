@@ -16,15 +16,9 @@ from collectives.shared_memory.fingerprint import Call
 
 
 def describe_call(
-    comm: Communicator,
-    kind: str,
-    tensor: Tensor,
-    algorithm: str,
-    *,
-    op: str = "",
-    root: int = 0,
+    comm: Communicator, kind: str, tensor: Tensor, algorithm: str, *, op: str = "", root: int = 0,
     written: Sequence[Tensor] = (),
-) -> Call:
+) -> Call:  # fmt: skip
     """The call as the other ranks are to see it; `written` are the tensors that get its result."""
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
     if tensor.layout != torch.strided:

@@ -190,13 +190,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @_by_device
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Any = None,
-    ) -> dist.Work:
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int],
+        input_split_sizes: list[int], opts: Any = None,
+    ) -> dist.Work:  # fmt: skip
         """torch.distributed.all_to_all_single."""
         splits = list(output_split_sizes), list(input_split_sizes)
         waits = not getattr(opts, "asyncOp", True)

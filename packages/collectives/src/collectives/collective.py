@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,7 @@ from torch import Tensor
 
 from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check, op_name
-from collectives.arguments import (
-    check_pair,
-    copy_back,
-    describe_call,
-    flatten,
-    lengths_of,
-    root_of,
-)
+from collectives.arguments import check_pair, copy_back, describe_call, flatten, lengths_of, root_of
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
@@ -30,13 +24,9 @@ ReduceOp = dist.ReduceOp
 
 
 def all_reduce(
-    tensor: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    *,
+    tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False, *,
     algorithm: str = "auto",
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """Reduce `tensor` over all ranks, in place."""
     if not tensor.is_cpu and algorithm == "auto":
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
@@ -47,14 +37,9 @@ def all_reduce(
 
 
 def reduce_scatter_tensor(
-    output: Tensor,
-    input: Tensor,
-    op: Any = ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    *,
-    algorithm: str = "auto",
-) -> dist.Work | None:
+    output: Tensor, input: Tensor, op: Any = ReduceOp.SUM, group: Any = None,
+    async_op: bool = False, *, algorithm: str = "auto",
+) -> dist.Work | None:  # fmt: skip
     """output = this rank's slice of the reduction of `input`, which is `world` times as long."""
     if not output.is_cpu and algorithm == "auto":
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
@@ -66,13 +51,9 @@ def reduce_scatter_tensor(
 
 
 def all_gather_into_tensor(
-    output: Tensor,
-    input: Tensor,
-    group: Any = None,
-    async_op: bool = False,
-    *,
+    output: Tensor, input: Tensor, group: Any = None, async_op: bool = False, *,
     algorithm: str = "auto",
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """output = the inputs of all ranks, one after the other."""
     if not output.is_cpu and algorithm == "auto":
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
@@ -83,14 +64,9 @@ def all_gather_into_tensor(
 
 
 def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-    *,
-    algorithm: str = "auto",
-) -> dist.Work | None:
+    tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False,
+    group_src: int | None = None, *, algorithm: str = "auto",
+) -> dist.Work | None:  # fmt: skip
     """Give every rank the tensor of rank `src` (`group_src` counts within the group)."""
     if not tensor.is_cpu and algorithm == "auto":
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
@@ -101,15 +77,10 @@ def broadcast(
 
 
 def all_to_all_single(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    *,
+    output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False, *,
     algorithm: str = "auto",
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """Send the i-th part of `input` (rows) to rank i; `output` collects what comes, in order."""
     if not output.is_cpu and algorithm == "auto":
         return dist.all_to_all_single(
@@ -142,7 +113,9 @@ def do(
         copy_back(output, flat)
 
     brought = inputs[0] if inputs else output
-    return comm.run(call, brought, body, async_op=async_op, result=output)
+
+    job = partial(dispatch.job, comm, call, output, brought)
+    return comm.run(call, brought, body, async_op=async_op, result=output, engine_job=job)
 
 
 def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:

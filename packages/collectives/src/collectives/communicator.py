@@ -4,8 +4,9 @@ One communicator is made for each process group, by its first collective, and ke
 
 Notable:
 - operations of one group run one at a time, in the order of the calls. Synchronous ones run in the
-  caller's thread; asynchronous ones on the group's progress thread, where sums and copies release
-  the interpreter, so that they overlap with the caller's computation;
+  caller's thread; asynchronous ones on the group's progress thread, so that they overlap with the
+  caller's computation: it waits in the engine, where there is one, and so needs no turn of the
+  interpreter before data move;
 - an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch
   that is found before data moves leaves it as it was.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +36,7 @@ from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
 from collectives.faults import MESSAGES_PART, Faults, Operation, ask
+from collectives.shared_memory.engine import ROOM, Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
 
@@ -91,36 +95,39 @@ class Communicator:
         self.look_for_nan = False
         self.operation = Operation()
         self._made: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
+        # The first is held by whoever is at work, and for all that the engine has been given.
         self._lock, self._starting = threading.Lock(), threading.Lock()
+        # How many asynchronous calls that is, and how many others there are.
+        self._moving = self._waiting = 0
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
 
     def run(
-        self,
-        call: Call,
-        brought: Tensor | Sequence[Tensor],
-        body: Callable[[bytes], None],
-        *,
-        async_op: bool,
-        result: Tensor | Sequence[Tensor] | None = None,
-    ) -> Work | None:
+        self, call: Call, brought: Tensor | Sequence[Tensor], body: Callable[[bytes], None], *,
+        async_op: bool, result: Tensor | Sequence[Tensor] | None = None,
+        engine_job: Callable[[], Job | None] = lambda: None,
+    ) -> Work | None:  # fmt: skip
         """Do `body` after all earlier operations: now, or on the progress thread.
 
         `call` describes it, `brought` is what this rank brings to it and `result` what it gets (the
-        same if not given); `body` is called with the packed call.
+        same if not given); `body` is called with the packed call. `engine_job` makes the same for
+        the engine, if it can do it.
         """
         result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
         compare, look_for_nan = self.compare_always, self.look_for_nan
 
-        def operation() -> None:
+        def operation(job: Job | None = None) -> None:
             found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
-            with self._lock:
+            with self._lock if job is None else nullcontext():
                 self._begin(compare, packed)
                 try:
-                    body(packed)
+                    if job is None:
+                        body(packed)
+                    elif not is_done(job):
+                        self.topology.require().do(job)
                 except BaseException as error:
                     reason = self.faults.reason(error, self.operation, self.timeout)
                     if reason is error:
@@ -139,18 +146,61 @@ class Communicator:
             return None
         made = as_list(result)
         self._heed_timeout()
-        work = Work(operation, made, timeout=self.timeout, progress=lambda: self.operation.number)
-        with self._starting:
+        # Half of the room is for other threads that look at the same time.
+        while self._queue.qsize() > ROOM / 2:
+            time.sleep(1e-3)
+        # Together: what is last in the queue is what a synchronous call waits for.
+        with self._starting, event or nullcontext():
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_progress, args=(self._queue,), daemon=True, name="collectives"
-                )
+                self._thread = threading.Thread(target=self._go, daemon=True, name="collectives")
                 self._thread.start()
-            # Together: what is last in the queue is what a synchronous call waits for.
-            with event or nullcontext():
-                self._last = work
-                self._queue.put(work)
+            job = self._move((lambda: None) if look_for_nan else engine_job)
+            self._last = work = Work(
+                partial(self._later, operation, job), made, timeout=self.timeout,
+                progress=lambda: self.operation.number, moved=partial(is_done, job),
+            )  # fmt: skip
+            self._put(work, job)
         return work
+
+    def _move(self, make: Callable[[], Job | None]) -> Job | None:
+        """What the engine can begin with before Python comes to it, and the group held for it."""
+        job, held = None, self._moving > 0
+        # Behind a call that waits for Python, and so for the group, it would be held for ever.
+        free = self.faults.broken is None and not self._waiting
+        if free and (held or self._lock.acquire(blocking=False)):
+            try:
+                job = make()
+            finally:
+                if job is None and not held:
+                    self._lock.release()
+        self._moving += job is not None
+        self._waiting += job is None
+        return job
+
+    def _later(self, operation: Callable[[Job | None], None], job: Job | None) -> None:
+        try:
+            operation(job)
+        finally:
+            with self._starting:
+                self._moving -= job is not None
+                self._waiting -= job is None
+                if job is not None and not self._moving:
+                    self._lock.release()
+
+    def _put(self, work: Work | None, job: Job | None = None) -> None:
+        self._queue.put(work)
+        if self.topology.arena is not None:
+            self.topology.arena.put(job)
+
+    def _go(self) -> None:
+        arena = self.topology.arena
+        while True:
+            if arena is not None:
+                arena.serve()
+            if (work := self._queue.get()) is None:
+                return
+            work.run()
+            del work
 
     def abort(self) -> None:
         """Take no further part: what runs here ends in an error, and so does every other rank's."""
@@ -159,7 +209,7 @@ class Communicator:
 
     def close(self) -> None:
         """Stop the thread and release what the kernel holds."""
-        self._queue.put(None)
+        self._put(None)
         self.topology.close()
 
     def _begin(self, compare: bool, packed: bytes) -> None:
@@ -185,12 +235,6 @@ class Communicator:
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     """One tensor, or several, as a list."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _progress(works: queue.SimpleQueue[Work | None]) -> None:
-    while (work := works.get()) is not None:
-        work.run()
-        del work
 
 
 @contextmanager

@@ -63,11 +63,7 @@ def describe(group: Any = None) -> Description:
     topology = comm.topology
     compiled = "compiled" if engine.library() is not None else f"Python ({engine.why_not()})"
     return Description(
-        rank=comm.rank,
-        hosts=tuple(tuple(host) for host in topology.hosts),
-        shared_memory=topology.one_host,
-        why_not_shared=dict(topology.why_not),
-        engine=compiled,
-        models=dict(comm.models),
-        timeout_seconds=comm.timeout,
-    )
+        rank=comm.rank, hosts=tuple(tuple(host) for host in topology.hosts),
+        shared_memory=topology.one_host, why_not_shared=dict(topology.why_not),
+        engine=compiled, models=dict(comm.models), timeout_seconds=comm.timeout,
+    )  # fmt: skip

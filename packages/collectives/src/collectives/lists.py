@@ -28,13 +28,9 @@ Tensors = Sequence[Tensor]
 
 
 def reduce(
-    tensor: Tensor,
-    dst: int | None = None,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> dist.Work | None:
+    tensor: Tensor, dst: int | None = None, op: Any = dist.ReduceOp.SUM, group: Any = None,
+    async_op: bool = False, group_dst: int | None = None,
+) -> dist.Work | None:  # fmt: skip
     """Reduce over all ranks into the tensor of rank `dst`; the others' stay as they are."""
     comm, name = communicator(group), op_name(op)
     check(name, tensor.dtype)
@@ -52,13 +48,9 @@ def reduce(
 
 
 def gather(
-    tensor: Tensor,
-    gather_list: Tensors | None = None,
-    dst: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_dst: int | None = None,
-) -> dist.Work | None:
+    tensor: Tensor, gather_list: Tensors | None = None, dst: int | None = None, group: Any = None,
+    async_op: bool = False, group_dst: int | None = None,
+) -> dist.Work | None:  # fmt: skip
     """Fill the list of rank `dst` with every rank's tensor, in the order of the ranks."""
     comm = communicator(group)
     root = root_of(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
@@ -69,13 +61,9 @@ def gather(
 
 
 def scatter(
-    tensor: Tensor,
-    scatter_list: Tensors | None = None,
-    src: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> dist.Work | None:
+    tensor: Tensor, scatter_list: Tensors | None = None, src: int | None = None, group: Any = None,
+    async_op: bool = False, group_src: int | None = None,
+) -> dist.Work | None:  # fmt: skip
     """tensor = the one for this rank in the list of rank `src`."""
     comm = communicator(group)
     root = root_of(comm, 0 if src is None and group_src is None else src, group, group_src)
@@ -104,12 +92,9 @@ def all_gather(
 
 
 def reduce_scatter(
-    output: Tensor,
-    input_list: Tensors,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
+    output: Tensor, input_list: Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """output = the reduction over all ranks of the tensor for this rank in their lists."""
     comm, name = communicator(group), op_name(op)
     check(name, output.dtype)
@@ -125,11 +110,9 @@ def reduce_scatter(
 
 
 def all_to_all(
-    output_tensor_list: Tensors,
-    input_tensor_list: Tensors,
-    group: Any = None,
+    output_tensor_list: Tensors, input_tensor_list: Tensors, group: Any = None,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """Send the i-th tensor of the inputs to rank i; the outputs collect what comes, in order."""
     comm = communicator(group)
     outputs = _one_each("output_tensor_list", comm, output_tensor_list)
@@ -140,13 +123,9 @@ def all_to_all(
 
 
 def _exchange(
-    comm: Communicator,
-    call: Call,
-    outputs: Tensors,
-    inputs: Tensors,
-    async_op: bool,
+    comm: Communicator, call: Call, outputs: Tensors, inputs: Tensors, async_op: bool,
     result: Tensors | None = None,
-) -> dist.Work | None:
+) -> dist.Work | None:  # fmt: skip
     """outputs[i] on rank j = inputs[j] on rank i."""
     if len({tensor.dtype for tensor in (*outputs, *inputs)}) > 1:
         raise TypeError(f"{call.kind} takes tensors of one dtype; convert them to {call.dtype}")

@@ -8,6 +8,7 @@ Notable:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,27 +19,26 @@ from torch.futures import Future
 
 # The operation itself says at the timeout who is lost, which is the better error.
 GRACE_SECONDS = 2.0
+# Whoever looks too early gives the core to who is at it, where cores are as few as ranks.
+GIVE_WAY = getattr(os, "sched_yield", lambda: None)
 
 
 class Work(dist.Work):
     """`wait` returns when the operation is done, or raises what it raised.
 
     `progress()` counts what the group has done: while it rises, an operation that is still queued
-    is not late. `timeout` is the group's, in seconds.
+    is not late. `timeout` is the group's, in seconds. `moved()` tells that it is done, though the
+    thread that does it may not have said so yet: it waits for the interpreter.
     """
 
     def __init__(
-        self,
-        operation: Callable[[], None],
-        result: Any = None,
-        *,
-        timeout: float = float("inf"),
-        progress: Callable[[], int] = lambda: 0,
-    ) -> None:
+        self, operation: Callable[[], None], result: Any = None, *, timeout: float = float("inf"),
+        progress: Callable[[], int] = lambda: 0, moved: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._operation: Callable[[], None] | None = operation
         self._result = result
-        self._timeout, self._progress = timeout, progress
+        self._timeout, self._progress, self._moved = timeout, progress, moved
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._future: Future[Any] | None = None
@@ -94,11 +94,11 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it has ended."""
-        return self._done.is_set()
+        return self._done.is_set() or self._moved() or bool(GIVE_WAY())
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""
-        return self._done.is_set() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """What the operation raised."""

@@ -21,6 +21,7 @@ from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
 from collectives.faults import fetch
 from collectives.shared_memory import protocol
+from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import (
     Call,
     Lengths,
@@ -61,12 +62,9 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
 
 
 def all_to_all(
-    comm: Communicator,
-    call: Call,
-    packed: bytes,
-    outputs: Sequence[Tensor],
+    comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensor],
     inputs: Sequence[Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """outputs[i] on rank j = inputs[j] on rank i."""
     # Sizes may differ between ranks, so nothing may depend on them.
     if start(comm, call, packed, 1 << 20) == "shared_memory":
@@ -82,6 +80,16 @@ def all_to_all(
         lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
         compare_lengths(lengths, places)
     ring.all_to_all(comm.wire, outputs, inputs)
+
+
+def job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job | None:
+    """What the engine does if it can: a call on tensors as they lie, all in shared memory."""
+    in_memory = comm.topology.one_host and call.algorithm in ("auto", "shared_memory")
+    plain = (t.is_contiguous() and not (t.is_conj() or t.is_neg()) for t in (out, source))
+    if not (in_memory and all(plain)):
+        return None
+    arena, shared = comm.topology.require(), comm.topology.shared(out)
+    return protocol.job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
 
 def barrier(comm: Communicator, packed: bytes) -> None:

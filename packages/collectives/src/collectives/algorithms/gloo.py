@@ -61,14 +61,9 @@ class GlooGroups:
         return call in self.groups or len(self.groups) < MOST_GROUPS
 
     def run(
-        self,
-        kind: str,
-        call: bytes,
-        tensors: tuple[Tensor, ...],
-        op: str,
-        root: int,
+        self, kind: str, call: bytes, tensors: tuple[Tensor, ...], op: str, root: int,
         seconds: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Do the collective on flat tensors; raise PeerError where a rank does not come."""
         timeout = timedelta(seconds=max(1e-3, seconds))
         try:

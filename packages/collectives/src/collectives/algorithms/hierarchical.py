@@ -23,13 +23,9 @@ LEAST_PART = 0.1
 
 
 def all_reduce(
-    arena: Arena | None,
-    wire: PointToPoint,
-    hosts: Sequence[Sequence[int]],
-    flat: Tensor,
-    name: str,
-    call: bytes,
-) -> None:
+    arena: Arena | None, wire: PointToPoint, hosts: Sequence[Sequence[int]], flat: Tensor,
+    name: str, call: bytes,
+) -> None:  # fmt: skip
     """Reduce the flat tensor over all ranks, in place."""
     partial = "SUM" if name == "AVG" else name
     speakers = heads(hosts)
@@ -59,13 +55,9 @@ def patient(arena: Arena, part: float) -> Iterator[None]:
 
 
 def broadcast(
-    arena: Arena | None,
-    wire: PointToPoint,
-    hosts: Sequence[Sequence[int]],
-    flat: Tensor,
-    source: int,
-    call: bytes,
-) -> None:
+    arena: Arena | None, wire: PointToPoint, hosts: Sequence[Sequence[int]], flat: Tensor,
+    source: int, call: bytes,
+) -> None:  # fmt: skip
     """Give every rank the tensor of rank `source`."""
     speakers = heads(hosts, source)
     if wire.rank in speakers:

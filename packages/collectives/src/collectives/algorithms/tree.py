@@ -94,11 +94,8 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
 
 
 def in_column_blocks(
-    wire: PointToPoint,
-    out: Tensor,
-    flat: Tensor,
-    step: Callable[[Tensor, Sequence[Tensor]], None],
-) -> None:
+    wire: PointToPoint, out: Tensor, flat: Tensor, step: Callable[[Tensor, Sequence[Tensor]], None],
+) -> None:  # fmt: skip
     """Reduce-scatter by `step`, which works in place, on wide copies of a part of every slice."""
     wide, slices = accumulation_dtype(flat.dtype), flat.tensor_split(wire.world)
     width = max(1, PIECE_BYTES // wire.world // wide.itemsize)

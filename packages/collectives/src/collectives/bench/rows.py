@@ -46,12 +46,9 @@ OTHERS = ("reduce_scatter", "all_gather")
 
 
 def bench(
-    *,
-    device: str = "cpu",
-    quick: bool = False,
-    worlds: Sequence[int] = (2,),
+    *, device: str = "cpu", quick: bool = False, worlds: Sequence[int] = (2,),
     sizes: Sequence[int] = (),
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """Rows for all-reduce, reduce-scatter and all-gather at several sizes, on rank 0.
 
     Inside torchrun it measures that group; otherwise it starts `worlds` processes itself.
@@ -205,18 +202,12 @@ def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
     if name == "auto" and not comm.topology.one_host:
         runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
     return {
-        "case": kind,
-        "algorithm": name,
-        "runs": runs,
-        "world": dist.get_world_size(),
-        "hosts": len(comm.topology.hosts),
-        "size_bytes": size,
-        "count": size // 4,
-        "type": "float32",
+        "case": kind, "algorithm": name, "runs": runs,
+        "world": dist.get_world_size(), "hosts": len(comm.topology.hosts),
+        "size_bytes": size, "count": size // 4, "type": "float32",
         "redop": "none" if kind == "all_gather" else "sum",
-        **_speed(kind, size, times),
-        "wrong": wrong,
-    }
+        **_speed(kind, size, times), "wrong": wrong,
+    }  # fmt: skip
 
 
 def _speed(kind: str, size: int, times: Times) -> Row:

@@ -82,14 +82,9 @@ class TunedModel(CostModel):
 
 
 def tune(
-    kind: str,
-    call: Callable[[str, int], object],
-    hosts: Sequence[int],
-    wire: PointToPoint,
-    agree: Callable[[str], bytes],
-    *,
-    native: bool,
-) -> TunedModel:
+    kind: str, call: Callable[[str, int], object], hosts: Sequence[int], wire: PointToPoint,
+    agree: Callable[[str], bytes], *, native: bool,
+) -> TunedModel:  # fmt: skip
     """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
 
     Every rank returns the same one: `agree` gives all of them rank 0's text. `native` says whether

@@ -17,7 +17,6 @@ Notable:
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import platform
@@ -33,7 +32,7 @@ from torch import Tensor
 from collectives.errors import UNUSABLE, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
-from collectives.shared_memory.fingerprint import NAN_AT, compare
+from collectives.shared_memory.fingerprint import NAN_AT, Lengths, compare, compare_lengths
 from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 512 << 10
@@ -41,6 +40,7 @@ SLOT_BYTES = CHUNK_BYTES // 2
 _CLOCK, _SLEEPERS, _CALLS, _NOTES, _DATA = 0, 8, 128, 640, 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
 _CALL_ROOM, _NOTE_ROOM = 256, 64
+_ALIGNMENT = 64
 # What is smaller is summed at once by every rank; a sum in place is done in pieces of this size.
 ONE_SHOT_BYTES = 32 * 1024
 PIECE_BYTES = 512 * 1024
@@ -59,14 +59,9 @@ class Arena:
     """The segments of all ranks of one host. `rank` is the place in `mappings`."""
 
     def __init__(
-        self,
-        mappings: Sequence[mmap.mmap],
-        pids: Sequence[int],
-        rank: int,
-        *,
-        names: Sequence[int],
-        timeout: float,
-    ) -> None:
+        self, mappings: Sequence[mmap.mmap], pids: Sequence[int], rank: int, *,
+        names: Sequence[int], timeout: float,
+    ) -> None:  # fmt: skip
         self.rank, self.world = rank, len(mappings)
         self.timeout = timeout
         # What to call a rank in an error: its number in the group, not on this host.
@@ -93,7 +88,6 @@ class Arena:
         self._poll = select.poll()
         for handle in self._handles.values():
             self._poll.register(handle, select.POLLIN)
-        self.tick = 0
         self._library = engine.library()
         self._addresses = engine.addresses(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
@@ -103,8 +97,11 @@ class Arena:
             _SLEEPERS, _CALLS, _CALL_ROOM, CALL_BYTES, NAN_AT, _NOTES, _NOTE_ROOM, _DATA,
             self._addresses,
         )  # fmt: skip
-        self._job = engine.Job()
-        self._passed = ctypes.byref(self._shared), ctypes.byref(self._job)
+        # Bytes at the start of a slot where a rank says what it brings to an all-to-all.
+        self.lengths_room = -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
+        # What is to be announced with the coming tick.
+        self._said: tuple[bytes | None, bytes | None] = None, None
+        self._queue = engine.Queue()
 
     def close(self) -> None:
         """Give the process handles back."""
@@ -114,11 +111,17 @@ class Arena:
 
     # ----- the wait -----
 
+    @property
+    def tick(self) -> int:
+        """How many ticks there were."""
+        return self._shared.tick
+
     def sync(self) -> None:
         """Tick, and return when all ranks have."""
-        if self.by_engine("meet"):
+        if self._library is not None:
+            self.do(self.job("meet"))
             return
-        tick = self.tick = self.tick + 1
+        tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
         clocks[self.rank][0] = tick
         for i in self._others:
@@ -151,28 +154,36 @@ class Arena:
         if late and time.monotonic() > deadline:
             self._fail(late, f"did not arrive within the timeout of {self.timeout:g} s")
 
-    def by_engine(self, kind: str, **job: Any) -> bool:
-        """Do a whole collective in machine code, after `announce`; False if there is none.
+    # ----- by the engine -----
 
-        `job` are the fields of `engine.Job`.
-        """
-        if self._library is None:
-            return False
-        memory, known = self._shared, self._job
-        memory.tick, known.phase, known.piece, known.copies = self.tick, 0, 0, None
-        for name, value in job.items():
-            setattr(known, name, value)
-        function, deadline = getattr(self._library, kind), 0.0
-        try:
-            while (status := function(*self._passed)) == engine.AGAIN:
-                if memory.tick != self.tick or not deadline:
-                    self.tick, deadline = memory.tick, time.monotonic() + self.timeout
-                self._look(self.tick, deadline)
-        finally:
-            self.tick = memory.tick
+    def job(self, kind: str, **fields: Any) -> engine.Job:
+        """A whole collective for the engine, with what was announced; `fields` are engine.Job's."""
+        call, note = self._said
+        self._said = None, None
+        return engine.Job(engine.KINDS.index(kind), call=call, note=note, **fields)
+
+    def do(self, job: engine.Job) -> None:
+        """Do a collective in machine code, or what is left of it; raise what it fails of."""
+        assert self._library is not None
+        tick, deadline = -1, 0.0
+        while (status := self._library.run(self._shared, job)) == engine.AGAIN:
+            if self.tick != tick:
+                tick, deadline = self.tick, time.monotonic() + self.timeout
+            self._look(tick, deadline)
         if status == engine.MISMATCH:
+            # If it is not the calls that differ, it is what they bring.
             self.heard()
-        return True
+            self.heard_lengths()
+
+    def put(self, job: engine.Job | None) -> None:
+        """Let `serve` do a job, or return for None. The caller sees to it that there is room."""
+        if self._library is not None:
+            engine.at_once().put(self._queue, job)
+
+    def serve(self) -> None:
+        """Wait for what is `put` next, and `do` that as far as it goes without the interpreter."""
+        if self._library is not None:
+            self._library.serve(self._shared, self._queue)
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended."""
@@ -207,6 +218,9 @@ class Arena:
 
     def announce(self, call: bytes, note: bytes = b"") -> None:
         """Write this rank's call, and a note that may differ, before the coming tick."""
+        if self._library is not None:
+            self._said = call, note or None
+            return
         memory, cell = self._memory[self.rank], (self.tick + 1) & 1
         at = _CALLS + cell * _CALL_ROOM
         memory[at : at + CALL_BYTES] = call
@@ -221,6 +235,14 @@ class Arena:
         compare(calls, self.names)
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
+
+    def heard_lengths(self) -> list[Lengths]:
+        """After that tick: what each rank brings to an all-to-all; raise Mismatch if it differs."""
+        heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
+        told = [head[: 2 * self.world].tolist() for head in heads]
+        everyone = [Lengths(each[: self.world], each[self.world :]) for each in told]
+        compare_lengths(dict(enumerate(everyone)), self.names)
+        return everyone
 
     def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
         """All ranks' slots of the last tick (or of one ahead), as flat tensors of `dtype`."""

@@ -1,12 +1,16 @@
-/* Collectives in memory that the ranks of a host map: the protocol of arena.py and shared_memory.py,
- * for whoever may not wait for Python's interpreter between two steps.
+/* Collectives in memory that the ranks of a host map: the protocol of arena.py and protocol.py, for
+ * whoever may not wait for Python's interpreter between two steps.
  *
  * A function runs until all is done, or until a peer lets it wait for so long that somebody has to
  * look what is wrong: then it returns AGAIN, the caller looks, and calls once more. `phase` and
  * `piece` say where it stands. Faults are Python's.
  *
+ * Asynchronous calls come through a queue. A thread of Python's waits in `serve`, without the
+ * interpreter, so that data move before it has its turn of that; `done` says so to whoever looks.
+ *
  * The clock is stored with release and loaded with acquire order, so what was written before a tick
- * is seen after it on every machine, not only where stores become visible in program order.
+ * is seen after it on every machine, not only where stores become visible in program order. So are
+ * the queue's count and `done`.
  */
 
 #define _GNU_SOURCE
@@ -22,7 +26,8 @@
 enum { DONE, AGAIN, MISMATCH };
 enum { FLOAT32, FLOAT64, BFLOAT16, INT32, INT64, UINT8, FLOAT16 };
 enum { SUM, AVG, PRODUCT, MIN, MAX };
-enum { BLOCK = 1024, LOOKS = 200, PAUSES = 16, NAPS = 40, NAP_NANOSECONDS = 1000000 };
+enum { BLOCK = 1024, LOOKS = 200, FEW_LOOKS = 20, PAUSES = 16, CROWDED_NANOSECONDS = 100000 };
+enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 
 typedef struct {
     int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
@@ -32,10 +37,23 @@ typedef struct {
 } Arena;
 
 typedef struct {
-    int64_t count, itemsize, dtype, op, root, phase, piece;
+    int64_t kind, count, itemsize, dtype, op, root, phase, piece;
     char *in, *out;
     char **copies; /* every rank's copy of a shared tensor, or nothing */
+    /* Of an all-to-all: what goes to each rank and comes from each; how many elements, likewise. */
+    char **ins, **outs;
+    int64_t *lengths;
+    const char *call, *note; /* to be announced with its first tick; or nothing, which it then is */
+    int32_t done, later; /* by `serve`, beside what the caller does meanwhile */
+    int32_t crowded;     /* which it does on this core */
 } Job;
+
+enum { ROOM = 1024 };
+
+typedef struct {
+    uint32_t given, taken; /* how many, so far */
+    Job *jobs[ROOM];       /* or nothing, where Python does it */
+} Queue;
 
 /* ----- the clock ----- */
 
@@ -69,17 +87,28 @@ static void relax(void) {
 #endif
 }
 
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
+}
+
 /* Whether `rank` has come to this tick: soon, or after a nap or two. */
-static int wait_for(const Arena *a, int64_t rank) {
+static int wait_for(const Arena *a, Job *job, int64_t rank) {
     /* The low half of the clock, which is what changes. */
     int32_t *word = (int32_t *)clock_of(a, rank);
     struct timespec nap = {0, NAP_NANOSECONDS};
-    for (int look = 0; look < LOOKS; look++) {
+    for (int look = 0; look < (job->crowded ? FEW_LOOKS : LOOKS); look++) {
         for (int i = 0; i < PAUSES; i++) {
             if (has_come(a, rank)) return 1;
             relax();
         }
+        if (job->crowded) continue;
+        const int64_t start = job->later ? nanoseconds() : 0;
         sched_yield();
+        /* Somebody has used this core meanwhile, the caller itself perhaps, for all of its turn. Who
+         * sleeps is let in as soon as it is woken; who yields is not. */
+        job->crowded = job->later && nanoseconds() - start > CROWDED_NANOSECONDS;
     }
     for (int i = 0; i < NAPS; i++) {
         __atomic_add_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
@@ -93,9 +122,9 @@ static int wait_for(const Arena *a, int64_t rank) {
     return 0;
 }
 
-static int all_have_come(const Arena *a) {
+static int all_have_come(const Arena *a, Job *job) {
     for (int64_t rank = 0; rank < a->world; rank++)
-        if (rank != a->rank && !has_come(a, rank) && !wait_for(a, rank)) return 0;
+        if (rank != a->rank && !has_come(a, rank) && !wait_for(a, job, rank)) return 0;
     /* Unless another thread has given the group up: then this clock has gone below zero. */
     return has_come(a, a->rank);
 }
@@ -108,7 +137,7 @@ static int all_have_come(const Arena *a) {
 
 #define WAIT()                               \
     do {                                     \
-        if (!all_have_come(a)) return AGAIN; \
+        if (!all_have_come(a, job)) return AGAIN; \
     } while (0)
 
 /* ----- slots, notes and calls ----- */
@@ -127,6 +156,15 @@ static int calls_agree(const Arena *a) {
     for (int64_t rank = 1; rank < a->world; rank++)
         if (memcmp(first, a->memory[rank] + cell, a->call_bytes)) return 0;
     return first[a->nan_at] == 0;
+}
+
+/* Say what this rank is about to do, where the others look after the coming tick. */
+static void announce(const Arena *a, Job *job) {
+    const int64_t cell = (a->tick + 1) & 1;
+    char *own = a->memory[a->rank];
+    if (job->call) memcpy(own + a->calls + cell * a->call_room, job->call, a->call_bytes);
+    if (job->note) memcpy(own + a->notes + cell * a->note_room, job->note, NOTE_BYTES);
+    job->call = job->note = NULL;
 }
 
 /* The part of `count` elements that is `rank`'s: as torch.tensor_split has it. */
@@ -238,7 +276,7 @@ static void reduce(const Arena *a, const Job *job, char **outs, int64_t copies, 
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* out = in, reduced over all ranks; see shared_memory.py for the three ways. */
+/* out = in, reduced over all ranks; see protocol.py for the three ways. */
 int all_reduce(Arena *a, Job *job) {
     const int64_t size = job->itemsize, width = a->slot_bytes / size, world = a->world;
     const int small = job->count * size <= a->one_shot_bytes;
@@ -256,10 +294,10 @@ int all_reduce(Arena *a, Job *job) {
             if (!calls_agree(a)) return MISMATCH;
             /* A note is two numbers: the allocation and the place in it, zeros if it is not shared. */
             int same = 1, nobody = 1;
-            static const char nothing[16];
+            static const char nothing[NOTE_BYTES];
             for (int64_t rank = 0; rank < world; rank++) {
-                same &= !memcmp(note(a, rank), note(a, a->rank), 16);
-                nobody &= !memcmp(note(a, rank), nothing, 16);
+                same &= !memcmp(note(a, rank), note(a, a->rank), NOTE_BYTES);
+                nobody &= !memcmp(note(a, rank), nothing, NOTE_BYTES);
             }
             job->phase = job->copies && same ? 5 : nobody ? 3 : 2;
             break;
@@ -367,6 +405,53 @@ int broadcast(Arena *a, Job *job) {
     }
 }
 
+/* How much of a part of `length` elements is in a piece of `width` from `start` on. */
+static int64_t within(int64_t length, int64_t start, int64_t width) {
+    return length <= start ? 0 : least(width, length - start);
+}
+
+/* outs[i] on rank j = ins[j] on rank i; lengths may differ. A slot: how much its rank sends and
+ * expects, then a part for each other rank; what a rank sends to itself goes there at once. */
+int all_to_all(Arena *a, Job *job) {
+    const int64_t size = job->itemsize, world = a->world, rank = a->rank;
+    const int64_t head = (2 * world * 8 + 63) / 64 * 64;
+    const int64_t width = (a->slot_bytes - head) / (world > 1 ? world - 1 : 1) / size;
+    const int64_t *sends = job->lengths, *expects = job->lengths + world;
+    for (;;) {
+        const int64_t start = job->piece * width;
+        if (job->phase == 0) {
+            char *own = slot(a, rank, 1);
+            if (job->piece == 0) memcpy(own, job->lengths, 2 * world * 8);
+            for (int64_t to = 0; to < world; to++)
+                if (to != rank)
+                    memcpy(own + head + (to - (to > rank)) * width * size,
+                           job->ins[to] + start * size, within(sends[to], start, width) * size);
+            TICK(1);
+        }
+        WAIT();
+        if (job->piece == 0) {
+            if (!calls_agree(a)) return MISMATCH;
+            job->count = 0;
+            for (int64_t from = 0; from < world; from++) {
+                const int64_t *theirs = (const int64_t *)slot(a, from, 0);
+                for (int64_t to = 0; to < world; to++) {
+                    if (theirs[to] != ((const int64_t *)slot(a, to, 0))[world + from])
+                        return MISMATCH;
+                    if (theirs[to] > job->count) job->count = theirs[to];
+                }
+            }
+        }
+        for (int64_t from = 0; from < world; from++) {
+            const char *part = slot(a, from, 0) + head + (rank - (rank > from)) * width * size;
+            if (from == rank) part = job->ins[rank] + start * size;
+            memcpy(job->outs[from] + start * size, part,
+                   within(expects[from], start, width) * size);
+        }
+        job->phase = 0;
+        if (++job->piece * width >= job->count) return DONE;
+    }
+}
+
 /* Tick, and return when all ranks have: the fences of the steps that Python does. */
 int meet(Arena *a, Job *job) {
     if (job->phase == 0) TICK(1);
@@ -374,9 +459,43 @@ int meet(Arena *a, Job *job) {
     return DONE;
 }
 
-/* Return when every rank is here. */
-int barrier(Arena *a, Job *job) {
-    if (job->phase == 0) TICK(1);
-    WAIT();
-    return calls_agree(a) ? DONE : MISMATCH;
+/* ----- calls, now and later ----- */
+
+static int (*const COLLECTIVES[])(Arena *, Job *) = {
+    all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, meet,
+};
+
+/* Do a whole call, or go on with it. */
+int run(Arena *a, Job *job) {
+    if (job->done) return DONE;
+    announce(a, job);
+    const int status = COLLECTIVES[job->kind](a, job);
+    if (status == DONE) __atomic_store_n(&job->done, 1, __ATOMIC_RELEASE);
+    return status;
 }
+
+/* Put a job into the queue, or nothing for what Python does; 0 if there is no room. */
+int put(Queue *queue, Job *job) {
+    const uint32_t count = queue->given;
+    if (count - __atomic_load_n(&queue->taken, __ATOMIC_ACQUIRE) == ROOM) return 0;
+    queue->jobs[count % ROOM] = job;
+    __atomic_store_n(&queue->given, count + 1, __ATOMIC_RELEASE);
+    syscall(SYS_futex, &queue->given, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+    return 1;
+}
+
+/* Take the next thing from the queue, when it comes, and do it, if that can be done here. Python,
+ * which is waited for only then, does the rest: `run` says how it went, or goes on with it. */
+void serve(Arena *a, Queue *queue) {
+    const uint32_t count = queue->taken;
+    while (__atomic_load_n(&queue->given, __ATOMIC_ACQUIRE) == count)
+        syscall(SYS_futex, &queue->given, FUTEX_WAIT_PRIVATE, count, NULL, NULL, 0);
+    Job *job = queue->jobs[count % ROOM];
+    __atomic_store_n(&queue->taken, count + 1, __ATOMIC_RELEASE);
+    if (!job) return;
+    job->later = 1;
+    run(a, job);
+}
+
+/* Whether a job is done. */
+int is_done(const Job *job) { return __atomic_load_n(&job->done, __ATOMIC_ACQUIRE); }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shutil
@@ -33,10 +34,11 @@ SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 SECONDS_TO_COMPILE = 120
 DONE, AGAIN, MISMATCH = range(3)
+ROOM = 1024
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4,
           torch.uint8: 5, torch.float16: 6}  # fmt: skip
 OPS = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4}
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "meet")
 
 
 class Memory(ctypes.Structure):
@@ -56,12 +58,30 @@ class Job(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
-            "count", "itemsize", "dtype", "op", "root", "phase", "piece",
+            "kind", "count", "itemsize", "dtype", "op", "root", "phase", "piece",
         )),
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("copies", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("copies", "inputs", "outputs")),
+        ("lengths", ctypes.POINTER(ctypes.c_int64)),
+        ("call", ctypes.c_char_p),
+        ("note", ctypes.c_char_p),
+        *((name, ctypes.c_int32) for name in ("done", "later", "crowded")),
     )  # fmt: skip
+
+
+class Queue(ctypes.Structure):
+    """`Queue` of engine.c: what a thread that waits in `serve` is to do."""
+
+    _fields_ = (
+        ("given", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
+        ("jobs", ctypes.c_void_p * ROOM),
+    )
+
+
+# What Python calls, and what it gives it.
+FUNCTIONS = {"run": (Memory, Job), "serve": (Memory, Queue), "put": (Queue, Job), "is_done": (Job,)}
 
 
 def library() -> ctypes.CDLL | None:
@@ -85,26 +105,39 @@ def reduces(dtype: torch.dtype, op: str) -> bool:
     )
 
 
+def at_once() -> ctypes.CDLL:
+    """The engine for what is too short to let other threads of Python's run meanwhile."""
+    return _compiled()[2]  # type: ignore[return-value]
+
+
+def is_done(job: Job | None) -> bool:
+    """Whether the engine has done it, though nobody in Python may know yet."""
+    return job is not None and bool(at_once().is_done(job))
+
+
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     """The tensors' addresses as C has them."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 @cache
-def _compiled() -> tuple[ctypes.CDLL | None, str]:
+def _compiled() -> tuple[ctypes.CDLL | None, str, ctypes.CDLL | None]:
     if sys.platform != "linux":
-        return None, "it is written for Linux"
+        return None, "it is written for Linux", None
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
-        return None, "no C compiler"
+        return None, "no C compiler", None
     try:
         path = _folder() / f"engine-{_name(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
-        return ctypes.CDLL(str(path)), ""
+        both = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", b"") or str(error).encode()
-        return None, f"{compiler} failed: {told.decode(errors='replace').strip()[-300:]}"
+        return None, f"{compiler} failed: {told.decode(errors='replace').strip()[-300:]}", None
+    for found, (name, takes) in itertools.product(both, FUNCTIONS.items()):
+        getattr(found, name).argtypes = [ctypes.POINTER(kind) for kind in takes]
+    return both[0], "", both[1]
 
 
 def _folder() -> Path:

@@ -61,30 +61,17 @@ class Call:
             # The last dims are told by their product.
             dims = (*dims[: MOST_DIMS - 1], torch.Size(dims[MOST_DIMS - 1 :]).numel())
         return _LAYOUT.pack(
-            KINDS.index(self.kind),
-            DTYPES.index(self.dtype),
-            OPS.index(self.op),
-            ALGORITHMS.index(self.algorithm),
-            self.has_nan,
-            len(self.shape),
-            self.root,
-            *dims,
-            *(0,) * (MOST_DIMS - len(dims)),
-        )
+            KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op),
+            ALGORITHMS.index(self.algorithm), self.has_nan, len(self.shape), self.root,
+            *dims, *(0,) * (MOST_DIMS - len(dims)),
+        )  # fmt: skip
 
     @staticmethod
     def unpack(raw: bytes) -> Call:
         """The call that `packed` tells."""
         kind, dtype, op, algorithm, has_nan, ndim, root, *dims = _LAYOUT.unpack(raw)
-        return Call(
-            KINDS[kind],
-            tuple(dims[:ndim]),
-            DTYPES[dtype],
-            OPS[op],
-            root,
-            ALGORITHMS[algorithm],
-            bool(has_nan),
-        )
+        names = KINDS[kind], tuple(dims[:ndim]), DTYPES[dtype], OPS[op], root, ALGORITHMS[algorithm]
+        return Call(*names, bool(has_nan))
 
     def __str__(self) -> str:
         parts = [f"shape {self.shape}", str(self.dtype)]

@@ -16,6 +16,7 @@ Notable:
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +28,10 @@ from torch import Tensor
 from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
-from collectives.shared_memory.fingerprint import Lengths, compare_lengths
 
 # How many elements of a narrow dtype are widened at a time.
 WIDE_ELEMENTS = 32 * 1024
 _NOTE = struct.Struct("<qq")
-_LENGTH, _ALIGNMENT = torch.int64, 64
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,13 @@ def all_reduce(
     arena: Arena, flat: Tensor, name: str, call: bytes, shared: Shared | None = None
 ) -> None:
     """Reduce the flat tensor over all ranks, in place."""
+    if _by_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
+        return
     small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     if small:
         shared = None
-    note = _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
+    note = _note(shared)
     arena.announce(call, note)
-    copies = engine.addresses(shared.copies) if shared else None
-    if _by_engine(arena, "all_reduce", flat, flat, name, copies=copies):
-        return
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
     if shared is None:
         _copy_in(arena, pieces[0])
@@ -78,9 +76,9 @@ def all_reduce(
 
 def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: bytes) -> None:
     """out = this rank's slice of the reduction of `flat`."""
-    arena.announce(call)
-    if _by_engine(arena, "reduce_scatter", flat, out, name):
+    if _by_engine(arena, "reduce_scatter", call, out, flat, name):
         return
+    arena.announce(call)
     slices = flat.tensor_split(arena.world)
     width = SLOT_BYTES // arena.world // flat.element_size()
     scratch = _scratch(flat)
@@ -99,9 +97,9 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, name: str, call: byt
 
 def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
     """out = every rank's `own`, one after the other."""
-    arena.announce(call)
-    if _by_engine(arena, "all_gather", own, out):
+    if _by_engine(arena, "all_gather", call, out, own):
         return
+    arena.announce(call)
     slices = out.tensor_split(arena.world)
     width = SLOT_BYTES // own.element_size()
     for start in range(0, max(1, own.numel()), width):
@@ -116,9 +114,9 @@ def all_gather(arena: Arena, out: Tensor, own: Tensor, call: bytes) -> None:
 
 def broadcast(arena: Arena, flat: Tensor, source: int, call: bytes) -> None:
     """Give every rank the tensor of rank `source`."""
-    arena.announce(call)
-    if _by_engine(arena, "broadcast", flat, flat, root=source):
+    if _by_engine(arena, "broadcast", call, flat, flat, root=source):
         return
+    arena.announce(call)
     for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
         if arena.rank == source:
             _copy_in(arena, piece)
@@ -134,29 +132,35 @@ def all_to_all(
 ) -> None:
     """outputs[i] on rank j = inputs[j] on rank i; lengths may differ."""
     dtype, rank, world = inputs[0].dtype, arena.rank, arena.world
-    # A slot: how much this rank sends and expects, 2 x world numbers; then a part for each rank.
-    head = -(-2 * world * _LENGTH.itemsize // _ALIGNMENT) * _ALIGNMENT
-    width = (SLOT_BYTES - head) // world // dtype.itemsize
-    lengths = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
+    lengths = [part.numel() for part in (*inputs, *outputs)]
     arena.announce(call)
+    if engine.library() is not None:
+        places = {"inputs": engine.addresses(inputs), "outputs": engine.addresses(outputs)}
+        numbers = (ctypes.c_int64 * len(lengths))(*lengths)
+        arena.do(arena.job("all_to_all", itemsize=dtype.itemsize, lengths=numbers, **places))
+        return
+    # A slot: how much its rank sends and expects, 2 x world numbers; a part for each other rank.
+    head = arena.lengths_room
+    width = (SLOT_BYTES - head) // max(1, world - 1) // dtype.itemsize
     raw = arena.slots(torch.uint8, ahead=1)
-    raw[rank][:head].view(_LENGTH)[: 2 * world] = torch.tensor(lengths.sends + lengths.receives)
-    start, longest = 0, max(lengths.sends)
+    raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths)
+    start, longest = 0, max(lengths[:world])
     while start == 0 or start < longest:
         slots = [slot[head:].view(dtype) for slot in raw]
-        for i, part in enumerate(inputs):
+        for to, part in enumerate(inputs):
             piece = part[start : start + width]
-            slots[rank][i * width :][: piece.numel()].copy_(piece)
+            if to != rank:
+                slots[rank][(to - (to > rank)) * width :][: piece.numel()].copy_(piece)
         arena.sync()
         if start == 0:
             arena.heard()
-            told = [slot[:head].view(_LENGTH)[: 2 * world].tolist() for slot in raw]
-            everyone = [Lengths(each[:world], each[world:]) for each in told]
-            compare_lengths(dict(enumerate(everyone)), arena.names)
-            longest = max(max(each.sends) for each in everyone)
-        for slot, part in zip(slots, outputs, strict=True):
+            longest = max(max(each.sends) for each in arena.heard_lengths())
+            outputs[rank].copy_(inputs[rank])
+        for source, part in enumerate(outputs):
             piece = part[start : start + width]
-            piece.copy_(slot[rank * width :][: piece.numel()])
+            if source != rank:
+                at = (rank - (rank > source)) * width
+                piece.copy_(slots[source][at:][: piece.numel()])
         raw = arena.slots(torch.uint8, ahead=1)
         start += width
 
@@ -164,27 +168,43 @@ def all_to_all(
 def barrier(arena: Arena, call: bytes) -> None:
     """Return when every rank is here."""
     arena.announce(call)
-    if not arena.by_engine("barrier"):
-        arena.sync()
-        arena.heard()
+    arena.sync()
+    arena.heard()
 
 
-def _by_engine(
-    arena: Arena, kind: str, source: Tensor, out: Tensor, op: str = "", **more: Any
-) -> bool:
-    """Reduce, or (without an op) move bytes whatever they mean, by the engine; False if it cannot.
+def job(
+    arena: Arena, kind: str, call: bytes, out: Tensor, source: Tensor, op: str = "", root: int = 0,
+    shared: Shared | None = None,
+) -> engine.Job | None:  # fmt: skip
+    """What does it without this interpreter, announced; None (and not announced) if nothing can.
 
-    It counts what a rank brings; of a reduce-scatter what it gets.
+    It reduces, or (without an op) moves bytes whatever they mean. It counts what a rank brings; of
+    a reduce-scatter what it gets.
     """
-    if op and not engine.reduces(source.dtype, op):
-        return False
+    if not (engine.reduces(source.dtype, op) if op else engine.library()):
+        return None
     count, size = (out if kind == "reduce_scatter" else source).numel(), source.element_size()
+    fields: dict[str, Any] = {"input": source.data_ptr(), "output": out.data_ptr(), "root": root}
     if op:
-        more |= {"dtype": engine.DTYPES[source.dtype], "op": engine.OPS[op]}
+        fields |= {"dtype": engine.DTYPES[source.dtype], "op": engine.OPS[op]}
     else:
         count, size = count * size, 1
-    places = {"input": source.data_ptr(), "output": out.data_ptr()}
-    return arena.by_engine(kind, count=count, itemsize=size, **places, **more)
+    if kind == "all_reduce":
+        if count * size <= ONE_SHOT_BYTES:
+            shared = None
+        fields["copies"] = engine.addresses(shared.copies) if shared else None
+    arena.announce(call, _note(shared) if kind == "all_reduce" else b"")
+    return arena.job(kind, count=count, itemsize=size, **fields)
+
+
+def _by_engine(arena: Arena, *call: Any, **more: Any) -> bool:
+    if (found := job(arena, *call, **more)) is not None:
+        arena.do(found)
+    return found is not None
+
+
+def _note(shared: Shared | None) -> bytes:
+    return _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
@@ -221,6 +241,5 @@ def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
 
 def _scratch(like: Tensor) -> Tensor | None:
     wide = accumulation_dtype(like.dtype)
-    if wide == like.dtype:
-        return None
-    return torch.empty(max(1, min(like.numel(), WIDE_ELEMENTS)), dtype=wide)
+    size = max(1, min(like.numel(), WIDE_ELEMENTS))
+    return None if wide == like.dtype else torch.empty(size, dtype=wide)

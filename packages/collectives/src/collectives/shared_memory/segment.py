@@ -49,14 +49,9 @@ class Segment:
         self.mapping[:TOKEN_BYTES] = token
         status = os.fstat(self._descriptor)
         self.address = Address(
-            host=host_identity(),
-            pid=os.getpid(),
-            descriptor=self._descriptor,
-            device=status.st_dev,
-            inode=status.st_ino,
-            size=size,
-            token=token.hex(),
-        )
+            host=host_identity(), pid=os.getpid(), descriptor=self._descriptor,
+            device=status.st_dev, inode=status.st_ino, size=size, token=token.hex(),
+        )  # fmt: skip
 
     def seal(self) -> None:
         """Close the file: nobody else can open it; the maps that exist live on."""
