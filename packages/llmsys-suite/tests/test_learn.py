@@ -16,10 +16,10 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
+from llmsys_suite.report.writing import MODEL, model_of, written_after
 from llmsys_suite.stages import learn
 from llmsys_suite.stages.results import Train
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.writing import MODEL, model_of, written_after
 from safetensors.torch import save_file
 from worker_pool import run_ranks
 

@@ -210,7 +210,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Draws follow from it.")] = 0,
 ) -> None:
     """Let the model that a run has trained write."""
-    from llmsys_suite.writing import model_of, written_after
+    from llmsys_suite.report.writing import model_of, written_after
 
     model = model_of(_run_folder(folder))
     print(prompt + written_after(model, prompt, letters, warmth=warmth, seed=seed))

@@ -25,9 +25,9 @@ from llmsys_suite.config import RunConfig, UsageError, restarts
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.rank import Run
+from llmsys_suite.report.writing import MODEL, text, write
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.writing import MODEL, text, write
 
 #: Of the rate with which the variants are compared; reached after a share, then a cosine.
 RATE, WARM = 2.0, 0.05
