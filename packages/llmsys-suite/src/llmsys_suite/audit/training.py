@@ -279,7 +279,7 @@ def _times(
     spans = [
         (told, own, f"{stage} rank {rank}")
         for stage, rank, own, told in evidence["stage_clocks"]
-        if told > 2.0
+        if told > 1.0
     ]
     if spans:
         yield closest("time of a stage", "each rank's clock", "the launcher's", spans, 0.1)
