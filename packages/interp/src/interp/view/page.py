@@ -77,7 +77,11 @@ def view(
 
 def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
     """The same map as a `matplotlib.figure.Figure`; pip install "interp[plot]"."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        told = 'this needs matplotlib, which is not installed: pip install "interp[plot]"'
+        raise ModuleNotFoundError(told, name=error.name) from error
 
     length = patched.values.shape[-1]
     told = _map(title, patched, list(tokens) if tokens else [str(i) for i in range(length)])
