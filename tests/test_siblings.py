@@ -162,7 +162,6 @@ OPTIONAL = {
         "matplotlib",
         "from accounting.time.roofline import plot; plot([], 'A100')",
     ),
-    "interp[plot]": ("matplotlib", "from interp.view.page import figure; figure(None)"),
     "scaling[plot]": ("matplotlib", "import scaling; scaling.plot(None)"),
     "scaling[sweep]": ("torch", "import scaling; scaling.sweep_learning_rate('linear')"),
 }

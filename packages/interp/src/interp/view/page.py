@@ -77,11 +77,7 @@ def view(
 
 def figure(patched: Patched, *, tokens: Sequence[str] | None = None, title: str = "") -> Any:
     """The same map as a `matplotlib.figure.Figure`; pip install "interp[plot]"."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        told = 'this needs matplotlib, which is not installed: pip install "interp[plot]"'
-        raise ModuleNotFoundError(told, name=error.name) from error
+    from matplotlib.figure import Figure
 
     length = patched.values.shape[-1]
     told = _map(title, patched, list(tokens) if tokens else [str(i) for i in range(length)])
