@@ -8,6 +8,7 @@ section (a heading of two marks), so that each section can be typed by itself, a
     | question | = unit | `call` | ...      `=` becomes what the call gives
     `call` is {{=}}                         the same in a sentence
     {{expression}}                          the value alone, for figures out of stored rows
+    <!-- python                             a block, up to -->, that is run for these and left out
     @accounting x. z.                       rows of accounting's own table, by their ids
     @rows warmup process=cold: a, b as c    a table of stored rows, some columns, some renamed
     @results ddp two-hosts case=step: a     the same, of a bench's newest results; digits=6 for more
@@ -75,12 +76,15 @@ def sections(text: str) -> list[str]:
 
 
 def _section(text: str) -> str:
-    namespace: dict[str, Any] = {"row": row}
+    namespace: dict[str, Any] = {"row": row, "rows": rows, "result": result}
     parts: list[str] = []
-    for part in re.split(r"(^```python\n.*?^```$)", text, flags=re.DOTALL | re.MULTILINE):
+    blocks = r"(^```python\n.*?^```$|^<!-- python\n.*?^-->\n\n)"
+    for part in re.split(blocks, text, flags=re.DOTALL | re.MULTILINE):
         if part.startswith("```python"):
             parts.append(part)
             run(part.removeprefix("```python\n").removesuffix("```"), namespace)
+        elif part.startswith("<!-- python"):
+            run(part.removeprefix("<!-- python\n").removesuffix("-->\n\n"), namespace)
         else:
             parts.append("\n".join(_written(line, namespace) for line in part.split("\n")))
     return "".join(parts)
@@ -104,7 +108,20 @@ def run(code: str, namespace: dict[str, Any]) -> None:
 
 def row(name: str, **wanted: Any) -> Row:
     """The one stored row of docs/answers/rows/NAME.json that matches."""
-    (found,) = _matching(_stored(name)["rows"], wanted)
+    (found,) = rows(name, **wanted)
+    return found
+
+
+def rows(name: str, **wanted: Any) -> list[Row]:
+    """All stored rows of docs/answers/rows/NAME.json that match."""
+    return _matching(_stored(name)["rows"], wanted)
+
+
+def result(name: str, label: str, **wanted: Any) -> Row:
+    """The one row that matches in a bench's newest results."""
+    (found,) = _matching(
+        _module("measure", DOCS / "measure.py").newest(name, label)["rows"], wanted
+    )
     return found
 
 
@@ -229,10 +246,10 @@ def _table(line: str) -> Iterator[str]:
     pairs = [column.split(" as ") for column in columns.split(", ")]
     yield "| " + " | ".join(pair[-1].replace("_", " ") for pair in pairs) + " |"
     yield "|" + "---|" * len(pairs)
-    rows = _matching(kept["rows"], wanted)
-    if not rows:
+    found = _matching(kept["rows"], wanted)
+    if not found:
         raise ValueError(f"no row for {line!r}")
-    for each in rows:
+    for each in found:
         yield "| " + " | ".join(_cell(each.get(pair[0]), digits) for pair in pairs) + " |"
     yield ""
     yield f"*{_provenance(kept)}*"
@@ -271,6 +288,8 @@ def _provenance(kept: Row) -> str:
     parts = facts["gpus"] or [facts["processor"], f"{facts['cores']} cores"]
     if "memory_gib" in facts:
         parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
+    if facts.get("threads") and "docs/answers/" in kept["command"]:
+        parts = [*parts, f"{facts['threads']} thread{'s' * (facts['threads'] > 1)} a process"]
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (

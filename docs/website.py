@@ -39,10 +39,19 @@ SETTINGS: dict[str, Any] = {
     "html_show_copyright": False,
     "html_copy_source": False,
     "default_role": "code",
+    # A block without a language is a picture or a printout: none of it is Python.
+    "highlight_language": "text",
     "autodoc_member_order": "bysource",
     "autodoc_typehints": "signature",
     # A docstring's layout is for people at a prompt: what reST would make of it is no fault.
-    "suppress_warnings": ["docutils", "myst.header", "misc.highlighting_failure", "autodoc"],
+    # Nor is it one that `bytes` is also a field of ours.
+    "suppress_warnings": [
+        "docutils",
+        "myst.header",
+        "misc.highlighting_failure",
+        "autodoc",
+        "ref.python",
+    ],
     "exclude_patterns": [],
 }
 
@@ -154,7 +163,7 @@ def _contents() -> str:
     return "\n".join(
         [
             "\n",
-            _tree(["getting_started", *GUIDES, "results/index"], "Guides"),
+            _tree(["Getting started <getting_started>", *GUIDES, "results/index"], "Guides"),
             _tree([f"packages/{name}" for name in PACKAGES], "Packages"),
             _tree([f"api/{name}" for name in PACKAGES], "Public names"),
             _tree(["files/**"], "Files to read", ":glob:"),

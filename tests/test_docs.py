@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -259,3 +260,15 @@ def test_contributing_names_files_that_exist():
     for path in re.findall(r"`((?:packages|docs|tests)/[\w./-]+)`", text):
         if "NAME" not in path:
             assert (ROOT / path).exists(), path
+
+
+def test_pages_count_the_families_that_the_tables_have():
+    families = {
+        name
+        for path in (source("accounting") / "model" / "families").glob("*.toml")
+        if path.stem != "mixers"
+        for name in tomllib.loads(path.read_text())
+    } - {"base", "refused"}
+    for page in (folder("accounting") / "README.md", DOCS / "changelog.md"):
+        (said,) = re.findall(r"(\d+) (?:model )?families", page.read_text())
+        assert int(said) == len(families), page

@@ -154,3 +154,22 @@ def test_no_package_is_left_out_of_make_test():
     assert sorted(options["testpaths"]) == sorted(
         ["tests", *(f"packages/{package}" for package in PACKAGES)]
     )
+
+
+OPTIONAL = {
+    "accounting[torch]": ("torch", "import accounting; accounting.Ledger"),
+    "accounting[plot]": (
+        "matplotlib",
+        "from accounting.time.roofline import plot; plot([], 'A100')",
+    ),
+    "scaling[plot]": ("matplotlib", "import scaling; scaling.plot(None)"),
+    "scaling[sweep]": ("torch", "import scaling; scaling.sweep_learning_rate('linear')"),
+}
+
+
+@pytest.mark.parametrize("extra", OPTIONAL)
+def test_what_an_extra_brings_is_named_where_it_is_absent(extra):
+    absent, call = OPTIONAL[extra]
+    script = f"import sys; sys.modules[{absent!r}] = None; {call}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert f'{absent}, which is not installed: pip install "{extra}"' in done.stderr

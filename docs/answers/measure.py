@@ -51,6 +51,8 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path)
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    torch.set_num_threads(1)
     for name in arguments.names:
         torch.manual_seed(0)
         begin = time.perf_counter()
@@ -66,7 +68,9 @@ def main() -> None:
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
 
 
-KEPT = ("date", "processor", "cores", "memory_gib", "cpu_flags", "gpus", "torch", "python")
+KEPT = (
+    "date", "processor", "cores", "threads", "memory_gib", "cpu_flags", "gpus", "torch", "python",
+)  # fmt: skip
 
 TWICE = """
 import json, sys

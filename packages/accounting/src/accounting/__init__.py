@@ -39,7 +39,13 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         from importlib import import_module
 
-        return getattr(import_module(_LATER[name]), name)
+        try:
+            return getattr(import_module(_LATER[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            told = f'{name} needs torch, which is not installed: pip install "accounting[torch]"'
+            raise ModuleNotFoundError(told, name="torch") from error
     raise AttributeError(f"module 'accounting' has no attribute {name!r}")
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scaling.extras import need
 from scaling.fit.parametric import ParametricFit
 from scaling.isoflop import IsoflopFit
 from scaling.law import Optimum
@@ -31,6 +32,7 @@ def plot(
     the valleys, N and D against C. A sweep: loss against rate, best rate against batch size. A
     backtest: what each cut foretold beside what all runs say.
     """
+    need("matplotlib", "plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8) if isinstance(result, ParametricFit) else (14, 4.5))

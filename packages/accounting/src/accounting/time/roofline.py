@@ -109,7 +109,11 @@ def plot(
     axes: Axes | None = None,
 ) -> Axes:
     """Draw the roof of a device and the operations under it; needs matplotlib."""
-    from matplotlib import pyplot
+    try:
+        from matplotlib import pyplot
+    except ModuleNotFoundError as error:
+        told = 'this needs matplotlib, which is not installed: pip install "accounting[plot]"'
+        raise ModuleNotFoundError(told, name=error.name) from error
 
     device = find(hardware)
     checks.instance("operations", operations, (list, tuple), "a list of Roofline")

@@ -14,6 +14,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING
 
+from scaling.extras import need
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
@@ -35,6 +36,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 
     ValueError where neither a law nor IsoFLOP curves can be fitted. Needs matplotlib.
     """
+    need("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
     fits: dict[str, Fit] = {}
     sorry: list[str] = []

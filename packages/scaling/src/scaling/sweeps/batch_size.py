@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scaling.extras import need
 from scaling.runs import Array
 from scaling.sweeps.own import trained
 from scaling.sweeps.sweep import Sweep, swept, tried
@@ -88,6 +89,7 @@ def sweep_learning_rate(
         return trained(task, rates, batch_sizes, seeds or 1, seed)
     if (task, optimizer) not in SETTINGS:
         raise ValueError(f"{task!r} with {optimizer!r}: the sweeps are {sorted(SETTINGS)}")
+    need("torch", "sweep")
     from scaling.sweeps import training  # torch is only needed here
 
     default = SETTINGS[task, optimizer]

@@ -1,0 +1,173 @@
+"""What sentences of the answers say of the rows beside them, so that new rows refute old words."""
+
+import pytest
+from workspace import script
+
+COMPUTED = script("computed")
+row, rows, result = COMPUTED.row, COMPUTED.rows, COMPUTED.result
+
+
+def kernels(context, phase):
+    return row("kernels", context=context, phase=phase)
+
+
+def warm_up(process, warmup, batch=4):
+    return row("warmup", process=process, warmup=warmup, batch=batch)
+
+
+def attention(seq, way, which, width=16):
+    return row("attention_time", seq=seq, head_dim=width, **{"pass": which})[f"{way}_ms"]
+
+
+def half(size, phase):
+    """Times as fast in bfloat16."""
+    full, less = (row("precision", size=size, dtype=dtype) for dtype in ("fp32", "bf16"))
+    return full[f"{phase}_mean_ms"] / less[f"{phase}_mean_ms"]
+
+
+def two_hosts(design, column="step_ms"):
+    found = result("ddp", "two-hosts", case="step", workload="transformer", design=design)
+    return found[column]
+
+
+def all_reduce(world, size, algorithm="auto"):
+    asked = {"case": "all_reduce", "algorithm": algorithm, "world": world, "size_bytes": size}
+    return result("collectives", "one-host", **asked)["busbw_gbps"]
+
+
+def bits(count, column):
+    return row("digits", case="bits", bits=count)[column]
+
+
+def compressed(method, column):
+    return result("llmsys-suite", "measured", case="compress", method=method)[column]
+
+
+def rates(optimizer, steps, noise, task="linear"):
+    return row("rates", task=task, optimizer=optimizer, steps=steps, label_noise=noise)
+
+
+SIZES = [each for each in rows("sizes") if "backward_mean_ms" in each]
+MEMORY = {each["context"]: each for each in rows("layers")}
+PROMPTS = [each for each in rows("prompt_overfits") if each["step"] == 1500]
+NEAR = pytest.approx
+
+SAID = {
+    "the backward pass takes about twice the forward pass": lambda: all(
+        1.5 < each["backward_mean_ms"] / each["forward_mean_ms"] < 3 for each in SIZES
+    ),
+    "a cold process: one step of warm-up takes most of the deviation away": lambda: (
+        warm_up("cold", 1)["forward_std_ms"]
+        < (warm_up("cold", 0)["forward_std_ms"] + warm_up("cold", 5)["forward_std_ms"]) / 2
+    ),
+    "a warm one: steps of warm-up make no difference beyond the deviation": lambda: (
+        abs(warm_up("warm", 0)["forward_mean_ms"] - warm_up("warm", 5)["forward_mean_ms"])
+        < warm_up("warm", 0)["forward_std_ms"] + warm_up("warm", 5)["forward_std_ms"]
+    ),
+    "a batch of 32 does not hide it": lambda: (
+        warm_up("cold", 0, 32)["forward_std_ms"] > 2 * warm_up("cold", 1, 32)["forward_std_ms"]
+    ),
+    "the same top operator forward and backward": lambda: all(
+        each["top_operators"].startswith("mm x ")
+        for each in rows("kernels")
+        if each["phase"] != "optimizer"
+    ),
+    "an optimizer has no products": lambda: kernels(128, "optimizer")["matrix_products"] == 0,
+    "softmax takes much time for its operations": lambda: (
+        kernels(1024, "forward")["softmax"] > 0.1 * kernels(1024, "forward")["attention_products"]
+    ),
+    "the optimizer takes longer where memory is returned, at a short context": lambda: (
+        row("allocator", context=128, memory="returned")["optimizer_ms"]
+        > 1.3 * row("allocator", context=128, memory="kept")["optimizer_ms"]
+    ),
+    "half precision pays, and more for the larger model": lambda: (
+        1 < half("tiny", "forward") < half("small", "forward")
+        and 1 < half("tiny", "backward") < half("small", "backward")
+    ),
+    "fp16 does not pay on this processor": lambda: (
+        row("precision", size="small", dtype="fp16")["forward_mean_ms"]
+        > row("precision", size="small", dtype="fp32")["forward_mean_ms"]
+    ),
+    "peaks at 128 and 256 are the same, the one at 512 is not": lambda: (
+        MEMORY[128]["training_peak_mib"] == NEAR(MEMORY[256]["training_peak_mib"], rel=1e-4)
+        and MEMORY[512]["training_peak_mib"] > 1.1 * MEMORY[256]["training_peak_mib"]
+    ),
+    "under autocast more is held at the end of the forward pass": lambda: all(
+        each["forward_end_autocast_mib"] > each["forward_end_mib"] for each in MEMORY.values()
+    ),
+    "three matrices of scores at the peak": lambda: (
+        row("attention_memory", seq=16384, head_dim=16)["score_matrices_at_peak"]
+        == NEAR(3, abs=0.1)
+    ),
+    "compiling: at 256 tokens the forward pass only pays": lambda: (
+        attention(256, "compiled", "forward") > attention(256, "plain", "forward")
+    ),
+    "compiling: from 1,024 on both passes gain, the backward pass more": lambda: all(
+        0
+        < attention(seq, "plain", "forward", width) - attention(seq, "compiled", "forward", width)
+        < attention(seq, "plain", "backward", width) - attention(seq, "compiled", "backward", width)
+        for seq in (1024, 2048, 4096)
+        for width in (16, 128)
+    ),
+    "flashattn2 nears SDPA as sequences grow": lambda: all(
+        attention(16384, "flashattn2", which) == NEAR(attention(16384, "SDPA", which), rel=0.1)
+        for which in ("forward", "backward")
+    ),
+    "more processes cost the larger share where messages are short": lambda: all(
+        all_reduce(2, 1024, way) / all_reduce(6, 1024, way)
+        > all_reduce(2, 104857600, way) / all_reduce(6, 104857600, way)
+        for way in ("auto", "gloo")
+    ),
+    "flat gains nothing to speak of over naive": lambda: (
+        two_hosts("flat") == NEAR(two_hosts("naive"), rel=0.1)
+    ),
+    "overlap beats flat, and buckets beat single parameters": lambda: (
+        two_hosts("10 MB") < two_hosts("overlapped") < two_hosts("flat")
+    ),
+    "the largest buckets are the worst of the overlapped ones": lambda: (
+        max(two_hosts("100 MB"), two_hosts("1000 MB"))
+        > max(two_hosts("1 MB"), two_hosts("10 MB"), two_hosts("overlapped"))
+    ),
+    "10 MB is the fastest bucket on that link": lambda: (
+        two_hosts("10 MB") == min(two_hosts(f"{size} MB") for size in ("1", "10", "25", "100"))
+    ),
+    "a prompt overfits, and a longer one further": lambda: (
+        all(each["loss_of_4_seen"] < each["loss_of_256_others"] - 1 for each in PROMPTS)
+        and PROMPTS[1]["loss_of_4_seen"] < PROMPTS[0]["loss_of_4_seen"]
+    ),
+    "with label noise Adam's rate falls again, after 20 steps and after 100": lambda: all(
+        max(rates("adam", steps, 8.0)[f"batch_{2**k}"] for k in range(9))
+        > 1.2 * rates("adam", steps, 8.0)["batch_256"]
+        for steps in (20, 100)
+    ),
+    "without it none that lasts": lambda: (
+        rates("adam", 100, 0.0)["batch_256"]
+        == max(rates("adam", 100, 0.0)[f"batch_{2**k}"] for k in range(9))
+    ),
+    "SGD has no surge, with noise or without": lambda: all(
+        rates("sgd", 10, noise)[f"batch_{2**k}"] < rates("sgd", 10, noise)[f"batch_{2 ** (k + 1)}"]
+        for noise in (0.0, 8.0)
+        for k in range(8)
+    ),
+    "k-means errs less at every width": lambda: all(
+        bits(count, "kmeans_error") < bits(count, "linear_error") for count in (8, 6, 4, 3, 2)
+    ),
+    "k-means is the smaller at 4 bits and below, the larger from 6 on": lambda: all(
+        (bits(count, "kmeans_bytes") < bits(count, "linear_bytes")) == (count <= 4)
+        for count in (8, 6, 4, 3, 2)
+    ),
+    "no image is lost by k-means down to 2 bits, by linear down to 3": lambda: all(
+        bits(count, f"{kind}_accuracy") >= bits(8, f"{kind}_accuracy")
+        for kind, widths in (("kmeans", (6, 4, 3, 2)), ("linear", (6, 4, 3)))
+        for count in widths
+    ),
+    "palettes and grids are no faster, integer products are": lambda: (
+        max(compressed(each, "speedup_p50") for each in ("k-means, 4 bits", "linear, 4 bits")) < 1.1
+        and compressed("8 bits, activations too", "speedup_p50") > 1.2
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SAID)
+def test_the_rows_say_so_too(sentence):
+    assert SAID[sentence](), sentence
