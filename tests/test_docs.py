@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -272,3 +273,24 @@ def test_pages_count_the_families_that_the_tables_have():
     for page in (folder("accounting") / "README.md", DOCS / "changelog.md"):
         (said,) = re.findall(r"(\d+) (?:model )?families", page.read_text())
         assert int(said) == len(families), page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["attention_memory", "sharding", "isoflop", "parametric"])
+def test_rows_that_no_clock_made_are_what_the_code_gives_today(name, monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "answers")
+    measure = importlib.import_module("measure")
+    arguments = []
+    if name in measure.NEED_DATA:
+        if not (folder := os.environ.get("SCALING_DATA")):
+            pytest.skip("SCALING_DATA names no folder with the public data sets")
+        arguments = [Path(folder)]
+    stored = json.loads((DOCS / "answers" / "rows" / f"{name}.json").read_text())["rows"]
+    rows = json.loads(json.dumps(measure.CASES[name](*arguments)))
+    for row, kept in zip(rows, stored, strict=True):
+        assert {k: v for k, v in row.items() if not isinstance(v, float)} == {
+            k: v for k, v in kept.items() if not isinstance(v, float)
+        }
+        for key, value in row.items():
+            if isinstance(value, float):
+                assert value == pytest.approx(kept[key], rel=1e-4), key

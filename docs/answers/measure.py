@@ -691,32 +691,40 @@ def sharding() -> list[Row]:
 def isoflop(data: Path) -> list[Row]:
     """The optimum of each budget and what the line through them says of 1e23 and 1e24."""
     import scaling
+    from scaling.bench import shortcut
 
     runs = scaling.load_runs(data / "isoflops_curves.json")
     rows: list[Row] = []
-    for label, options in (
-        ("a parabola each", {"degree": 2}),
-        ("all skewed alike", {}),
-        ("best run of each", {"method": "minimum"}),
-        ("the same, with an offset", {"method": "minimum-offset"}),
-    ):
+    for label, options in (("a parabola each", {"degree": 2}), ("all skewed alike", {})):
         with warnings.catch_warnings(record=True) as doubts:
             warnings.simplefilter("always")
             fit = scaling.fit_isoflop(runs, **options)
-        if label in ("a parabola each", "best run of each"):
-            name = "valley" if label == "a parabola each" else "best run"
-            rows += [_optimum(name, valley.compute, valley) for valley in fit.valleys]
+        if options:
+            rows += [_optimum("valley", v.compute, v.parameters, v.tokens) for v in fit.valleys]
         for compute in (1e23, 1e24):
-            rows.append(_optimum(label, compute, fit.optimal(compute)) | {"warnings": len(doubts)})
+            best = fit.optimal(compute)
+            row = _optimum(label, compute, best.parameters, best.tokens)
+            rows.append(row | {"warnings": len(doubts)})
+    for group in runs.budgets():
+        least = int(group.loss.argmin())
+        best = (each[least] for each in (group.compute, group.parameters, group.tokens))
+        rows.append(_optimum("best run", *best))
+    for label, method in (
+        ("best run of each", "minimum"),
+        ("the same, with an offset", "minimum-offset"),
+    ):
+        size = shortcut(runs, method)
+        for compute in (1e23, 1e24):
+            rows.append(_optimum(label, compute, size(compute), compute / (6 * size(compute))))
     return rows
 
 
-def _optimum(label: str, compute: float, best: Any) -> Row:
+def _optimum(label: str, compute: float, parameters: float, tokens: float) -> Row:
     return {
         "fit": label,
         "compute": float(f"{compute:.6g}"),
-        "parameters": float(best.parameters),
-        "tokens": float(best.tokens),
+        "parameters": float(parameters),
+        "tokens": float(tokens),
     }
 
 
@@ -727,7 +735,9 @@ def parametric(data: Path) -> list[Row]:
     runs = scaling.load_runs(data / "chinchilla_svg_extracted_data.csv").without_highest(5)
     rows = []
     for loss in ("huber", "lad"):
-        law = scaling.fit_parametric(runs, loss=loss).law
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", scaling.ScalingWarning)
+            law = scaling.fit_parametric(runs, loss=loss).law
         rows.append(
             {"loss": loss, "E": law.E, "A": law.A, "B": law.B, "alpha": law.alpha, "beta": law.beta}
         )

@@ -132,8 +132,12 @@ def test_chinchilla_s_small_runs_hold_what_its_large_ones_say():
     runs = load_runs(FOLDER / "chinchilla_svg_extracted_data.csv").without_highest(5)
     fit = fit_parametric(runs[runs.compute <= 1e20])
     interval = fit.optimal(5.76e23).intervals["parameters"]
+    noise = fit.resampled.optimal(5.76e23).intervals["parameters"]
     assert 7.3e10 in interval
-    assert 7.3e10 not in fit.resampled.optimal(5.76e23).intervals["parameters"]
+    assert 7.3e10 not in noise
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for told in (noise, interval):
+        assert f"[{told.low:.1e}, {told.high:.1e}]".replace("e+", "e") in readme
     rows = [row for row in backtest(runs) if row.method == "parametric"]
     assert sum(row.losses_held for row in rows) >= 0.9 * sum(row.losses for row in rows)
 
