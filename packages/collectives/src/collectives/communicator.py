@@ -7,8 +7,8 @@ Notable:
   caller's thread; asynchronous ones on the group's progress thread, so that they overlap with the
   caller's computation: it waits in the engine, where there is one, and so needs no turn of the
   interpreter before data move;
-- an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch
-  that is found before data moves leaves it as it was.
+- an operation that fails leaves the group unusable, and says which rank is the reason, unless it is
+  a mismatch that is found before data moves.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from collectives.work import Work
 # A rank that had all it needed of a call goes on: so far it is remembered what that was.
 CALLS_REMEMBERED = 16
 _known: dict[Any, Communicator] = {}
-# Two threads may make a group's first call at once.
-_making = threading.Lock()
+# Two threads may make a group's first call at once; one for all groups could wait in a circle.
+_making: dict[Any, threading.Lock] = {}
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -59,7 +59,7 @@ def communicator(group: Any = None) -> Communicator:
         raise ValueError("this rank is not a member of the given group; do not call from here")
     if (known := _known.get(pg)) is not None:
         return known
-    with _making:
+    with _making.setdefault(pg, threading.Lock()):
         if pg not in _known:
             _forget_destroyed_groups()
             _known[pg] = Communicator(
@@ -71,8 +71,10 @@ def communicator(group: Any = None) -> Communicator:
 
 
 def _forget_destroyed_groups() -> None:
-    for pg in [pg for pg in _known if pg not in dist.distributed_c10d._world.pg_map]:
-        _known.pop(pg).close()
+    for pg in [pg for pg in list(_known) if pg not in dist.distributed_c10d._world.pg_map]:
+        if gone := _known.pop(pg, None):
+            gone.close()
+        _making.pop(pg, None)
 
 
 class Communicator:
@@ -110,9 +112,8 @@ class Communicator:
     ) -> Work | None:  # fmt: skip
         """Do `body` after all earlier operations: now, or on the progress thread.
 
-        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (the
-        same if not given); `body` is called with the packed call. `engine_job` makes the same for
-        the engine, if it can do it.
+        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (or
+        the same); `body` takes the packed call; `engine_job` makes it for the engine, if it can.
         """
         result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
@@ -229,7 +230,6 @@ class Communicator:
 
     def _begin(self, compare: bool, packed: bytes) -> None:
         self._count(compare, packed)
-        # What is left of the timeout is for finding out who is lost.
         self.wire.finish_within(MESSAGES_PART * self.timeout)
         self.wire.speak_of(b"")
 
