@@ -378,6 +378,28 @@ def test_the_first_calls_may_come_from_two_threads_at_once():
     assert run_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
+def groups_from_two_threads():
+    """The ranks make their groups' first calls in opposite orders, each group on its thread."""
+    rank, groups = dist.get_rank(), [dist.new_group() for _ in range(2)]
+    tensors = [torch.full((100,), rank + 1.0) for _ in groups]
+
+    def go(i):
+        # The other thread's call has begun, and waits for the other rank's.
+        time.sleep(0.5 * (i != rank))
+        collectives.all_reduce(tensors[i], group=groups[i])
+
+    threads = [threading.Thread(target=go, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_groups_may_be_used_from_threads_in_any_order():
+    assert run_ranks(groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
+
+
 def new_timeout():
     """torch's ways to set another timeout hold for ours."""
     group = begin(seconds=60)

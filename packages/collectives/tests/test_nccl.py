@@ -17,6 +17,8 @@ def on_nccl():
         tensor = torch.full((100_003,), rank + 1.0, device="cuda")
         collectives.all_reduce(tensor, algorithm=algorithm)
         assert (tensor == world * (world + 1) / 2).all()
+        if algorithm == "tree":
+            continue
         gathered = torch.full((world * 5,), torch.nan, device="cuda")
         collectives.all_gather_into_tensor(
             gathered, gathered.new_full((5,), rank), algorithm=algorithm

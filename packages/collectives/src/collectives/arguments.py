@@ -17,7 +17,7 @@ from collectives.shared_memory.fingerprint import Call
 
 def describe_call(
     comm: Communicator, kind: str, tensor: Tensor, algorithm: str, *, op: str = "", root: int = 0,
-    written: Sequence[Tensor] = (),
+    written: Sequence[Tensor] = (), shape: tuple[int, ...] | None = None,
 ) -> Call:  # fmt: skip
     """The call as the other ranks are to see it; `written` are the tensors that get its result."""
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
@@ -32,22 +32,26 @@ def describe_call(
             )
     if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
         raise ValueError(f'{algorithm} takes CPU tensors; use "ring", or "auto" for NCCL itself')
-    return _remembered(kind, tensor.shape, tensor.dtype, op, root, algorithm)
+    told = tensor.shape if shape is None else shape
+    return _remembered(kind, told, tensor.dtype, op, root, algorithm)
 
 
 # A training loop makes the same few calls again and again.
 @lru_cache(maxsize=1024)
 def _remembered(
-    kind: str, shape: torch.Size, dtype: torch.dtype, op: str, root: int, algorithm: str
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, op: str, root: int, algorithm: str
 ) -> Call:
     return Call(kind, tuple(shape), dtype, op, root, algorithm)
 
 
 def flatten(tensor: Tensor) -> Tensor:
     """The tensor in one dimension: itself if it is contiguous, else a copy."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.dim() == 1 and tensor.stride(0) == 1 and not (lazy or tensor.requires_grad):
+        return tensor
     dense = tensor.detach().contiguous()
     # What a lazy conjugate or negative holds in memory is not what it stands for.
-    if dense.is_conj() or dense.is_neg():
+    if lazy:
         dense = dense.resolve_conj().resolve_neg()
     # Not `view`: a single element may keep a stride that is not 1.
     return dense.as_strided((dense.numel(),), (1,))
@@ -56,7 +60,7 @@ def flatten(tensor: Tensor) -> Tensor:
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
     """Put a result into the tensor that it belongs to."""
     # Only a tensor that was not contiguous was copied.
-    if flat.data_ptr() != tensor.data_ptr():
+    if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 

@@ -6,7 +6,6 @@ Each takes `algorithm`: "auto" lets the cost model pick; "shared_memory", "ring"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,9 +88,16 @@ def all_to_all_single(
     comm = communicator(group)
     if output.dtype != input.dtype:
         raise TypeError(f"output is {output.dtype} but input is {input.dtype}; make them the same")
+    splits = output_split_sizes or input_split_sizes
+    if algorithm == "auto" and not splits and _is_gloos(comm, output, input):
+        size = (input.numel(),)
+        even = describe_call(comm, "all_to_all", input, "auto", written=[output], shape=size)
+        if comm.gloo.has_room_for(even.packed):
+            return do(comm, even, async_op, output, input)
     lengths_out = lengths_of("output", output, output_split_sizes, comm.world)
     lengths_in = lengths_of("input", input, input_split_sizes, comm.world)
-    call = replace(describe_call(comm, "all_to_all", input, algorithm, written=[output]), shape=())
+    # Shapes are each rank's own: that lengths fit is found out on the way.
+    call = describe_call(comm, "all_to_all", input, algorithm, written=[output], shape=())
 
     def body(packed: bytes) -> None:
         out, flat = flatten(output), flatten(input)
@@ -102,10 +108,23 @@ def all_to_all_single(
     return comm.run(call, input, body, async_op=async_op, result=output)
 
 
+def _is_gloos(comm: Communicator, output: Tensor, input: Tensor) -> bool:
+    """Whether an all-to-all of equal parts is for gloo: between hosts, of the same size on each."""
+    if comm.topology.one_host or not 0 < input.numel() == output.numel():
+        return False
+    odd = any(not t.dim() or t.shape[0] % comm.world for t in (input, output))
+    return not odd and comm.gloo.can("all_to_all", input.dtype, "")
+
+
 def do(
     comm: Communicator, call: Call, async_op: bool, output: Tensor, *inputs: Tensor
 ) -> dist.Work | None:
     """Run a call whose result goes to `output`, which is its input too if there is no other."""
+    if not async_op and call.packed in comm.gloo.groups:
+        flats = flatten(output), *map(flatten, inputs)
+        if comm.at_once(call, *flats):
+            copy_back(output, flats[0])
+            return None
 
     def body(packed: bytes) -> None:
         flat = flatten(output)
@@ -113,7 +132,6 @@ def do(
         copy_back(output, flat)
 
     brought = inputs[0] if inputs else output
-
     job = partial(dispatch.job, comm, call, output, brought)
     return comm.run(call, brought, body, async_op=async_op, result=output, engine_job=job)
 

@@ -7,8 +7,8 @@ Notable:
   caller's thread; asynchronous ones on the group's progress thread, so that they overlap with the
   caller's computation: it waits in the engine, where there is one, and so needs no turn of the
   interpreter before data move;
-- an operation that fails leaves the group unusable, and says which rank is the reason; a mismatch
-  that is found before data moves leaves it as it was.
+- an operation that fails leaves the group unusable, and says which rank is the reason, unless it is
+  a mismatch that is found before data moves.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from collectives.work import Work
 # A rank that had all it needed of a call goes on: so far it is remembered what that was.
 CALLS_REMEMBERED = 16
 _known: dict[Any, Communicator] = {}
-# Two threads may make a group's first call at once.
-_making = threading.Lock()
+# Two threads may make a group's first call at once; one for all groups could wait in a circle.
+_making: dict[Any, threading.Lock] = {}
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -59,7 +59,7 @@ def communicator(group: Any = None) -> Communicator:
         raise ValueError("this rank is not a member of the given group; do not call from here")
     if (known := _known.get(pg)) is not None:
         return known
-    with _making:
+    with _making.setdefault(pg, threading.Lock()):
         if pg not in _known:
             _forget_destroyed_groups()
             _known[pg] = Communicator(
@@ -71,8 +71,10 @@ def communicator(group: Any = None) -> Communicator:
 
 
 def _forget_destroyed_groups() -> None:
-    for pg in [pg for pg in _known if pg not in dist.distributed_c10d._world.pg_map]:
-        _known.pop(pg).close()
+    for pg in [pg for pg in list(_known) if pg not in dist.distributed_c10d._world.pg_map]:
+        if gone := _known.pop(pg, None):
+            gone.close()
+        _making.pop(pg, None)
 
 
 class Communicator:
@@ -84,8 +86,8 @@ class Communicator:
         # A store may outlive its group: the next group must not find this one's addresses.
         generation = (ask(self.timeout, lambda: store.add("collectives", 1)) - 1) // self.world
         self.store = PrefixStore(f"collectives/{generation}", store)
-        self.wire = PointToPoint(group, range(self.world), self.rank)
         self.gloo = GlooGroups(group, self.store)
+        self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)
         lines = self.wire, self.gloo
         self.faults = Faults(self.store, self.rank, self.world, here.arena, here.one_host, lines)
@@ -110,9 +112,8 @@ class Communicator:
     ) -> Work | None:  # fmt: skip
         """Do `body` after all earlier operations: now, or on the progress thread.
 
-        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (the
-        same if not given); `body` is called with the packed call. `engine_job` makes the same for
-        the engine, if it can do it.
+        `call` describes it, `brought` is what this rank brings to it and `result` what it gets (or
+        the same); `body` takes the packed call; `engine_job` makes it for the engine, if it can.
         """
         result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
@@ -129,10 +130,7 @@ class Communicator:
                     elif not is_done(job):
                         self.topology.require().do(job)
                 except BaseException as error:
-                    reason = self.faults.reason(error, self.operation, self.timeout)
-                    if reason is error:
-                        raise
-                    raise reason from error
+                    self._fail(error)
 
         # What torch.profiler shows; it costs microseconds, so only where somebody looks. Of an
         # asynchronous call that is the start: an event that ends after the profiler has is a crash.
@@ -144,7 +142,6 @@ class Communicator:
             with event or nullcontext():
                 operation()
             return None
-        made = as_list(result)
         self._heed_timeout()
         # Half of the room is for other threads that look at the same time.
         while self._queue.qsize() > ROOM / 2:
@@ -156,11 +153,30 @@ class Communicator:
                 self._thread.start()
             job = self._move((lambda: None) if look_for_nan else engine_job)
             self._last = work = Work(
-                partial(self._later, operation, job), made, timeout=self.timeout,
+                partial(self._later, operation, job), as_list(result), timeout=self.timeout,
                 progress=lambda: self.operation.number, moved=partial(is_done, job),
             )  # fmt: skip
             self._put(work, job)
         return work
+
+    def at_once(self, call: Call, *tensors: Tensor) -> bool:
+        """What `run` does, as fast as can be, of one that gloo did before; False if it cannot."""
+        if self._last or self.compare_always or self.look_for_nan or _profiler_enabled():
+            return False
+        with self._lock:
+            self._count(False, call.packed)
+            seconds = MESSAGES_PART * self.timeout
+            try:
+                self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, seconds)
+            except BaseException as error:
+                self._fail(error)
+        return True
+
+    def _fail(self, error: BaseException) -> None:
+        reason = self.faults.reason(error, self.operation, self.timeout)
+        if reason is error:
+            raise error
+        raise reason from error
 
     def _move(self, make: Callable[[], Job | None]) -> Job | None:
         """What the engine can begin with before Python comes to it, and the group held for it."""
@@ -213,15 +229,17 @@ class Communicator:
         self.topology.close()
 
     def _begin(self, compare: bool, packed: bytes) -> None:
+        self._count(compare, packed)
+        self.wire.finish_within(MESSAGES_PART * self.timeout)
+        self.wire.speak_of(b"")
+
+    def _count(self, compare: bool, packed: bytes) -> None:
         if (broken := self.faults.broken) is not None:
             raise RankLost(broken.ranks, f"an earlier call has failed: {broken}")
         self._heed_timeout()
         self._made.append(packed)
         number = self.operation.number + 1
         self.operation = Operation(number, self._made, range(self.world), compare)
-        # What is left of the timeout is for finding out who is lost.
-        self.wire.finish_within(MESSAGES_PART * self.timeout)
-        self.wire.speak_of(b"")
 
     def _heed_timeout(self) -> None:
         """Take the timeout that the group has now: torch may have been told another one."""

@@ -50,7 +50,7 @@ class Description:
         lines += [f"engine: {self.engine}", f"timeout: {self.timeout_seconds:g} s"]
         for collective in KINDS:
             told = ", ".join(f"{size} B {name}" for size, name in self.picks(collective).items())
-            lines.append(f"{collective}: {told or 'not measured yet (its first call will be)'}")
+            lines.append(f"{collective}: {told or 'not measured yet'}")
             if collective in self.models and not self.shared_memory:
                 prices = zip(NAMES, self.models[collective].prices(), strict=True)
                 lines.append("  " + ", ".join(f"{name} {price:.3g}" for name, price in prices))

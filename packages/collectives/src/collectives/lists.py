@@ -11,7 +11,6 @@ So they are compared, end at the timeout and name the odd rank as the others do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,8 +117,8 @@ def all_to_all(
     outputs = _one_each("output_tensor_list", comm, output_tensor_list)
     inputs = _one_each("input_tensor_list", comm, input_tensor_list)
     # Shapes are each rank's own: that lengths fit is found out on the way.
-    call = describe_call(comm, "all_to_all", inputs[0], "auto", written=outputs)
-    return _exchange(comm, replace(call, shape=()), outputs, inputs, async_op)
+    call = describe_call(comm, "all_to_all", inputs[0], "auto", written=outputs, shape=())
+    return _exchange(comm, call, outputs, inputs, async_op)
 
 
 def _exchange(

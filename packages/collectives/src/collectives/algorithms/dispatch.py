@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,28 +19,18 @@ from collectives.choice.tuning import TunedModel, tune
 from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
 from collectives.faults import fetch
-from collectives.shared_memory import protocol
+from collectives.shared_memory import fingerprint, protocol
 from collectives.shared_memory.engine import Job
-from collectives.shared_memory.fingerprint import (
-    Call,
-    Lengths,
-    compare,
-    compare_lengths,
-    gather_by_messages,
-)
+from collectives.shared_memory.fingerprint import Call, Lengths, gather_by_messages
 
 # What was measured, by collective and hosts.
 _models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], TunedModel] = {}
-BY_MESSAGES: dict[str, ModuleType] = {
-    "ring": ring,
-    "halving_doubling": halving_doubling,
-    "tree": tree,
-}
+BY_MESSAGES = {"ring": ring, "halving_doubling": halving_doubling, "tree": tree}
 
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
     """Do a reduction, gather or broadcast on flat tensors: one, or (output, input)."""
-    algorithm = start(comm, call, packed, max(map(_size, tensors)))
+    algorithm = start(comm, call, packed, max(each.nbytes for each in tensors))
     topology, kind = comm.topology, call.steps
     # What the functions take beside the tensors, all by the collective's name.
     rest: tuple[Any, ...] = {"all_gather": (), "broadcast": (call.root,)}.get(kind, (call.op,))
@@ -78,7 +67,7 @@ def all_to_all(
         told = [torch.frombuffer(bytearray(each), dtype=torch.int64).tolist() for each in everyone]
         places = range(comm.world)
         lengths = {i: Lengths(told[i][: comm.world], told[i][comm.world :]) for i in places}
-        compare_lengths(lengths, places)
+        fingerprint.compare_lengths(lengths, places)
     ring.all_to_all(comm.wire, outputs, inputs)
 
 
@@ -110,11 +99,8 @@ def start(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
         agree(comm, packed)
     if algorithm == "auto":
         if call.steps == "all_to_all":
-            # The only one there is.
-            return "ring"
-        if call.steps not in comm.models:
-            comm.models[call.steps] = _measured(comm, call.steps)
-            comm.wire.speak_of(packed)
+            # A shape is told where all parts are equal.
+            return NATIVE if call.shape else "ring"
         algorithm = _choose(comm, call, packed, size)
     return algorithm
 
@@ -124,21 +110,20 @@ def agree(comm: Communicator, packed: bytes) -> None:
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
     elif comm.operation.comparing:
-        compare(gather_by_messages(comm.wire, packed), range(comm.world))
+        fingerprint.compare(gather_by_messages(comm.wire, packed), range(comm.world))
     comm.wire.speak_of(packed)
 
 
 def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
-    native = comm.gloo.can(call.steps, call.dtype, call.op)
+    native = comm.gloo.can(call.kind, call.dtype, call.op)
     native = native and size > 0 and comm.gloo.has_room_for(packed)
+    if call.steps not in comm.models:
+        comm.models[call.steps] = _measured(comm, call.steps)
+        comm.wire.speak_of(packed)
     key = call.steps, size, native
     if key not in comm.choices:
         model, hosts = comm.models[call.steps], comm.topology.ranks_per_host
-        possible = model.candidates(call.steps, hosts)
-        comm.choices[key] = min(
-            [name for name in possible if native or name != NATIVE],
-            key=lambda name: model.predict(call.steps, name, size, hosts),
-        )
+        comm.choices[key] = model.choose(call.steps, size, hosts, native=native)
     return comm.choices[key]
 
 
@@ -187,17 +172,13 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
         return
     topology = comm.topology
     possible = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
-    if comm.gloo.can(kind, dtype, op):
+    if kind != "all_to_all" and comm.gloo.can(kind, dtype, op):
         possible = (*possible, NATIVE)
     if algorithm not in possible:
         raise ValueError(
             f"{kind} cannot run by {algorithm!r} here (ranks by host: {topology.hosts}); "
             f'use one of {", ".join(possible)}, or "auto"'
         )
-
-
-def _size(flat: Tensor) -> int:
-    return flat.numel() * flat.element_size()
 
 
 def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
@@ -207,4 +188,4 @@ def _on_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) ->
             # Nothing interrupts gloo while it connects, so ranks that disagree must not get there.
             gather_by_messages(comm.wire, b"connect")
         left = comm.wire.seconds_left
-        comm.gloo.run(call.steps, packed, tensors, op=call.op, root=call.root, seconds=left)
+        comm.gloo.run(call.kind, packed, tensors, op=call.op, root=call.root, seconds=left)

@@ -9,6 +9,7 @@ it costs two threads, n-1 connections and about 15 ms, once; there are at most `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, Store
 
 from collectives.algorithms.point_to_point import first_line, hang_up
 from collectives.algorithms.reduction import average
@@ -26,6 +27,11 @@ from collectives.faults import STORE_SECONDS, within
 MOST_GROUPS = 64
 # What gloo sums as this package does: 16-bit floats it would round at every rank.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+KINDS = {
+    "all_reduce": dist.AllreduceOptions, "reduce": dist.ReduceOptions,
+    "reduce_scatter": dist.ReduceScatterOptions, "all_gather": AllgatherOptions,
+    "broadcast": dist.BroadcastOptions, "all_to_all": dist.AllToAllOptions,
+}  # fmt: skip
 OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
 
 
@@ -38,23 +44,21 @@ class GlooGroups:
             with suppress(RuntimeError):
                 backend = group._get_backend(torch.device("cpu"))
         # Under TORCH_DISTRIBUTED_DEBUG=DETAIL, and on NCCL alone, there is none to learn from.
-        self._base = backend if isinstance(backend, ProcessGroupGloo) else None
-        self._options: Any = None if self._base is None else self._base.options
+        self.base = backend if isinstance(backend, ProcessGroupGloo) else None
+        self._options: Any = None if self.base is None else self.base.options
         self._store = store
-        self.groups: dict[bytes, Any] = {}
+        # A group of gloo's, and what starts its call.
+        self._seconds, self._limit = 0.0, timedelta(seconds=1e-3)
+        self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
 
     def timeout_seconds(self) -> float:
         """The timeout of the group that the ranks have; 0 if there is none to ask."""
-        if self._options is None:
-            return 0.0
-        timeout: timedelta = self._options._timeout
-        return timeout.total_seconds()
+        return 0.0 if self._options is None else float(self._options._timeout.total_seconds())
 
     def can(self, kind: str, dtype: torch.dtype, op: str) -> bool:
         """Whether gloo does this collective, with the result that this package's own give."""
-        if self._base is None or kind not in RUN:
-            return False
-        return not op or (dtype in DTYPES and op in OPS)
+        known = self.base is not None and kind in KINDS
+        return known and (not op or (dtype in DTYPES and op in OPS))
 
     def has_room_for(self, call: bytes) -> bool:
         """Whether there is a group for this call, or may be one more."""
@@ -65,27 +69,31 @@ class GlooGroups:
         seconds: float,
     ) -> None:  # fmt: skip
         """Do the collective on flat tensors; raise PeerError where a rank does not come."""
-        timeout = timedelta(seconds=max(1e-3, seconds))
+        # Made once for all calls that come alone, whose seconds are the group's.
+        if seconds != self._seconds:
+            self._seconds, self._limit = seconds, timedelta(seconds=max(1e-3, seconds))
         try:
             if call not in self.groups:
-                self.groups[call] = self._make(call, timeout)
+                group = self._make(call, self._limit)
+                self.groups[call] = group, starter(group, kind, op, root)
+            group, start = self.groups[call]
             # gloo's own waits, inside, go by the group's timeout.
-            self.groups[call]._set_default_timeout(timeout)
-            RUN[kind](self.groups[call], tensors, op, root).wait(timeout)
+            group._set_default_timeout(self._limit)
+            start(*tensors).wait(self._limit)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(None, first_line(error)) from error
-        if op:
-            average(op, tensors[0], self.groups[call].size())
+        if op == "AVG":
+            average(op, tensors[0], group.size())
 
     def hang_up(self) -> None:
         """Close all connections."""
-        for group in self.groups.values():
+        for group, _ in self.groups.values():
             hang_up(group, set(range(group.size())) - {group.rank()})
 
     def _make(self, call: bytes, timeout: timedelta) -> Any:
         # torch's stubs know neither the options' names nor this constructor.
         gloo: Any = ProcessGroupGloo
-        base: Any = self._base
+        base: Any = self.base
         options = gloo._Options()
         options._devices = base.options._devices
         # Two by default: with one, a worker that has just gone to sleep is waited for.
@@ -95,27 +103,24 @@ class GlooGroups:
         return within(seconds, lambda: gloo(store, base.rank(), base.size(), options))
 
 
-def _all_reduce(group: Any, tensors: tuple[Tensor, ...], op: str, _: int) -> Any:
-    options = dist.AllreduceOptions()
-    options.reduceOp = getattr(dist.ReduceOp, OPS[op])
-    return group.allreduce([tensors[0]], options)
+def starter(group: Any, kind: str, op: str, root: int) -> Callable[..., Any]:
+    """What starts such a collective on flat tensors: one, or (output, input)."""
+    options: Any = KINDS[kind]()
+    if op:
+        options.reduceOp = getattr(dist.ReduceOp, OPS[op])
+    if kind in ("reduce", "broadcast"):
+        options.rootRank = root
+    start: dict[str, Callable[..., Any]] = {
+        "all_reduce": lambda flat: group.allreduce([flat], options),
+        "reduce": lambda flat: group.reduce([flat], options),
+        "reduce_scatter": lambda out, flat: group._reduce_scatter_base(out, flat, options),
+        "all_gather": lambda out, own: group._allgather_base(_known(out), _known(own), options),
+        "broadcast": lambda flat: group.broadcast([_known(flat)], options),
+        "all_to_all": lambda out, own: group.alltoall_base(_known(out), _known(own), [], []),
+    }
+    return start[kind]
 
 
-def _reduce_scatter(group: Any, tensors: tuple[Tensor, ...], op: str, _: int) -> Any:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = getattr(dist.ReduceOp, OPS[op])
-    return group._reduce_scatter_base(*tensors, options)
-
-
-def _broadcast(group: Any, tensors: tuple[Tensor, ...], _: str, root: int) -> Any:
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    return group.broadcast([tensors[0].view(torch.uint8)], options)
-
-
-RUN = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": lambda group, t, _, __: group._allgather_base(*(x.view(torch.uint8) for x in t)),
-    "broadcast": _broadcast,
-}
+def _known(flat: Tensor) -> Tensor:
+    """What moves as it is: gloo need not know the dtype."""
+    return flat if flat.dtype in DTYPES else flat.view(torch.uint8)

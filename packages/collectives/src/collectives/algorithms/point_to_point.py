@@ -37,11 +37,12 @@ Message = tuple[int, Tensor]
 class PointToPoint:
     """Sends and receives flat tensors between `ranks` of a process group.
 
-    Here ranks are places in `ranks`; only errors speak of the group's.
+    Here ranks are places in `ranks`; only errors speak of the group's. `direct` is the group's
+    backend for CPU tensors, if known.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], rank: int) -> None:
-        self._group = group
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, direct: Any = None) -> None:
+        self._group, self._direct = group, direct or group
         self._ranks = ranks
         self.rank, self.world = rank, len(ranks)
         self._deadline = [float("inf"), float("inf")]
@@ -50,9 +51,8 @@ class PointToPoint:
 
     def among(self, places: Sequence[int]) -> PointToPoint:
         """The same messages between some of the ranks, in another order."""
-        part = PointToPoint(
-            self._group, [self._ranks[place] for place in places], places.index(self.rank)
-        )
+        ranks = [self._ranks[place] for place in places]
+        part = PointToPoint(self._group, ranks, places.index(self.rank), self._direct)
         part._deadline, part._sent, part._subject = self._deadline, self._sent, self._subject
         return part
 
@@ -140,7 +140,7 @@ class PointToPoint:
                     continue
                 try:
                     tag = (self._subject[0] ^ raw.numel() * SPREAD) & TAG_BITS
-                    works.append((peer, getattr(self._group, operation)([raw], peer, tag), raw))
+                    works.append((peer, getattr(self._direct, operation)([raw], peer, tag), raw))
                 except RuntimeError as error:
                     raise PeerError(peer, first_line(error)) from error
         return works + self._start_batch(batch)

@@ -4,8 +4,6 @@ A range of ranks has its first rank as the root; the middle one is the root of t
 so on. Broadcast sends from root to middle, from the top; reduce the other way, from the bottom.
     broadcast, reduce   log n messages of S
     all-reduce          reduce, broadcast
-    reduce-scatter      reduce, scatter (each root keeps half)
-    all-gather          gather, broadcast
 Few messages, each of them long: the choice for short tensors.
 """
 
@@ -35,26 +33,6 @@ def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
 def all_reduce(wire: PointToPoint, flat: Tensor, name: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
     in_wide_blocks(flat, lambda block: _all_reduce(wire, block, name))
-
-
-def reduce_scatter(wire: PointToPoint, out: Tensor, flat: Tensor, name: str) -> None:
-    """out = this rank's slice of the reduction; `flat` stays as it is."""
-
-    def step(block: Tensor, slices: Sequence[Tensor]) -> None:
-        reduce(wire, block, name)
-        average(name, block, wire.world)
-        scatter(wire, slices)
-
-    in_column_blocks(wire, out, flat, step)
-
-
-def all_gather(wire: PointToPoint, out: Tensor, own: Tensor) -> None:
-    """out = every rank's `own`, one after the other."""
-    slices = out.tensor_split(wire.world)
-    slices[wire.rank].copy_(own)
-    for low, middle, high in reversed(levels(wire.rank, wire.world)):
-        _move(wire, [(middle, low, part) for part in slices[middle:high]])
-    broadcast(wire, out, 0)
 
 
 def broadcast(wire: PointToPoint, flat: Tensor, source: int) -> None:

@@ -2,7 +2,6 @@
 
     python -m collectives.bench --quick
     python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png
-    torchrun --nproc-per-node 2 -m collectives.bench --sizes 1073741824
 
 Sizes and bandwidths are defined as nccl-tests defines them: the size is the whole array; algbw is
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, (n-1)/n for reduce-scatter and

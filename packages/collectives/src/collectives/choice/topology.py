@@ -18,15 +18,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from collectives.faults import fetch
+from collectives.shared_memory import segment as memory
 from collectives.shared_memory.arena import ARENA_BYTES, Arena, available
 from collectives.shared_memory.protocol import Shared
-from collectives.shared_memory.segment import (
-    HEADER_BYTES,
-    Address,
-    Segment,
-    host_identity,
-    open_segment,
-)
+from collectives.shared_memory.segment import HEADER_BYTES, Address, host_identity
 
 # The peers' parts of an allocation, by offset, size and dtype.
 MOST_VIEWS = 4096
@@ -127,7 +122,7 @@ class Topology:
         segment = None
         try:
             if available():
-                segment = Segment(size)
+                segment = memory.Segment(size)
         except OSError:
             # No room: this rank will use messages.
             segment = None
@@ -139,7 +134,9 @@ class Topology:
             if segment is None:
                 mappings.append(None)
             else:
-                mappings.append(segment.mapping if rank == self._rank else open_segment(address))
+                mappings.append(
+                    segment.mapping if rank == self._rank else memory.open_segment(address)
+                )
         # Nobody may close its file before all have opened it.
         self._tell(f"{key}/opened", "", ranks)
         if segment:

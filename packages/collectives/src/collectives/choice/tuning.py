@@ -21,7 +21,7 @@ from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import NATIVE, CostModel, Sample, candidates
 
 # Of each size: how many calls an algorithm has in a turn.
-SIZES = {1 << 10: 4, 16 << 10: 4, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
+SIZES = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
 MOST_TURNS = 25
 # After so long on a size, the turn that has begun is the last.
 SECONDS = 0.3

@@ -74,10 +74,8 @@ class Arena:
             torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
             for mapping in mappings
         ]
-        self._slots = [
-            [data[:SLOT_BYTES] for data in self._bytes],
-            [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
-        ]
+        cuts = slice(0, SLOT_BYTES), slice(SLOT_BYTES, 2 * SLOT_BYTES)
+        self._slots = [[data[cut] for data in self._bytes] for cut in cuts]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._handles: dict[int, int] = {}
         for i in self._others:
@@ -137,9 +135,9 @@ class Arena:
         while clock[0] < tick:
             time.sleep(nap)
             nap = min(nap * 1.5, LONGEST_NAP)
-            self._look(tick, deadline)
+            self._check_peers(tick, deadline)
 
-    def _look(self, tick: int, deadline: float) -> None:
+    def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank that has not come to this tick will not come, or not in time."""
         # In this order: a rank may arrive and then end in peace.
         dead = self.dead()
@@ -169,7 +167,7 @@ class Arena:
         while (status := self._library.run(self._shared, job)) == engine.AGAIN:
             if self.tick != tick:
                 tick, deadline = self.tick, time.monotonic() + self.timeout
-            self._look(tick, deadline)
+            self._check_peers(tick, deadline)
         if status == engine.MISMATCH:
             # If it is not the calls that differ, it is what they bring.
             self.heard()

@@ -7,7 +7,7 @@ machine and version, kept in the user's cache folder), and does the same steps i
 as the Python: a rank without a compiler runs that, in the same collective, with the same bits.
 
 Notable: a function returns when it is done or when a peer lets it wait. Who is missing, and what is
-said of it, is decided in one place (`Arena.look`).
+said of it, is decided in one place (`Arena._check_peers`).
 """
 
 from __future__ import annotations
