@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from worker_pool import run_ranks, try_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
+from zero.checkpoint import checksums, storage
 from zero_training import flip_bits
 
 DEADLINE = 300.0
@@ -188,8 +190,10 @@ def write_some(path):
 
 
 def flips(path, every):
-    counts = flip_bits(path, every, lambda: load_checkpoint(path, make(1)))
-    load_checkpoint(path, make(1))
+    # Chunks of a few bytes are read ahead as large ones are.
+    with patch.object(checksums, "CHUNK", 10):
+        counts = flip_bits(path, every, lambda: load_checkpoint(path, make(1)))
+        load_checkpoint(path, make(1))
     return counts
 
 
@@ -382,6 +386,51 @@ def strided(path):
     save_checkpoint(path, models[0])
     load_checkpoint(path, models[1])
     return same(models[1].state_dict(), models[0].state_dict())
+
+
+def turned(folder):
+    """A tensor that another program saved as a view whose memory is not in order, and a plain one.
+
+    Read as large tensors are: from their place in the file, where that is in order.
+    """
+    weights = [torch.randn(6, 10), torch.randn(10, 6).t().requires_grad_()]
+    if dist.get_rank() == 0:
+        dcp.save(
+            {"0.weight": weights[0], "1.weight": weights[1]}, checkpoint_id=folder, no_dist=True
+        )
+    dist.barrier()
+    weight = weights[0].detach().clone()
+    for tensor in weights:
+        dist.broadcast(tensor.detach(), 0)
+    model = FSDP(nn.Sequential(nn.Linear(10, 6, bias=False), nn.Linear(10, 6, bias=False)))
+    read = []
+    straight = storage.Folder._read_straight
+
+    def seen(self, *arguments):
+        read.append(straight(self, *arguments))
+        return read[-1]
+
+    with (
+        patch.object(storage, "STRAIGHT_BYTES", 1),
+        patch.object(storage.Folder, "_read_straight", seen),
+    ):
+        load_checkpoint(folder, model)
+    found = model.gather_full_params()
+    good = [torch.equal(found[f"{i}.weight"], w) for i, w in enumerate(weights)]
+    # A write that autograd sees: what it saved of the old values is not used.
+    product = (weight.requires_grad_() * weight).sum()
+    with open(Path(folder) / ".metadata", "rb") as file:
+        storage.read_into(file, weight.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    return good, any(read), all(read)
+
+
+def test_large_tensors_are_read_from_their_place_where_that_is_in_order(tmp_path):
+    for good, some, everything in run_ranks(turned, 3, str(tmp_path / "theirs"), timeout=DEADLINE):
+        assert good == [True, True]
+        assert some
+        assert not everything
 
 
 def test_tensors_whose_memory_is_not_in_order_are_saved_and_loaded(tmp_path):

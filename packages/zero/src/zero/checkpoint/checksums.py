@@ -9,37 +9,72 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 NAME = "checksums.json"
 CHUNK = 1 << 22
 
 crc32 = zlib.crc32
 
+T = TypeVar("T")
 Ranges = dict[str, list[tuple[int, int, int]]]
+Place = tuple[Path, int, int]
 
 
 def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
     """The CRC-32 of a range of a file, which is the whole file by default."""
-    crc, left = 0, path.stat().st_size - offset if length is None else length
-    with path.open("rb") as file:
-        file.seek(offset)
-        while left > 0:
-            chunk = file.read(min(left, CHUNK))
-            if not chunk:
-                raise ValueError(f"{path} ends before byte {offset + (length or 0)}")
-            crc = crc32(chunk, crc)
-            left -= len(chunk)
-    return crc
+    size = path.stat().st_size - offset if length is None else length
+    return sums_of([(path, offset, size)])[0]
+
+
+def sums_of(places: Sequence[Place], *, ahead: bool = False) -> list[int]:
+    """The CRC-32 of each (file, offset, length); `ahead`: the disk does not wait for the sums."""
+    crcs = [0] * len(places)
+    chunks = _read(places)
+    if ahead and sum(length for _, _, length in places) > CHUNK:
+        chunks = _ahead(chunks)
+    for index, chunk in chunks:
+        crcs[index] = crc32(chunk, crcs[index])
+    return crcs
+
+
+def _read(places: Sequence[Place]) -> Iterator[tuple[int, memoryview]]:
+    """Each place's bytes in order, with its number; they last until the next but one is asked."""
+    size = min(CHUNK, max((length for _, _, length in places), default=0))
+    buffers = cycle([memoryview(bytearray(size)), memoryview(bytearray(size))])
+    for path, numbered in groupby(enumerate(places), key=lambda entry: entry[1][0]):
+        with path.open("rb", buffering=0) as file:
+            for index, (_, offset, length) in numbered:
+                file.seek(offset)
+                left = length
+                while left > 0:
+                    chunk = next(buffers)[:left]
+                    count = file.readinto(chunk)
+                    if not count:
+                        raise ValueError(f"{path} ends before byte {offset + length}")
+                    left -= count
+                    yield index, chunk[:count]
+
+
+def _ahead(made: Iterator[T]) -> Iterator[T]:
+    """The same, the next one made in a thread while the caller uses this one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+        coming = thread.submit(next, made, None)
+        while (now := coming.result()) is not None:
+            coming = thread.submit(next, made, None)
+            yield now
 
 
 def of_ranges(folder: Path, infos: Iterable[Any]) -> Ranges:
     """The checksums of ranges that were written, each with relative_path, offset and length."""
     sums: Ranges = {}
-    for info in infos:
-        crc = checksum(folder / info.relative_path, info.offset, info.length)
+    written = list(infos)
+    crcs = sums_of([(folder / i.relative_path, i.offset, i.length) for i in written])
+    for info, crc in zip(written, crcs, strict=True):
         sums.setdefault(info.relative_path, []).append((info.offset, info.length, crc))
     return sums
 
@@ -93,21 +128,23 @@ class Verifier:
         for name, ranges in found["files"].items():
             self.known[name] = {(offset, length): crc for offset, length, crc in ranges}
 
-    def check(self, name: str, info: Any) -> None:
-        """Raise ValueError if the bytes of the tensor or object `name` are not those written."""
-        self._compare(name, info.relative_path, (info.offset, info.length))
+    def check(self, wanted: Iterable[tuple[str, str, int, int]]) -> None:
+        """Raise ValueError if any of (what it is, file, offset, length) is damaged.
 
-    def check_range(self, name: str, file: str, offset: int, length: int) -> None:
-        """Raise ValueError if a range that was written and holds some of these bytes is damaged."""
-        for start, size in list(self.known.get(file, {})):
-            if start < offset + length and offset < start + size:
-                self._compare(name, file, (start, size))
-
-    def _compare(self, name: str, file: str, place: tuple[int, int]) -> None:
-        # A range is compared once.
-        crc = self.known.get(file, {}).pop(place, None)
-        if crc is not None and checksum(self.folder / file, *place) != crc:
-            raise ValueError(
-                f"{name} in {self.folder / file} is damaged (its checksum differs): use an older "
-                "checkpoint"
-            )
+        Compared are all ranges that were written and hold some of these bytes, each of them once.
+        """
+        due: dict[tuple[str, tuple[int, int]], str] = {}
+        for name, file, offset, length in dict.fromkeys(wanted):
+            known, exact = self.known.get(file, {}), (offset, length)
+            overlap = (at for at in known if at[0] < offset + length and offset < sum(at))
+            for at in [exact] if exact in known else overlap:
+                due.setdefault((file, at), name)
+        # In the order in which they lie on the disk.
+        places = sorted(due)
+        crcs = sums_of([(self.folder / file, *at) for file, at in places], ahead=True)
+        for (file, at), crc in zip(places, crcs, strict=True):
+            if self.known[file].pop(at) != crc:
+                raise ValueError(
+                    f"{due[file, at]} in {self.folder / file} is damaged (its checksum differs): "
+                    "use an older checkpoint"
+                )

@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
 
 from zero.checkpoint import checksums
 from zero.checkpoint.holding import Part
@@ -32,6 +35,8 @@ from zero.faults import explain
 T = TypeVar("T")
 # How long rank 0 waits at its end for what other ranks still write.
 PATIENCE_SECONDS = 60.0
+# The least of a box that is worth the milliseconds of looking where in it the elements are.
+STRAIGHT_BYTES = 1 << 21
 
 
 class Writer:
@@ -201,9 +206,12 @@ class Folder:
 
     def verify(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> None:
         """Raise ValueError if stored bytes that these are made of are damaged."""
-        for item in LoadPlanner(parts, objects).plan_for(self.metadata).items:
-            info = self.metadata.storage_data[item.storage_index]
-            self.verifier.check(item.storage_index.fqn, info)
+        wanted = LoadPlanner(parts, objects).plan_for(self.metadata).items
+        found = (
+            (item.storage_index.fqn, self.metadata.storage_data[item.storage_index])
+            for item in wanted
+        )
+        self.verifier.check((name, i.relative_path, i.offset, i.length) for name, i in found)
 
     def read(self, parts: Sequence[Part], objects: Sequence[str] = ()) -> dict[str, Any]:
         """Fill the values of `parts`; return the named objects."""
@@ -212,8 +220,54 @@ class Folder:
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
+        rest = [item for item in plan.items if not self._read_straight(item, planner, reader)]
+        plan = replace(plan, items=rest)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
         return planner.loaded
+
+    def _read_straight(
+        self, item: ReadItem, planner: LoadPlanner, reader: FileSystemReader
+    ) -> bool:
+        """Read the elements of a large box from their place in the file, if they lie together.
+
+        torch's reader makes the whole box and copies what is wanted.
+        """
+        info = self.metadata.storage_data[item.storage_index]
+        if item.type != LoadItemType.TENSOR or info.length < STRAIGHT_BYTES:
+            return False
+        target = planner.lookup_tensor(item.dest_index)
+        target = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+        if getattr(info, "transform_descriptors", None) or target.device.type != "cpu":
+            return False
+        with (self.path / info.relative_path).open("rb") as file:
+            with FakeTensorMode():
+                # Its form, and where in the file its memory is; nothing of that is read.
+                box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
+            wanted = narrow_tensor_by_index(box, item.storage_offsets, item.lengths)
+            at = getattr(box.untyped_storage(), "_checkpoint_offset", None)
+            alike = target.dtype == wanted.dtype and target.shape == wanted.shape
+            if at is None or not (alike and wanted.is_contiguous() and target.is_contiguous()):
+                return False
+            file.seek(info.offset + at + wanted.storage_offset() * wanted.itemsize)
+            read_into(file, target)
+        return True
+
+
+def read_into(file: IO[bytes], tensor: Tensor) -> None:
+    """Fill a contiguous CPU tensor from where the file stands."""
+    memory = bytes_of(tensor)
+    while memory:
+        count = file.readinto(memory)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"{file.name} ends early: use another copy")
+        memory = memory[count:]
+    # Autograd is to know, as of any write.
+    torch.autograd.graph.increment_version(tensor)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def find(path: Path) -> Folder:

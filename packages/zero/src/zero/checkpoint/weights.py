@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.holding import Part, model_parts
-from zero.checkpoint.storage import put_in_place, together
+from zero.checkpoint.storage import bytes_of, put_in_place, read_into, together
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -76,8 +76,7 @@ class InFile:
             for part in values.split(BUFFER_BYTES // self.dtype.itemsize):
                 here = part if part.dtype == self.dtype and part.device.type == "cpu" else None
                 buffer = torch.empty(part.shape, dtype=self.dtype) if here is None else here
-                if file.readinto(bytes_of(buffer)) != buffer.nbytes:
-                    raise ValueError(f"{self.file} ends early: use another copy")
+                read_into(file, buffer)
                 if here is None:
                     part.copy_(buffer)
 
@@ -113,11 +112,13 @@ class Weights:
 
     def verify(self, parts: Sequence[Part]) -> None:
         """Raise ValueError if stored bytes that `parts` are made of are damaged."""
-        for part in parts:
-            stored = self.tensors[part.name]
-            if self.verifier is not None and isinstance(stored, InFile):
-                offset, length = stored.range(part.start, part.stop)
-                self.verifier.check_range(part.name, stored.file.name, offset, length)
+        if self.verifier is not None:
+            found = ((part, self.tensors[part.name]) for part in parts)
+            self.verifier.check(
+                (part.name, stored.file.name, *stored.range(part.start, part.stop))
+                for part, stored in found
+                if isinstance(stored, InFile)
+            )
 
     def read(self, parts: Sequence[Part]) -> None:
         """Fill the values of `parts`."""
@@ -303,7 +304,7 @@ def _listed(index: Path, files: list[Path], verifier: checksums.Verifier | None)
     if not index.exists():
         return files
     if verifier is not None:
-        verifier.check_range("the index", index.name, 0, index.stat().st_size)
+        verifier.check([("the index", index.name, 0, index.stat().st_size)])
     try:
         named = json.loads(index.read_text())["weight_map"].values()
     except (ValueError, KeyError, AttributeError) as error:
@@ -321,7 +322,7 @@ def _header(path: Path, verifier: checksums.Verifier | None) -> Iterator[tuple[s
         first = file.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if verifier is not None:
-            verifier.check_range("the header", path.name, 0, 8)
+            verifier.check([("the header", path.name, 0, 8)])
         if 8 + length > min(size, LONGEST_HEADER):
             raise ValueError(f"{path} is damaged: its header is longer than the file")
         text = file.read(length)
@@ -369,12 +370,6 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _flatten(inner, f"{name}.{key}" if name else str(key))
-
-
-def bytes_of(tensor: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor."""
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def _sync(path: Path) -> None:
