@@ -133,6 +133,30 @@ def steps(samples, variant, *, rank=None):
     ]
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(world):
+    plan, train, samples, evidence = honest()
+    wire = 2 * (world - 1) / world * 400
+    heads = 1000 * 20 * (world - 1)  # of twenty tensors, as often as a ring passes them on
+    evidence["counted"]["tensors"] = 20
+    for name, probe in evidence["probe"]["variants"].items():
+        if name not in (SINGLE, LOCAL):
+            probe |= {"planned_wire": [[wire, wire]] * world, "received": [wire + heads] * world}
+    config = replace(CONFIG, world=world)
+
+    def passed(planned):
+        said = replace(plan, ddp_wire_bytes_per_rank=planned)
+        checks = (
+            *training._plan(config, said, evidence),
+            *training.wire.checks(config, said, train, samples, evidence),
+        )
+        return {check.name: check.passed for check in checks}
+
+    assert passed(int(wire))["DDP's wire bytes a rank"]
+    assert passed(int(wire))["ddp flat: bytes received, rank 1"]
+    assert not passed(int(wire) + 2)["DDP's wire bytes a rank"]
+
+
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
     found = list(training.checks(CONFIG, *honest()))
     assert [str(check) for check in found if not check.passed] == []

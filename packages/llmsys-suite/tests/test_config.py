@@ -40,6 +40,7 @@ def test_what_is_left_open_follows_the_machine():
         ({"backend": "mpi"}, "backend 'mpi' is unknown"),
         ({"world": 0}, "--world 0"),
         ({"steps": 0}, "--steps 0"),
+        ({"epochs": 0}, "--epochs 0"),
         ({"warmup": -1}, "--warmup -1"),
         ({"seed": 10**13}, "--seed 10000000000000 is above"),
     ],

@@ -41,12 +41,14 @@ def test_nineteen_of_twenty_planted_defects_are_found():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("runs", "busy"), [(90, False), (10, True)])
-def test_honest_runs_raise_no_alarm_on_an_idle_and_on_a_busy_machine(runs, busy):
+@pytest.mark.parametrize(
+    ("runs", "busy", "world"), [(90, False, 2), (10, True, 2), (5, False, 3), (3, True, 4)]
+)
+def test_honest_runs_raise_no_alarm_on_an_idle_and_on_a_busy_machine(runs, busy, world):
     spin = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(spin) for _ in range(os.cpu_count() if busy else 0)]
     try:
-        outcomes = false_alarms(runs)
+        outcomes = false_alarms(runs, world=world)
     finally:
         for other in others:
             other.kill()

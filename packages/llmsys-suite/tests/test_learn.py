@@ -49,6 +49,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS):
             result = learn.run(run)
         except KeyboardInterrupt:
             return "stopped", len(steps)
+    assert result is None or result.heldout[0][0] == 0
     return result and result.losses, len(steps)
 
 
@@ -122,6 +123,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     assert len(one) == 20
     assert one == written_after(model, "To be", 20)
     assert one != written_after(model, "To be", 20, warmth=50.0, seed=1)
+    assert len(written_after(model, os.fsdecode(b"caf\xe9"), 5)) == 5
     cli.app(
         ["sample", str(tmp_path), "--prompt", "To be", "--letters", "20"], standalone_mode=False
     )

@@ -5,17 +5,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from llmsys_suite.audit.again import initial_weights
+from llmsys_suite.audit.probe import _probe_one
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import load_corpus
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.measure import network
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.rank import Run
 from llmsys_suite.report.progress import Progress
-from llmsys_suite.stages.train import timed_step
+from llmsys_suite.stages.train import _train, counter, timed_step
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
 from worker_pool import run_ranks
@@ -56,7 +60,8 @@ def processor_seconds(folder):
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
-            timed_step(run, "idle", idle, step, batch)
+            heard = counter(run)
+            timed_step(run, "idle", idle, step, batch)["received"] = heard.bytes()
         run.flush_samples()
         kept.append((time.process_time() - begin) / len(VARIANTS))
         begin = time.process_time()
@@ -71,6 +76,41 @@ def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
         assert kept <= 0.01 * trained
     phases = {"step", "forward", "backward", "communication", "optimizer"}
     assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
+
+
+def received_by_a_late_rank(folder, way):
+    """Bytes that each rank counts in a step, the run's and the probe's; the first comes late."""
+    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    config = RunConfig(size="mini", rows=world, context=16, world=world, warmup=0, steps=1,
+                       out=Path(folder))  # fmt: skip
+    run = Run(config=config, rank=rank, world=world, device=cpu, corpus=load_corpus(Path(__file__)),
+              recorder=Recorder(rank, cpu), progress=Progress(enabled=False))  # fmt: skip
+    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+
+    class Late(network.Received):
+        def __init__(self):
+            time.sleep(0.5 * (rank == 0))  # what others send meanwhile is not counted
+            super().__init__()
+
+    start = {name: w.double() for name, w in initial_weights(run).items()}
+    with mock.patch.object(network, "Received", Late):
+        trained = VARIANTS[way](run, run.model)
+        _train(run, {way: trained})
+        trained.close()
+        seen = _probe_one(run, way, start, start)
+    kept = run.folder.samples() if rank == 0 else []
+    size = sum(4 * w.numel() for w in start.values())
+    return size, [s["received"] for s in kept if "received" in s], seen["received"]
+
+
+@pytest.mark.skipif(not network.available(), reason="this kernel's sockets do not count")
+@pytest.mark.parametrize("way", ["ddp bucketed", "parameter server"])
+def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, way):
+    ranks = run_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), way)
+    (size, trained, _), *_ = ranks
+    assert len(trained) == 2
+    for received in (*trained, *(probed for *_, probed in ranks)):
+        assert 0.99 * size - 64 < received < 1.2 * size
 
 
 PEAKS = """

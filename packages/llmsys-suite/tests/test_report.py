@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from llmsys_suite.audit import run as audit
-from llmsys_suite.config import STAGES, RunConfig
+from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report.findings import against, interval
@@ -237,6 +237,16 @@ def test_every_stage_has_a_sentence_a_small_table_and_a_file_of_it(tmp_path):
     RunFolder.open(folder.path)
 
 
+def test_what_a_sentence_says_follows_from_its_own_numbers(tmp_path):
+    folder = a_run(tmp_path / "run")
+    assert "took the held-out loss from 4.00 to 1.70 nats a byte in 3 steps" in write_report(folder)
+    (row, _) = folder.results["parallel"].rows
+    folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
+    text = write_report(folder)
+    assert "pipeline (GPipe) takes 9 ms an iteration; the loss furthest from one process's" in text
+    assert "is off by 2.0e-01 of it (pipeline (GPipe))." in text
+
+
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
     noise = random.Random(0)
     held = 0
@@ -255,7 +265,13 @@ def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     folder.add_stage("plan", of.Skipped("no"))
     write_report(folder)
-    assert "cut off before links, attention, train, learn" in headline(folder.path)
+    assert "cut off before the end of links, attention, train, learn" in headline(folder.path)
+
+
+def test_a_folder_whose_machine_is_not_known_is_said(tmp_path):
+    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    with pytest.raises(UsageError, match=r"env.json is not what a run writes: no cores"):
+        write_report(folder)
 
 
 def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):

@@ -97,11 +97,33 @@ def test_what_does_not_fit_or_end_is_a_row_that_says_so(monkeypatch):
         assert "needs" in row["note"]
 
 
-def test_a_process_that_fails_says_why(monkeypatch):
-    ends = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no such kernel\n")
+@pytest.mark.parametrize(
+    ("status", "said", "why"),
+    [
+        (1, "Traceback\nRuntimeError: no such kernel\n", "RuntimeError: no such kernel"),
+        (-9, "UserWarning: something else\n", "ended by SIGKILL"),
+        (1, "", "without a word"),
+    ],
+)
+def test_a_process_that_fails_says_why(monkeypatch, status, said, why):
+    ends = subprocess.CompletedProcess([], status, "", said)
     monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
-    with pytest.raises(sweep.LeftOut, match="RuntimeError: no such kernel"):
+    with pytest.raises(sweep.LeftOut, match=why):
         sweep.in_a_process(MINI, 60)
+
+
+@pytest.mark.parametrize("size", ["mini", "tiny"])
+def test_a_model_of_few_layers_is_never_extrapolated_from_as_many_or_more(monkeypatch, size):
+    ran = []
+
+    def does_not_end(case, *_, **__):
+        ran.append(case)
+        raise sweep.LeftOut("did not end within 1 s")
+
+    monkeypatch.setattr(sweep, "in_a_process", does_not_end)
+    (row,) = sweep.measure([Case(size=size)])
+    assert row["note"] == "did not end within 1 s"
+    assert ran == [Case(size=size)]
 
 
 def test_a_time_that_is_a_line_in_the_layers_is_extrapolated_exactly(monkeypatch):
@@ -191,12 +213,14 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     out = tmp_path / "rows"
     lines = list(
         report.benchmark(
-            sizes="mini", contexts="16", dtypes="fp32,bf16", compiled=False, checkpointed=True,
-            rows=1, lr=1e-3, limit=60.0, profile=True, device="cpu", out=out,
+            sizes="mini,mini", contexts="16,016", dtypes="fp32,bf16,fp32", compiled=False,
+            checkpointed=True, rows=1, lr=1e-3, limit=60.0, profile=True, device="cpu", out=out,
         )
     )  # fmt: skip
     text = "\n".join(lines)
     assert text.count("| mini, 1 x 16, bf16, checkpoint |") == 4
+    assert "e+0" not in text
+    assert " 0% |" not in text
     assert "running blocks again takes" in text
     assert text.count("On the way there softmax takes") == 4
     with (out / "steps.csv").open() as file:

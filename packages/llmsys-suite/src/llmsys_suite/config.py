@@ -141,6 +141,8 @@ def resolve(
     if preset == "gpu" and not gpus:
         raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
     asked = {name: value for name, value in asked.items() if value is not None}
+    if asked.get("epochs") == 0:
+        raise UsageError("--epochs 0 is below 1, the least that makes sense")
     if asked.keys() >= {"steps", "epochs"}:
         both = f"--steps {asked['steps']} and --epochs {asked['epochs']}"
         raise UsageError(f"{both} contradict each other; give one")

@@ -88,8 +88,12 @@ def _observe(
     weights = reference.furthest(moved, exact)
     size = sum(4 * w.numel() for w in start.values())
     received = network.Received()
+    if not variant.alone:
+        run.barrier()  # a rank that is late to its counter would miss what others have sent it
     with network.announced() as shared:
         variant.step(tokens, targets)
+    if not variant.alone:
+        run.barrier()  # others' gradients may reach a server after its own rank's step
     return {
         "loss": loss,
         "gradients": seen,

@@ -17,7 +17,7 @@ from llmsys_suite.stages.results import Plan, Train
 
 #: Of four bits an element what coding leaves.
 CODED = 0.5
-#: Messages have heads, and some say which gradients are there.
+#: Messages have heads, and some say which gradients are there: of one tensor, from one other rank.
 HEAD_BYTES = 1024
 
 
@@ -49,7 +49,7 @@ def checks(
     if not evidence["sockets_count"]:
         return
     yield from _link(config, plan, train, samples, evidence)
-    heads = HEAD_BYTES * evidence["counted"]["tensors"]
+    heads = _heads(config, evidence["counted"]["tensors"])
     for name, found in evidence["probe"]["variants"].items():
         for rank, received in enumerate(found["received"]):
             low, high = found["planned_wire"][rank]
@@ -71,6 +71,11 @@ def _fragment(gradient_bytes: int) -> float:
     return gradient_bytes / 10 * (1 / 8 + 1 / 1024)
 
 
+def _heads(config: RunConfig, tensors: int) -> int:
+    """A ring passes each tensor on as many times as there are other ranks, a head each time."""
+    return HEAD_BYTES * tensors * max(1, config.world - 1)
+
+
 def _link(
     config: RunConfig,
     plan: Plan,
@@ -87,7 +92,7 @@ def _link(
         if "link_ms" not in row:
             continue
         name, received = row["variant"], row["wire_bytes"]
-        heads = HEAD_BYTES * (1 if name == LOCAL else evidence["counted"]["tensors"])
+        heads = _heads(config, 1 if name == LOCAL else evidence["counted"]["tensors"])
         low = high = max(evidence["probe"]["variants"][name]["received"])
         if name == LOCAL:
             # A pull follows each fifth step; pushes to a server may come after the step.

@@ -183,10 +183,10 @@ def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
 
 
 def _learn(learn: of.Learn, *_: Any) -> Section:
-    steps, last = learn.heldout[-1]
+    first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     finding = (
-        f"{learn.variant} took the held-out loss from {learn.losses[0]:.2f} to {last:.2f} "
-        f"nats a byte in {steps} steps of {learn.tokens:,} tokens in all."
+        f"{learn.variant} took the held-out loss from {first:.2f} to {last:.2f} nats a byte in "
+        f"{steps} steps of {learn.tokens:,} tokens in all."
     )
     shown = [{"step": step, "held out, nats a byte": loss} for step, loss in learn.heldout]
     return Section("learn", finding, shown, plots.learning(learn))
@@ -194,11 +194,13 @@ def _learn(learn: of.Learn, *_: Any) -> Section:
 
 def _parallel(parallel: of.Parallel, *_: Any) -> Section:
     rows = parallel.rows
-    best, other = sorted(rows, key=lambda row: row["iteration_ms"])[:2]
-    finding = (
-        f"{best['split']} takes {best['iteration_ms'] / other['iteration_ms']:.2f} of "
-        f"{other['split']}'s time an iteration; all end at one process's loss."
-    )
+    best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
+    finding = f"{best['split']} takes {best['iteration_ms']:.3g} ms an iteration"
+    if others:
+        share = best["iteration_ms"] / others[0]["iteration_ms"]
+        finding += f", {share:.2f} of {others[0]['split']}'s time"
+    off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
+    finding += f"; the loss furthest from one process's is off by {off:.1e} of it ({far})."
     shown = pick(rows, split="split", iteration_ms="iteration, ms", bubble="bubble, planned",
                  waiting="waiting", loss="loss", single_loss="one process's",
                  trained_loss="trained")  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
@@ -80,6 +81,8 @@ def title(folder: RunFolder) -> str:
 def opening(folder: RunFolder) -> Iterator[str]:
     """Where, whether it holds, and what came of it: a line each."""
     results, config, env = folder.results, folder.config, folder.read_json("env.json")
+    if lacks := {"gpus", "processor", "cores", "torch", "python", "date", "load_average"} - {*env}:
+        raise UsageError(f"{folder.path / 'env.json'} is not what a run writes: no {min(lacks)}")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = f"{config.world} rank{'s' * (config.world > 1)}"
     yield (
@@ -90,7 +93,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
     yield from (f"FAILED stage {stage}: {r.failed}" for stage, r in failed.items())
     missing = [s for s in config.stages if s not in results and s != "report"]
     if missing and not folder.complete:
-        yield f"FAILED to end: this run was cut off before {', '.join(missing)}."
+        yield f"FAILED to end: this run was cut off before the end of {', '.join(missing)}."
     if isinstance(audit := results.get("audit"), of.Audit):
         yield f"audit: {audit.checks - len(audit.red)}/{audit.checks} passed"
         yield from (f"FAILED {name}" for name in audit.red)

@@ -47,7 +47,7 @@ class Progress:
         """Within the stage that is under way."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
-        elif self._enabled and done in (1, total, total // 2):
+        elif self._enabled and (done == 1 or 10 * done // total > 10 * (done - 1) // total):
             print(f"  {done}/{total} {note}", file=sys.stderr, flush=True)
 
     def close(self) -> None:

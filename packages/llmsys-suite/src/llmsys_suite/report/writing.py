@@ -33,7 +33,7 @@ def written_after(
         raise UsageError(f"letters {letters} and warmth {warmth:g} must be positive")
     if not prompt:
         raise UsageError("an empty prompt gives the model nothing to begin from")
-    return text(write(model, list(prompt.encode()), letters, warmth, seed))
+    return text(write(model, list(prompt.encode(errors="surrogateescape")), letters, warmth, seed))
 
 
 @torch.no_grad()

@@ -58,6 +58,8 @@ def run(run: Run) -> Learn | None:
         path = config.out / CHECKPOINT
         zero.save_checkpoint(path, variant.model, variant.optimizer, extra=dict(state))
 
+    if not state["heldout"]:
+        state["heldout"].append((0, heldout_loss(run, variant.model)))
     with told_to_stop() as told:
         while state["step"] < total:
             step = state["step"]

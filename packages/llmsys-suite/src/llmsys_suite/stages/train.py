@@ -71,11 +71,16 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     for step in range(total):
         for name, variant in trained.items():
-            run.barrier()
-            if variant.alone and run.rank != 0:
-                continue
             batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
-            sample = timed_step(run, name, variant, step, batch)
+            here = run.rank == 0 or not variant.alone
+            # Read between meetings of all ranks: what others send before this rank's step begins,
+            # or to its server after the step has ended, is of this step as well.
+            heard = counter(run)
+            run.barrier()
+            sample = timed_step(run, name, variant, step, batch) if here else {}
+            run.barrier()
+            if heard:
+                sample["received"] = heard.bytes()
             if shallow and name == SINGLE:  # the plan says how many of these it takes
                 sample["one_layer_s"] = shallow.seconds(*batch)
         run.flush_samples()
@@ -89,14 +94,11 @@ def timed_step(
 ) -> Sample:
     """One step on this rank's rows, and what is kept of it.
 
-    Besides the recorder's clock others are read, outside of it, and the kernel's counters: the
-    audit's second sources.
+    Besides the recorder's clock others are read, outside of it: the audit's second sources.
     """
     tokens, _ = batch
     rows = _digests(*batch)
     warmup = step < run.config.warmup
-    sockets = network.available() and run.config.backend == "gloo"
-    heard = network.Received() if sockets else None
     queued, core_began = yardstick.queued_seconds(), yardstick.clock(run.device)
     began = time.time()
     with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
@@ -105,11 +107,15 @@ def timed_step(
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
     sample["core_s"] = yardstick.clock(run.device) - core_began
     sample["queued_s"] = yardstick.queued_seconds() - queued
-    if heard:
-        sample["received"] = heard.bytes()
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()
     return sample
+
+
+def counter(run: Run) -> network.Received | None:
+    """Counts from now on what reaches this rank over TCP, where the kernel tells."""
+    sockets = network.available() and run.config.backend == "gloo"
+    return network.Received() if sockets else None
 
 
 def _epoch_seconds(run: Run, samples: list[Sample], row: dict[str, Any]) -> float:

@@ -145,13 +145,18 @@ def _cells(row: Row) -> list[str]:
     def time(phase: str) -> str:
         if f"{phase}_mean_ms" not in row:
             return ""
-        spread = f" ± {row[f'{phase}_std_ms']:.2g}" if f"{phase}_std_ms" in row else ""
-        return f"{row[f'{phase}_mean_ms']:.4g}{spread}"
+        spread = f" ± {_short(row[f'{phase}_std_ms'], 2)}" if f"{phase}_std_ms" in row else ""
+        return f"{_short(row[f'{phase}_mean_ms'], 3)}{spread}"
 
     rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
-    used = f"{row['mfu']:.0%}" if "mfu" in row else ""
+    used = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""
     warmup = str(row.get("warmup", ""))
     return [_name(row), warmup, *map(time, PHASES), rate, used, row["note"]]
+
+
+def _short(value: float, digits: int) -> str:
+    """So many digits, or all of a number that has more before its point."""
+    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def _name(row: Row) -> str:
@@ -168,11 +173,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    return list(dict.fromkeys(name for name in text.split(",") if name))
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(number) for number in _names(text)]
+        return list(dict.fromkeys(int(number) for number in _names(text)))
     except ValueError:
         raise UsageError(f"contexts {text!r} are no whole numbers; give some as 128,512") from None

@@ -7,6 +7,7 @@ number: two models of few layers give it. The line is held against the largest c
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def measure(
             require_fit(case, limit, rates.get(case.dtype, 0.0))
             found = in_a_process(case, limit, profile=profile, traces=traces)
         except LeftOut as reason:
-            line = extrapolated(case, limit) if extrapolate else case.labels() | {"note": ""}
+            fewer = extrapolate and case.model.num_layers > max(FEW)
+            line = extrapolated(case, limit) if fewer else case.labels() | {"note": ""}
             yield line | {"note": "; ".join(filter(None, (str(reason), line["note"])))}
             if isinstance(reason, TooLarge) and "step_p50_ms" not in line:
                 too_large.add(case)
@@ -104,8 +106,9 @@ def in_a_process(
     except subprocess.TimeoutExpired:
         raise LeftOut(f"did not end within {limit:g} s") from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"ended by signal {-done.returncode}"]
-        raise LeftOut(said[-1])
+        if done.returncode < 0:  # for want of memory, as a rule; what it said before is no reason
+            raise LeftOut(f"ended by {signal.Signals(-done.returncode).name}")
+        raise LeftOut((done.stderr.strip().splitlines() or ["it ended without a word"])[-1])
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

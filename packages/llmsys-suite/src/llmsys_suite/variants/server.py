@@ -54,9 +54,9 @@ class ParameterServer(Variant):
         self.joined.__exit__(None, None, None)
 
     def planned_wire_bytes(self, gradient_bytes: int) -> tuple[float, float]:
-        """Parameters; where the server is, the others' gradients, which may come after the step."""
-        others = gradient_bytes * (dist.get_world_size() - 1)
-        return (0, others) if dist.get_rank() == 0 else (gradient_bytes, gradient_bytes)
+        """Parameters; where the server is, the others' gradients."""
+        senders = dist.get_world_size() - 1 if dist.get_rank() == 0 else 1
+        return senders * gradient_bytes, senders * gradient_bytes
 
 
 class DiLoCo(ParameterServer):
