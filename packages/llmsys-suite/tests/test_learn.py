@@ -19,6 +19,7 @@ from llmsys_suite.report.progress import Progress
 from llmsys_suite.report.writing import MODEL, model_of, written_after
 from llmsys_suite.stages import learn
 from llmsys_suite.stages.results import Train
+from llmsys_suite.start import execute
 from llmsys_suite.variants import VARIANTS
 from safetensors.torch import save_file
 from worker_pool import run_ranks
@@ -81,6 +82,21 @@ def test_rows_that_do_not_split_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("world", "data", "complaint"),
+    [(3, __file__, "4 rows do not split over 3 ranks"), (2, cli.__file__, "begun on another text")],
+)
+def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, data, complaint):
+    run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
+    checkpoint, out = tmp_path / "part" / learn.CHECKPOINT, tmp_path / "new"
+    config = RunConfig(stages=("plan", "train", "learn", "report"), size="mini", rows=4 * world,
+                       context=16, world=world, learn=STEPS, data=Path(data), out=out,
+                       resume=checkpoint)  # fmt: skip
+    with pytest.raises(UsageError, match=complaint):
+        execute(config)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
     ("begun", "complaint"),
     [
         ({"context": 64}, "begun with rows of 64 tokens, not 128"),
@@ -90,13 +106,13 @@ def test_rows_that_do_not_split_are_refused(tmp_path):
 )
 def test_a_training_goes_on_as_it_was_begun_or_not_at_all(begun, complaint):
     asked = learn.beginning(RunConfig(learn=700), torch.zeros(9, dtype=torch.uint8))
-    learn.require_same(dict(asked), asked, Path("c"))
+    learn.require_same(dict(asked), asked, Path("c"), 2)
     with pytest.raises(UsageError, match=complaint):
-        learn.require_same(asked | begun, asked, Path("c"))
+        learn.require_same(asked | begun, asked, Path("c"), 2)
     with pytest.raises(UsageError, match="written by no stage `learn`: it lacks context"):
-        learn.require_same({}, asked, Path("c"))
+        learn.require_same({}, asked, Path("c"), 2)
     other = asked | {"total": 900}
-    learn.require_same(other, asked | {"total": RunConfig.learn}, Path("c"))
+    learn.require_same(other, asked | {"total": RunConfig.learn}, Path("c"), 2)
 
 
 def test_the_fastest_that_can_learn_is_chosen():

@@ -26,6 +26,10 @@ def execute(config: RunConfig) -> int:
     require_text(text, context=config.context)
     config = in_epochs(config, text)
     _require_memory(config)
+    if config.resume is not None:
+        from llmsys_suite.stages.learn import require_resumable
+
+        require_resumable(config, config.resume)
     if os.environ.get("RANK", "0") == "0":
         _require_writable(config.out)
     if "RANK" in os.environ:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import zero
 from torch import Tensor
 
 from llmsys_suite.config import RunConfig, UsageError, restarts
+from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
 from llmsys_suite.rank import Run
@@ -49,9 +51,7 @@ def run(run: Run) -> Learn | None:
     state = beginning(config, run.corpus.train)
     if (source := resumed(run)) is not None:
         asked, state = state, zero.load_checkpoint(source, variant.model, variant.optimizer)
-        require_same(state, asked, source)
-        if state["rows"] % run.world:
-            raise UsageError(f"{state['rows']} rows do not split over {run.world} ranks")
+        require_same(state, asked, source, run.world)
     total, begun_at = state["total"], state["step"]
 
     def save() -> None:
@@ -105,7 +105,21 @@ def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path) -> None:
+def require_resumable(config: RunConfig, source: Path) -> None:
+    """UsageError where this run cannot go on from that checkpoint; asked before anything else."""
+    # What it was begun with needs no model, but zero reads in a group.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that all weights are left over
+            state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        dist.destroy_process_group()
+    require_same(state, beginning(config, load_corpus(config.data).train), source, config.world)
+
+
+def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path, world: int) -> None:
     """UsageError where going on from `state` would be another training than was begun."""
     if lacks := asked.keys() - state.keys():
         raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
@@ -120,6 +134,8 @@ def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path) -> 
             f"{source} was begun for {state['total']} steps, by which its rate falls; "
             f"leave out --learn {asked['total']}"
         )
+    if state["rows"] % world:
+        raise UsageError(f"{state['rows']} rows do not split over {world} ranks")
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:
