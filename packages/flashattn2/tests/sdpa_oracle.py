@@ -76,6 +76,9 @@ def on_the_cpu(case, scope, *_, **__):
 
 device_types.instantiate_device_type_tests = on_the_cpu
 exec(compile(FILE.read_text(), FILE, "exec"), vars(module))
-for name, case in vars(module).items():
-    if name.startswith("Test") and isinstance(case, type):
-        globals()[name] = case
+found = {
+    name: case
+    for name, case in vars(module).items()
+    if name.startswith("Test") and isinstance(case, type)
+}
+globals().update(found)

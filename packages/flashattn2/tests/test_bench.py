@@ -14,14 +14,14 @@ def rows():
 
 def test_every_case_reports(rows):
     assert [r["case"] for r in rows if r["case"] == "machine"] == ["machine"]
-    assert {r["case"] for r in rows} == {"machine", "flash", "train", "naive_memory"}
+    assert {r["case"] for r in rows} == {"machine", "flash", "train", "decode", "naive_memory"}
     for row in rows:
         if row["case"] in ("flash", "train"):
             assert row["time_ms"] > 0
             assert row["ratio_p10"] <= row["ratio_p50"] <= row["ratio_p90"]
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert bench.table(rows).count("\n\n") == 2
+    assert bench.table(rows).count("\n\n") == 3
 
 
 def test_work_is_counted_by_the_stated_formula():

@@ -23,17 +23,28 @@ DIFFERS = {
     # A head dim of 0 is an error here.
     f"test_sdpa_zero_sized_tensors_{dtype}_cpu_{dtype}": "head dim 0 leaves nothing to attend with"
     for dtype in ("bfloat16", "float16", "float32")
+} | {
+    # Wrong input is a ValueError here, and a RuntimeError there.
+    "test_invalid_inputs_1_dimensional_inputs_kernel1_cpu": "ValueError: query has shape (4,)",
+    "test_invalid_inputs_different_datatypes_kernel1_cpu": "convert one with k.to(q.dtype)",
 }
 
 
-def outcomes(who, folder):
+# Two thousand with masks, which are torch's on either side; an encoder's fused operator, which asks
+# for no attention; minutes of compiling; TorchScript, which cannot read the stand-in's source.
+LEFT_OUT = (
+    "mask_vs_math or fused_sdp_choice or set_attn_mask_True or fastpath or variants_compile "
+    "or script or encoderlayer_subclass"
+)
+
+
+def outcomes(who, folder, names=()):
     """The names of the tests that pass, what the others say, and which of them asked ours."""
     folder = folder / who
     folder.mkdir()
     report = folder / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    # Two thousand with masks, which are torch's on either side, are left out.
-    command += ["-k", "not (mask_vs_math or fused_sdp_choice or set_attn_mask_True)"]
+    command += ["-k", " or ".join(names) or f"not ({LEFT_OUT})"]
     command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
     environment = os.environ | {
         "ORACLE": who,
@@ -57,9 +68,11 @@ def outcomes(who, folder):
 
 
 def test_what_passes_with_torchs_function_passes_with_ours(tmp_path):
-    theirs, _, _ = outcomes("torch", tmp_path)
+    """Torch's function is asked where ours fails, and nowhere else: half of ten minutes."""
     ours, failed, judged = outcomes("flashattn2", tmp_path)
-    assert len(theirs & judged) >= 10, sorted(judged)
-    for name in theirs - ours:
+    assert len(ours & judged) >= 100, sorted(judged)
+    wrong = sorted(failed)
+    theirs, _, _ = outcomes("torch", tmp_path, wrong) if wrong else (set(), {}, set())
+    for name in theirs.intersection(wrong):
         assert name in DIFFERS, (name, failed[name][-3000:])
         assert DIFFERS[name] in failed[name], name

@@ -14,7 +14,7 @@ from flashattn2 import tiled
 from flashattn2.problem import UNBOUNDED, Score
 
 # torch's own binding takes 2 us less than the operator of the same name in `torch.ops`.
-_forward = torch._scaled_dot_product_flash_attention_for_cpu
+kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
@@ -42,6 +42,11 @@ def why_not(
     return None
 
 
+def is_all(q: Tensor, v: Tensor) -> bool:
+    """Whether nothing is to be done beside the kernel, if the rows of q, k and v have no gaps."""
+    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1]
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -54,10 +59,10 @@ def forward(
     if q.shape[-1] == dim:
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = _rows_contiguous(q, k, v)
-        out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
     q, k, v = _one_head_dim(*_rows_contiguous(q, k, v))
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out[..., :dim], lse
 
 
@@ -89,8 +94,10 @@ def gradients(
         dq, dk, dv = gradients(q, k, v, out, lse, grad_out, score)
         return dq.half(), dk.half(), dv.half()
     dim, v_dim = q.shape[-1], v.shape[-1]
-    q, k, v, out, grad_out = _rows_contiguous(q, k, v, out, grad_out)
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:
+        q, k, v, grad_out = _rows_contiguous(q, k, v, grad_out)
     if dim != v_dim:
+        # The values' columns may have been cut off wider ones.
         q, k, v, out, grad_out = _one_head_dim(q, k, v, out, grad_out)
     group = q.shape[1] // k.shape[1]
     causal = score.right != UNBOUNDED

@@ -1,16 +1,16 @@
 """The public functions: check, choose, run."""
 
-import contextlib
 from collections.abc import Hashable
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from flashattn2 import aten
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import Method, choose
-from flashattn2.function import are_values_only, attention, with_sinks
+from flashattn2.dispatch import OF_TRITON, Method, choose
+from flashattn2.function import attention, is_first_order, kernel_attention, with_sinks
 from flashattn2.problem import (
     UNBOUNDED,
     Score,
@@ -21,49 +21,57 @@ from flashattn2.problem import (
     make_score,
 )
 
-Plan = tuple[Score, Method]
-# Input of a signature that was checked once: how its scores are made and what runs.
+
+class Plan(NamedTuple):
+    """What input of one signature becomes, once it was checked."""
+
+    score: Score
+    method: Method
+    # Whether a call is nothing but torch's CPU kernel, if rows have no gaps.
+    kernel: bool
+
+
+# A subclass may answer anything.
 PLAIN = (Tensor, torch.nn.Parameter)
 PLANS: dict[Hashable, Plan] = {}
 MOST_PLANS = 1024
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Hashable | None:
-    """All that the checks and the choice depend on; None where it is not worth a look or no key."""
-    # A subclass or a transform may answer anything, and a compiled graph is checked but once.
-    if not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
-        return None
-    # Behind a kernel that has filled the caches, each thing that is asked here takes a microsecond.
+def recall(
+    q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]
+) -> tuple[Hashable | None, Plan | None]:
+    """All that the checks and the choice depend on, and the plan of input that agreed in it.
+
+    No key where it is not worth a look, as in a compiled graph, which is checked but once.
+    """
+    # Behind a kernel that has filled the caches, each thing that is asked here shows.
+    if is_dynamo_compiling() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return None, None
     if q.is_cpu and k.is_cpu and v.is_cpu:
         device, place = "cpu", None
     elif q.is_cuda:
-        device, place = "cuda", (q.device, k.device, v.device)
+        device = "cuda"
+        place = (q.device, k.device, v.device, torch.get_float32_matmul_precision())
     else:
-        return None
-    if torch.is_autocast_enabled(device) or torch.compiler.is_compiling():
-        return None
-    return (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, place, options,
-        torch.get_float32_matmul_precision(),
-    )  # fmt: skip
-
-
-def recall(key: Hashable | None) -> Plan | None:
-    """The plan of input like this, if there was any."""
+        return None, None
+    if is_autocast_enabled(device):
+        return None, None
+    layouts = q.layout, k.layout, v.layout
+    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layouts, place, options)
     try:
-        return None if key is None else PLANS.get(key)
+        return key, PLANS.get(key)
     except TypeError:
         # An option that is no key, such as a list.
-        return None
+        return None, None
 
 
-def remember(key: Hashable | None, plan: Plan) -> Plan:
+def remember(key: Hashable | None, q: Tensor, plan: Plan) -> Plan:
     """The plan, which is found by its key from now on."""
-    if key is not None:
+    # On a CPU no key says what torch's precision is, of which only the interpreter's plans depend.
+    if key is not None and (q.is_cuda or plan.method.backend not in OF_TRITON):
         if len(PLANS) >= MOST_PLANS:
             PLANS.clear()
-        with contextlib.suppress(TypeError):
-            PLANS[key] = plan
+        PLANS[key] = plan
     return plan
 
 
@@ -146,8 +154,18 @@ def flash_attention(
         is_causal, scale, window, type(window), softcap, backend, precision, deterministic,
         split_size, return_max_logits,
     )  # fmt: skip
-    key = signature(q, k, v, options)
-    plan = recall(key)
+    key, plan = recall(q, k, v, options)
+    direct = plan is not None and plan.kernel and sinks is None and is_first_order()
+    if plan is not None and direct and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        # Beside torch's kernel for a few tokens each further function here shows.
+        if not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+            out, lse = aten.kernel(
+                q, k, v, 0.0, plan.score.right != UNBOUNDED, scale=plan.score.scale
+            )
+            return (out, lse.contiguous()) if return_lse else out
+        if not return_lse:
+            output: Tensor = kernel_attention(q, k, v, plan.score, plan.method)
+            return output
     if plan is None:
         check_dense(q, k, v)
     heads_missing = q.dim() == 3
@@ -163,14 +181,9 @@ def flash_attention(
             q, k, v, score, backend=backend, precision=precision, deterministic=deterministic,
             split_size=split_size, max_logits=return_max_logits,
         )  # fmt: skip
-        plan = remember(key, (score, method))
-    score, method = plan
-    if key is not None and method.backend == "aten" and are_values_only(q, k, v):
-        # Beside torch's kernel for a few tokens each further function here shows.
-        out, lse = aten.forward(q, k, v, score.scale, score.right != UNBOUNDED)
-        max_logits = None
-    else:
-        out, lse, max_logits = attention(q, k, v, None, None, score, method)
+        plain = not heads_missing and method.backend == "aten" and aten.is_all(q, v)
+        plan = remember(key, q, Plan(score, method, plain))
+    out, lse, max_logits = attention(q, k, v, None, None, plan.score, plan.method)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     if heads_missing:

@@ -8,13 +8,13 @@ in a tile, so every key is read once, and a sequence's keys are split among proc
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from flashattn2 import aten, autocast, tiled
-from flashattn2.attention import recall, remember, signature
+from flashattn2.attention import Plan, recall, remember
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import choose
-from flashattn2.function import with_sinks
+from flashattn2.dispatch import OF_TRITON, choose
+from flashattn2.function import is_first_order, with_sinks
 from flashattn2.operators import scalars
 from flashattn2.problem import UNBOUNDED, Score, Window, check_sinks, check_tensors, make_score
 
@@ -53,16 +53,26 @@ def flash_attention_with_kvcache(
     """
     paged = block_table is not None
     options = (
-        "decode", is_causal, scale, window, type(window), softcap, backend, precision, split_size,
-        paged,
+        is_causal, scale, window, type(window), softcap, backend, precision, split_size, paged,
+        (k.shape, v.shape, k.dtype, v.dtype, k.layout, v.layout)
+        if type(k) is type(v) is Tensor
+        else k is v is None,
     )  # fmt: skip
-    key = signature(q, k_cache, v_cache, options)
-    plan = recall(key)
+    key, plan = recall(q, k_cache, v_cache, options)
+    if is_grad_enabled():
+        _check_no_gradient(q, k_cache, v_cache, k, v)
+    if plan is not None and plan.kernel and type(cache_seqlens) is int and sinks is None:
+        new = 0
+        ready = k is v is None
+        if type(k) is type(v) is Tensor:
+            new, ready = k.shape[2], k.is_cpu and v.is_cpu
+        count = cache_seqlens + new
+        ready = ready and cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_first_order()
+        if ready and q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
+            return _one_query(q, k_cache, v_cache, k, v, count, new, plan.score, return_lse)
     if plan is None:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
         _check_shapes(q, k_cache, v_cache, paged)
-    if torch.is_grad_enabled():
-        _check_no_gradient(q, k_cache, v_cache, k, v)
     if block_table is not None:
         _check_table(block_table, q)
     check_sinks(sinks, q.shape[1], q)
@@ -75,8 +85,10 @@ def flash_attention_with_kvcache(
             q, k_cache, v_cache, score, backend="auto" if backend == "aten" else backend,
             precision=precision, packed=True, split_size=split_size,
         )  # fmt: skip
-        plan = remember(key, (score, method))
-    score, method = plan
+        one_query = q.is_cpu and not paged and q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
+        one_query = one_query and not (softcap or method.backend in OF_TRITON)
+        plan = remember(key, q, Plan(score, method, one_query and aten.is_all(q, v_cache)))
+    score, method, _ = plan
     capacity = k_cache.shape[2] * (block_table.shape[1] if block_table is not None else 1)
     compiling = torch.compiler.is_compiling()
     # Where nothing but values is asked for, an operator around torch's takes longer than a token.
@@ -105,6 +117,29 @@ def flash_attention_with_kvcache(
         )  # fmt: skip
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
+    return (out, lse.contiguous()) if return_lse else out
+
+
+def _one_query(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, count: int,
+    new: int, score: Score, return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """A copy of each new row, a view of each cache and torch's kernel: a token of any chat."""
+    if k is not None and v is not None:
+        k_cache.narrow(2, count - new, new).copy_(k)
+        v_cache.narrow(2, count - new, new).copy_(v)
+    # The query stands at the last key: its window is a slice.
+    first = 0 if score.left == UNBOUNDED else max(0, count - 1 - score.left)
+    keys, values = k_cache.narrow(2, first, count - first), v_cache.narrow(2, first, count - first)
+    batch, heads, _, dim = q.shape
+    kv_heads = keys.shape[1]
+    if heads == kv_heads:
+        out, lse = aten.kernel(q, keys, values, 0.0, False, scale=score.scale)
+    else:
+        # The query heads of a key head as rows of one: every key is read once.
+        rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
+        out, lse = aten.kernel(rows, keys, values, 0.0, False, scale=score.scale)
+        out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     return (out, lse.contiguous()) if return_lse else out
 
 
@@ -220,7 +255,7 @@ def _append(cache: Tensor, rows: Tensor, lengths: Tensor, block_table: Tensor | 
 
 
 def _check_no_gradient(*given: Tensor | None) -> None:
-    if any(x is not None and x.requires_grad for x in given):
+    if any(isinstance(x, Tensor) and x.requires_grad for x in given):
         raise RuntimeError(
             "attention over a cache has no gradient; call it under torch.no_grad(), or "
             "flash_attention for training"

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
 from flashattn2 import aten, autocast, derivatives
@@ -25,7 +26,7 @@ def attention(
         out, lse, largest = forward_op(q, k, v, cu_q, cu_k, *scalars(score), *method)
     elif are_values_only(q, k, v):
         out, lse, largest = _run(q, k, v, cu_q, cu_k, score, method)
-    elif torch._C._are_functorch_transforms_active():
+    elif _are_functorch_transforms_active():
         out, lse, largest = _Transformed.apply(q, k, v, cu_q, cu_k, score, method)
     else:
         out, lse, largest = _Attention.apply(q, k, v, cu_q, cu_k, score, method)
@@ -36,7 +37,12 @@ def are_values_only(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nothing will be differentiated or transformed."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
-    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
+    return is_first_order()
+
+
+def is_first_order() -> bool:
+    """Whether neither forward mode nor a transform of `torch.func` looks on."""
+    return forward_ad._current_level < 0 and not _are_functorch_transforms_active()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +119,35 @@ class _Attention(torch.autograd.Function):
             cu_k,
         )
         return t_out, t_lse, None
+
+
+class _KernelAttention(torch.autograd.Function):
+    """The output of torch's CPU kernel by itself, dense: what training on a CPU runs.
+
+    Half of what `_Attention` takes, which beside a few tokens shows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, score: Score, method: Method) -> Tensor:
+        out, lse = aten.kernel(q, k, v, 0.0, score.right != UNBOUNDED, scale=score.scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.score, ctx.method = score, method
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            d_qkv = _AttentionBackward.apply(
+                q, k, v, grad_out, None, out, lse, None, None, ctx.score, ctx.method
+            )
+        else:
+            d_qkv = aten.gradients(q, k, v, out, lse, grad_out, ctx.score)
+        return *d_qkv, None, None
+
+
+# Of q, k, v, a score and a method.
+kernel_attention = _KernelAttention.apply
 
 
 class _Transformed(_Attention):

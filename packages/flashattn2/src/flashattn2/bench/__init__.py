@@ -1,4 +1,4 @@
-"""Measurements: `flash` (batch 1), `train` (a full GPU) and `naive_memory` (where it runs out).
+"""Measurements: `flash` (batch 1), `train` (a full GPU), `decode`, `naive_memory` (its limits).
 
 Notable: one formula for the work, 4 · batch · heads · seq² · dim FLOPs forward, half of it if
 causal, 2.5 times that backward, whatever an implementation really does.  All implementations of a
@@ -26,6 +26,7 @@ from flashattn2.attention import flash_attention
 from flashattn2.bench import record
 from flashattn2.bench.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
 from flashattn2.bench.record import Row
+from flashattn2.decode import flash_attention_with_kvcache
 from flashattn2.reference import attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]
@@ -39,6 +40,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
         machine(device),
         *flash(device, quick),
         *train(device, quick),
+        *decode(device, quick),
         *naive_memory(device, quick),
     ]
 
@@ -80,6 +82,42 @@ def train(device: str, quick: bool) -> Iterator[Row]:
             yield from _compare("train", shape, torch.bfloat16, device, quick)
         else:
             yield from _compare("train", (2, 4, seq, dim), torch.float32, device, quick)
+
+
+def decode(device: str, quick: bool) -> Iterator[Row]:
+    """One token: its key and value are written into the caches, and all keys so far attended to.
+
+    SDPA is asked for the same: two copies into the caches, then its call on views of what is filled
+    (``enable_gqa`` where heads are grouped).
+    """
+    shapes = [(1, 8, 8, 100), (1, 32, 8, 2000), (4, 32, 32, 2000)]
+    for batch, heads, kv_heads, keys in shapes[:1] if quick else shapes:
+        q = torch.randn(batch, heads, 1, 64, device=device)
+        k, v = torch.randn(2, batch, kv_heads, 2 * keys, 64, device=device)
+        new = torch.randn(batch, kv_heads, 1, 64, device=device)
+        runs: dict[str, Callable[[], Any]] = {
+            "ours": functools.partial(
+                flash_attention_with_kvcache, q, k, v, new, new, cache_seqlens=keys
+            ),
+            "sdpa": functools.partial(_append_and_attend, q, k, v, new, keys),
+        }
+        turns = [
+            {name: elapsed_ms(run, 10, device) for name, run in runs.items()} for _ in range(31)
+        ]
+        for name in runs:
+            yield {
+                "case": "decode", "batch": batch, "heads": heads, "kv_heads": kv_heads,
+                "keys": keys, "dim": 64, "impl": name,
+                "time_ms": statistics.median(turn[name] for turn in turns) / 10,
+                "ratio_p50": statistics.median(turn[name] / turn["ours"] for turn in turns),
+            }  # fmt: skip
+
+
+def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:
+    k[:, :, keys : keys + 1] = new
+    v[:, :, keys : keys + 1] = new
+    filled = k[:, :, : keys + 1], v[:, :, : keys + 1]
+    return F.scaled_dot_product_attention(q, *filled, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def naive_memory(device: str, quick: bool) -> Iterator[Row]:

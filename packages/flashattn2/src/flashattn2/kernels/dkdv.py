@@ -45,12 +45,12 @@ def dkdv_kernel(
 
     k_tile = load_tile(
         k, k_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, D, BLOCK_D, TMA, False
-    )
+    )  # [N, D]
     v_tile = load_tile(
         v, v_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, DV, BLOCK_DV, TMA, False
-    )
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    )  # [N, DV]
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [N, D]
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [N, DV]
     lo, all_lo, all_hi, hi = query_ranges(
         first, first + BLOCK_N - 1, seq_q, seq_k, left, right, split, BLOCK_M, LEFT, RIGHT, SPLITS
     )
@@ -88,10 +88,10 @@ def _add_dkdv(
     for start in tl.range(lo, hi, BLOCK_M):
         q_tile = load_tile(
             q, q_strides, batch, head, q_begin, start, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
-        )
+        )  # [M, D]
         lines = start + tl.arange(0, BLOCK_M)
-        row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)
-        raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+        row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)  # [M] each
+        raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         if SOFTCAP:
             raw = tanh(raw * inner)
         p = power(raw * outer - row_lse[None, :], EXACT)
@@ -104,16 +104,16 @@ def _add_dkdv(
         do_tile = load_tile(
             grad_out, grad_out_strides, batch, head, q_begin, start, seq_q,
             BLOCK_M, DV, BLOCK_DV, TMA, False,
-        )  # fmt: skip
+        )  # fmt: skip  # [M, DV]
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
-        ds = p * (dp - d[None, :])
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)  # [N, M]
+        ds = p * (dp - d[None, :])  # [N, M]
         if SOFTCAP:
             ds *= 1.0 - raw * raw
         ds = ds.to(q_tile.dtype)
         dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=PRECISION)
         if ATOMIC:
-            part = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale
+            part = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale  # [M, D]
             base = (
                 tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
             )

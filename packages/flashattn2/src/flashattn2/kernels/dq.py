@@ -39,16 +39,16 @@ def dq_kernel(
 
     q_tile = load_tile(
         q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
-    )
+    )  # [M, D]
     do_tile = load_tile(
         grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
         BLOCK_M, DV, BLOCK_DV, TMA, False,
-    )  # fmt: skip
+    )  # fmt: skip  # [M, DV]
     row_lse, d, n = load_rows(
         lse, delta, norm, tl.cast(at, tl.int64) * rows + q_begin, first + tl.arange(0, BLOCK_M),
         seq_q, EXACT,
-    )  # fmt: skip
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    )  # fmt: skip  # [M] each
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [M, D]
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
         first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
@@ -81,12 +81,12 @@ def _add_dq(
         k_tile = load_tile(
             k, k_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, D, BLOCK_D, TMA, not MASKED,
-        )  # fmt: skip
+        )  # fmt: skip  # [N, D]
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
-        )  # fmt: skip
-        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        )  # fmt: skip  # [N, DV]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if SOFTCAP:
             raw = tanh(raw * inner)
         p = power(raw * outer - row_lse[:, None], EXACT)
@@ -96,8 +96,8 @@ def _add_dq(
             p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
         if EXACT:
             p *= n[:, None]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        ds = p * (dp - d[:, None])
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
+        ds = p * (dp - d[:, None])  # [M, N]
         if SOFTCAP:
             ds *= 1.0 - raw * raw
         acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)

@@ -48,10 +48,10 @@ def forward_kernel(
 
     q_tile = load_tile(
         q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
-    )
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    )  # [M, D]
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
+    total = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
     last = tl.minimum(first + BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
         first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
@@ -96,8 +96,8 @@ def _attend(
         k_tile = load_tile(
             k, k_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, D, BLOCK_D, TMA, not MASKED,
-        )  # fmt: skip
-        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        )  # fmt: skip  # [N, D]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if SOFTCAP:
             raw = tanh(raw * inner)
         if MASKED:
@@ -110,13 +110,14 @@ def _attend(
         if MASKED:
             # Nothing seen so far: -inf - -inf would be NaN.
             base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], EXACT)
+        p = power(raw * outer - base[:, None], EXACT)  # [M, N]
+        # What was summed relative to the old maximum is brought to the new one: [M].
         rescale = power(maximum - base, EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
-        )  # fmt: skip
+        )  # fmt: skip  # [N, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         maximum = new
     return acc, maximum, total

@@ -111,11 +111,11 @@ def sums_kernel(
 
     q_tile = load_tile(
         q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, False, False
-    )
+    )  # [M, D]
     do_tile = load_tile(
         grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
         BLOCK_M, DV, BLOCK_DV, False, False,
-    )  # fmt: skip
+    )  # fmt: skip  # [M, DV]
     lines = first + tl.arange(0, BLOCK_M)
     line = tl.cast(at, tl.int64) * rows + q_begin
     row_lse = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
@@ -132,16 +132,16 @@ def sums_kernel(
         k_tile = load_tile(
             k, k_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, D, BLOCK_D, False, False,
-        )  # fmt: skip
+        )  # fmt: skip  # [N, D]
         v_tile = load_tile(
             v, v_strides, batch, kv_head, k_begin, start, seq_k,
             BLOCK_N, DV, BLOCK_DV, False, False,
-        )  # fmt: skip
-        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        )  # fmt: skip  # [N, DV]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
         if SOFTCAP:
             raw = tanh(raw * inner)
         keys = start + tl.arange(0, BLOCK_N)[None, :]
-        p = power(raw * outer - row_lse[:, None], True)
+        p = power(raw * outer - row_lse[:, None], True)  # [M, N]
         p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
         total += tl.sum(p, 1)
         product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)

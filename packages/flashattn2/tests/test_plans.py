@@ -1,0 +1,123 @@
+"""What a second call of a signature takes without checks is what the first found with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flashattn2 import flash_attention, flash_attention_with_kvcache, sdpa
+from flashattn2.attention import PLANS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_cases import laid_out
+
+LAYOUTS = ("heads first", "sequence first", "gaps", "reversed")
+lengths = st.integers(1, 9)
+
+
+def first_and_second(run):
+    """The same bits twice."""
+    PLANS.clear()
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+@given(
+    seq=st.tuples(lengths, lengths),
+    dims=st.sampled_from(((8, 8), (8, 8), (8, 5))),
+    heads=st.sampled_from(((2, 2), (4, 2))),
+    dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+    layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
+    needs=st.tuples(*3 * [st.booleans()]),
+    is_causal=st.booleans(),
+    as_torch_s=st.booleans(),
+    options=st.sampled_from(
+        ({}, {}, {"return_lse": True}, {"scale": 0.3}, {"window": 2}, {"softcap": 2.0},
+         {"return_max_logits": True}, {"sinks": torch.zeros(1)})
+    ),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_flash_attention_and_sdpa(
+    seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options
+):
+    shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
+    qkv = [
+        laid_out(torch.randn(shape).to(dtype), layout).requires_grad_(needed)
+        for shape, layout, needed in zip(shapes, layouts, needs, strict=True)
+    ]
+    if "sinks" in options:
+        options = {"sinks": torch.zeros(heads[0])}
+
+    def run():
+        if as_torch_s:
+            out = sdpa(*qkv, is_causal=is_causal, scale=options.get("scale"), enable_gqa=True)
+            outs = (out,)
+        else:
+            outs = flash_attention(*qkv, is_causal=is_causal, **options)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+        if not any(needs):
+            return outs
+        inputs = [x for x in qkv if x.requires_grad]
+        grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
+        again = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        return *(x.detach() for x in (*outs, *grads)), *again
+
+    first_and_second(run)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.sampled_from(((2, 2), (4, 2))), st.integers(1, 2)),
+    count=st.integers(0, 6),
+    new=st.integers(0, 2),
+    v_dim=st.sampled_from((8, 8, 5)),
+    layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    options=st.sampled_from(
+        ({}, {"return_lse": True}, {"window": (2, 0)}, {"window": 0}, {"is_causal": True},
+         {"scale": 0.3, "return_lse": True}, {"softcap": 2.0})
+    ),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_cache(shape, count, new, v_dim, layouts, dtype, options):
+    batch, (heads, kv_heads), seq_q = shape
+    q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
+    caches = [torch.randn(batch, kv_heads, 9, d).to(dtype) for d in (8, v_dim)]
+    rows = [torch.randn(batch, kv_heads, new, d).to(dtype) for d in (8, v_dim)] if new else ()
+
+    def run():
+        k, v = (laid_out(x.clone(), y) for x, y in zip(caches, layouts[1:], strict=True))
+        out = flash_attention_with_kvcache(q, k, v, *rows, cache_seqlens=count, **options)
+        return *(out if isinstance(out, tuple) else (out,)), k, v
+
+    first_and_second(run)
+
+
+def test_what_only_looks_alike_is_checked_anew():
+    q = torch.randn(2, 2, 5, 8)
+    flash_attention(q, q, q)
+    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
+        flash_attention(q.to_sparse(), q, q)
+    for other in (q.to_sparse(), q.to("meta"), q.bool(), q.numpy()):
+        for place in range(3):
+            arguments = [q, q, q]
+            arguments[place] = other
+            with pytest.raises((ValueError, TypeError)):
+                flash_attention(*arguments)
+    cache, new = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 1, 8)
+    token = q[:, :, :1]
+    flash_attention_with_kvcache(token, cache, cache, new, new, cache_seqlens=3)
+    flash_attention_with_kvcache(token, cache, cache, cache_seqlens=3)
+    for wrong in (
+        {"cache_seqlens": 9}, {"cache_seqlens": -1}, {"cache_seqlens": True}, {"k": None},
+        {"v": None}, {"k": new.to("meta")}, {"k": new[:, :1]}, {"v": new.double()},
+        {"v": new.numpy()}, {"v": new.to_sparse()}, {"k_cache": cache.to("meta")},
+        {"q": token.numpy()},
+    ):  # fmt: skip
+        given_ = {"q": token, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
+        with pytest.raises((ValueError, TypeError)):
+            flash_attention_with_kvcache(**{**given_, "cache_seqlens": 3, **wrong})
+
+
+def test_a_causal_call_of_more_queries_than_keys_is_torch_s_twice():
+    q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 4, 8)
+    for _ in range(2):
+        expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+        torch.testing.assert_close(sdpa(q, k, k, is_causal=True), expected)
