@@ -158,7 +158,7 @@ def exchanges(ptx):
         "meet": r"bar(?:rier)?\.sync|barrier\.cta",
         "copy": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
         "copied": r"cp\.async\.bulk\.wait_group",
-        "product": r"wgmma\.mma_async[^;]*1, 1, 1, 1;",
+        "product": r"wgmma\.mma_async[^;]*}, %rd\d+, %rd\d+, [^;]*, 1, 1;",
     }
     pattern = "|".join(f"(?P<{kind}>{text})" for kind, text in kinds.items())
     found = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))

@@ -8,8 +8,8 @@ al. 2024, section 3.3).  While a part of a step is done by hand, a product order
     matrix unit   | S = A X^T | dP = B Y^T |    | dB += P Y |  dQ = dS^T A  | dA += dS X |
     by hand                     P = exp(S - L)                                dQ leaves
 
-dQ of a query sums over all keys, and these are 128 of them.  So dS goes through shared memory, where
-both warpgroups read all of it, and TMA adds the tile's dQ to global memory, in whatever order
+dQ of a query sums over all keys, and these are 128 of them.  So dS goes through shared memory,
+where both warpgroups read all of it, and TMA adds the tile's dQ to global memory, in whatever order
 programs come by (ATOMIC).  Where sums are to have one order, the same lines run a second time with
 queries held, A, B = Q, dO, and keys passing, X, Y = K, V: dA is dQ then, and there is no dB.
 
@@ -47,6 +47,7 @@ else:
 
     @gl._core.builtin
     def add_tile(target, at, source, _semantic=None):
+        """Add a tile to global memory by TMA."""
         at = _semantic._convert_to_ir_values(at, require_i64=False)
         add = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, target.handle, at, source.handle)
