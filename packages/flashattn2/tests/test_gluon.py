@@ -356,10 +356,10 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
     ids=["sample", "exhaustive"],
 )
 def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
-    """Atomic it keeps a few of its own bytes outside registers, which no product waits for."""
+    """A few bytes do not fit into registers: 48 at most where dQ is made too, else 8."""
     for result in compiled(jobs):
         atomic = not result["deterministic"]
-        assert result["stack_bytes"] <= (48 if atomic else 0), result
+        assert result["stack_bytes"] <= (48 if atomic else 8), result
         assert result["registers"] <= 168, result
         assert 240 in result["hand_over"], result
         assert result["shared_bytes"] <= 227 * 1024, result
