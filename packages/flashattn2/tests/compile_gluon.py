@@ -1,8 +1,9 @@
-"""Compile the Gluon kernel as a launch would, for a Hopper GPU that need not be there.
+"""Compile the Gluon kernels as a launch would, for a Hopper GPU that need not be there.
 
 It reads a list of jobs as JSON from standard input, and writes one line of JSON for each: see
 `compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
-key heads, queries, keys) and the length of the sides.
+key heads, queries, keys) and the length of the sides.  With deterministic, true or false, it is the
+backward pass, and there is a line for each of its kernels.
 """
 
 import itertools
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 import triton
 from compile_kernels import issued_flops, resources
-from flashattn2.gluon import forward
+from flashattn2.gluon import backward, forward
+from flashattn2.kernels import rows
 from flashattn2.problem import Score
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -40,41 +42,59 @@ class Hopper:
 
 
 class Launch:
-    """Stands in the kernel's place, and compiles what would be launched."""
+    """Stands in a kernel's place, and compiles what would be launched."""
 
     def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, None
+        self.kernel, self.launched = kernel, []
 
     def __getitem__(self, grid):
         def launch(*args, **options):
-            self.compiled = self.kernel.warmup(*args, grid=grid, **options)
+            compiled = self.kernel.warmup(*args, grid=grid, **options)
+            self.launched.append((compiled, options))
 
         return launch
 
 
 driver.set_active(Hopper())
 LAUNCH = forward.forward_kernel = Launch(forward.forward_kernel)
+LAUNCH_BACK = backward.backward_kernel = Launch(backward.backward_kernel)
+# A kernel of Triton's, and no GPU to run it on.
+rows.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
 
 
 def compile_job(job):
     """What the compilers made of it: Triton's PTX, and of that ptxas's machine code."""
-    dim, tile = job["dim"], forward.TILES[job["dim"]]
+    dim = job["dim"]
     batch, heads, kv_heads, seq_q, seq_k = job.get("shape", (2, 4, 2, 300, 500))
     q = torch.zeros(batch, heads, seq_q, dim, dtype=DTYPES[job["dtype"]])
     k = v = torch.zeros(batch, kv_heads, seq_k, dim, dtype=q.dtype)
     side = job.get("side", 100)
     score = Score(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
-    forward.forward(q, k, v, score)
-    compiled = LAUNCH.compiled
+    if "deterministic" in job:
+        lse = torch.zeros(q.shape[:-1])
+        backward.backward(q, k, v, q, lse, q, None, score, job["deterministic"])
+        while LAUNCH_BACK.launched:
+            compiled, options = LAUNCH_BACK.launched.pop(0)
+            products = 5 if options["ATOMIC"] else 4 if options["BY_KEY"] else 3
+            tile = options["HELD"] * options["ROWS"]
+            code = made(compiled, 2, products * tile * dim)
+            yield {**job, **code, "scores_of_a_thread": tile // 256}
+    else:
+        forward.forward(q, k, v, score)
+        tile = forward.TILES[dim]
+        # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
+        loops = 3 if job["left"] else 2
+        products = (loops + 1) * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
+        # Each consumer is a copy of its own in the code, issued by one warpgroup.
+        yield {**job, **made(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
+
+
+def made(compiled, warpgroups, products):
+    """Of one kernel, whose products add so many pairs of numbers."""
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
-    # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
-    loops = 3 if job["left"] else 2
-    algorithm = (loops + 1) * 2 * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
     code = run(BIN / "cuobjdump", "-sass", cubin, ".cubin")
     return {
-        **job,
-        # Each consumer is a copy of its own in the code, issued by one warpgroup.
-        "work": issued_flops(ptx, 4) / algorithm,
+        "work": issued_flops(ptx, 4 * warpgroups) / (2 * products),
         "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "waits": sorted({int(n) for n in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)}),
         "waits_in_machine_code": sorted(
@@ -84,9 +104,9 @@ def compile_job(job):
         "under_products": [*under_products(code)],
         "hand_over": sorted(int(n) for n in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
-        "stages": tile.stages,
         "unguarded_arrivals": unguarded_arrivals(ptx),
         "stores": [*stores(ptx)],
+        "exchanges": exchanges(ptx),
         "shared_bytes": compiled.metadata.shared,
         "warnings": run(get_ptxas(90).path, "-v -arch=sm_90a -o /dev/null", ptx.encode(), ".ptx"),
         **resources(cubin),
@@ -125,6 +145,24 @@ def stores(ptx):
     for piece in re.findall(r"stmatrix.*?cp\.async\.bulk\.wait_group", ptx, re.DOTALL):
         found = re.findall("|".join(map(re.escape, kinds)), piece)
         yield [kind for kind, _ in itertools.groupby(kinds[x] for x in found)]
+
+
+def exchanges(ptx):
+    """What happens to all that consumers write for TMA or a product to read, in the order of text.
+
+    From the first such write on, each run of one kind once.
+    """
+    kinds = {
+        "write": r"m8n8\.x4|st\.shared\.v2",
+        "fence": r"fence\.proxy\.async",
+        "meet": r"bar(?:rier)?\.sync|barrier\.cta",
+        "copy": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
+        "copied": r"cp\.async\.bulk\.wait_group",
+        "product": r"wgmma\.mma_async[^;]*}, %rd\d+, %rd\d+, [^;]*, 1, 1;",
+    }
+    pattern = "|".join(f"(?P<{kind}>{text})" for kind, text in kinds.items())
+    found = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))
+    return [kind for kind, _ in itertools.groupby(found)]
 
 
 def under_products(code):
@@ -167,4 +205,5 @@ def run(tool, options, content, suffix):
 
 if __name__ == "__main__":
     for job in json.load(sys.stdin):
-        print(json.dumps(compile_job(job)), flush=True)
+        for result in compile_job(job):
+            print(json.dumps(result), flush=True)

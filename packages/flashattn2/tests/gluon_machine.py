@@ -1,37 +1,43 @@
-"""A machine of Python for the Gluon kernel, since nothing else here can run it.
+"""A machine of Python for the Gluon kernels, since nothing else here can run it.
 
-`Machine` executes the kernel's own functions line by line: torch does their arithmetic, a thread
+`Machine` executes a kernel's own functions line by line: torch does their arithmetic, a thread
 stands for each partition of warps, and barriers count phases as Hopper's do.  What each partition
 asks of barriers and shared memory, in order, is its trace: see `gluon_schedules.py`.
 """
 
+import itertools
 import math
 import threading
 from types import FunctionType, SimpleNamespace
 
 import torch
-from flashattn2.gluon import forward as kernel
+from flashattn2.gluon import backward, forward
 from flashattn2.kernels import tiles
 from gluon_schedules import after
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# What the kernel allocates, in this order.
-NAMES = ("q", "k", "v", "q_ready", "k_ready", "k_free", "v_ready", "v_free")
+# What each kernel allocates, in this order.
+NAMES = {
+    "forward_kernel": "q k v q_ready k_ready k_free v_ready v_free",
+    "backward_kernel": "a b x y lse delta numbers held_ready x_ready y_ready free ds dq",
+}
 PATIENCE_SECONDS = 60.0
-# As they were before a machine stands in the kernel's place.
-KERNEL, BELOW = dict(vars(kernel)), dict(vars(tiles))
+# As they were before a machine stands in a kernel's place.
+HOMES = {"forward_kernel": dict(vars(forward)), "backward_kernel": dict(vars(backward))}
+BELOW = dict(vars(tiles))
 
 
 class Machine:
-    """Runs programs of `forward_kernel`; stands in its place, launched in the same way."""
+    """Runs programs of one kernel; stands in its place, launched in the same way."""
 
-    def __init__(self):
-        self.programs = []
+    def __init__(self, kernel):
+        self.kernel, self.programs = kernel, []
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, enable_fp_fusion, **flags):
-            assert num_warps == 4
+            assert num_warps == {"forward_kernel": 4, "backward_kernel": 8}[self.kernel]
             for index in range(grid[0]):
-                self.programs.append(Program(index, grid[0], args, flags))
+                self.programs.append(Program(self.kernel, index, grid[0], args, flags))
 
         return launch
 
@@ -39,16 +45,13 @@ class Machine:
 class Program:
     """One program of the grid: the traces of its partitions, and what each barrier counts to."""
 
-    def __init__(self, index, programs, args, flags):
+    def __init__(self, kernel, index, programs, args, flags):
         self.lock = threading.Condition()
         self.here = threading.local()
         self.arrivals, self.barriers, self.contents, self.traces = {}, {}, {}, []
-        self.names = iter(NAMES)
-        names = ("q", "k", "v", "out")
-        tensors = [Descriptor(x, name) for x, name in zip(args[:4], names, strict=True)]
-        lse = Pointer(args[4].view(-1), 0)
-        run = functions(self.language(index, programs))["forward_kernel"]
-        run(*tensors, lse, *args[5:], **flags)
+        self.names, self.made = iter(NAMES[kernel].split()), itertools.count()
+        run = functions(self.language(index, programs), HOMES[kernel])[kernel]
+        run(*(as_seen(x, i) for i, x in enumerate(args)), **flags)
 
     def language(self, index, programs):
         """What the kernel means by the names that it imports."""
@@ -64,8 +67,10 @@ class Program:
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
             arange=lambda lo, hi, _: torch.arange(lo, hi), convert_layout=lambda x, _: x,
-            static_range=range, float32=torch.float32, int64="barrier",
-            SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None,
+            static_range=range, float32=torch.float32, int32=torch.int32, int64="barrier",
+            NVMMASharedLayout=lambda *_, **__: None, SwizzledSharedLayout=lambda *_: None,
+            BlockedLayout=lambda *_: None, SliceLayout=lambda *_: None,
+            DotOperandLayout=lambda *_: None,
             NVMMADistributedLayout=lambda *_: None,
             allocate_shared_memory=self.allocate, warp_specialize=self.warp_specialize,
             store=lambda pointer, value, mask: pointer.store(value, mask),
@@ -75,7 +80,7 @@ class Program:
             expect=self.expect,
         )  # fmt: skip
         gl.tma = SimpleNamespace(store_wait=lambda _: self.note("sent"))
-        gl.load_tile, gl.store_tile = self.load, self.send
+        gl.load_tile, gl.store_tile, gl.add_tile = self.load, self.send, self.add
         gl.warpgroup_mma, gl.warpgroup_mma_wait = self.mma, self.mma_wait
         gl.fence_async_shared = lambda: self.note("fence")
         return gl
@@ -84,10 +89,10 @@ class Program:
         name = next(self.names)
         if dtype == "barrier":
             return Barrier((name,))
-        return Shared(self, torch.full(shape, torch.nan, dtype=dtype), (name,))
+        return Shared(self, torch.empty(shape, dtype=dtype).fill_(UNWRITTEN[dtype]), (name,))
 
     def warp_specialize(self, partitions, warps, registers):
-        assert [*warps] == [4, 1]
+        assert [*warps] == [4] * (len(partitions) - 2) + [1]
         assert all(r % 8 == 0 for r in registers)
         self.traces = [[] for _ in partitions]
         self.failures = []
@@ -154,7 +159,11 @@ class Program:
 
     def send(self, target, at, source):
         self.note("send", source.name)
-        target.write(at, source.data)
+        target.inside(at).copy_(source.data.view(target.block)[target.cut(at)])
+
+    def add(self, target, at, source):
+        self.note("send", source.name)
+        target.inside(at).add_(source.data.view(target.block)[target.cut(at)])
 
     def mma(self, a, b, acc, use_acc=True, is_async=False):
         assert is_async
@@ -213,8 +222,14 @@ class Shared:
         return Shared(self.program, self.data.permute(*order), self.name)
 
     def store(self, value):
-        self.program.note("write", self.name)
+        content = ("made", next(self.program.made))
+        self.program.note("write", self.name, content)
+        self.program.contents[self.name] = content
         self.data.copy_(value)
+
+    def load(self, _):
+        self.program.note("read", self.name, self.program.contents[self.name])
+        return self.data.clone()
 
 
 class Descriptor:
@@ -228,19 +243,23 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=size)
 
     def inside(self, at):
-        assert at[3] == 0
-        assert all(0 <= i < n for i, n in zip(at[:2], self.base.shape, strict=False))
-        return self.base[at[0], at[1], at[2] : at[2] + self.block[2]]
+        # Rows may lie beyond the end, where TMA sees zeros; batch and head may not.
+        assert all(0 <= i < n for i, n in zip(at[:-2], self.base.shape, strict=False))
+        assert at[-2] >= 0
+        places = zip(at, self.block, strict=True)
+        return self.base[tuple(slice(i, i + size) for i, size in places)]
+
+    def cut(self, at):
+        return tuple(slice(0, n) for n in self.inside(at).shape)
 
     def read(self, at):
         tile = torch.zeros(self.block, dtype=self.dtype)
-        rows = self.inside(at)
-        tile[0, 0, : len(rows)] = rows
+        tile[self.cut(at)] = self.inside(at)
         return tile
 
-    def write(self, at, tile):
-        rows = self.inside(at)
-        rows.copy_(tile[0, 0, : len(rows)])
+
+UNWRITTEN = dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), torch.nan)
+UNWRITTEN[torch.int32] = -(2**30)
 
 
 class Pointer:
@@ -256,14 +275,21 @@ class Pointer:
         self.base[self.offset[mask]] = value[mask]
 
 
-def functions(language):
+def as_seen(x, index):
+    """An argument as the kernel sees it."""
+    if isinstance(x, TensorDescriptor):
+        return Descriptor(x, index)
+    return Pointer(x.view(-1), 0) if torch.is_tensor(x) else x
+
+
+def functions(language, home):
     """The kernel's functions, with another language below them."""
-    shared, names = {**BELOW, "tl": language}, {**KERNEL, **vars(language), "gl": language}
+    shared, names = {**BELOW, "tl": language}, {**home, **vars(language), "gl": language}
     for space in (shared, names):
         for name, value in space.items():
             # A function compiled by Triton, or one that would be interpreted.
             if isinstance(getattr(value, "fn", None), FunctionType):
                 fn = value.fn
-                home = names if fn.__module__ == kernel.__name__ else shared
-                space[name] = FunctionType(fn.__code__, home, name, fn.__defaults__)
+                below = shared if fn.__module__ == tiles.__name__ else names
+                space[name] = FunctionType(fn.__code__, below, name, fn.__defaults__)
     return names

@@ -17,11 +17,15 @@ def explore(traces, arrivals):
     """
     bars = {name: i for i, name in enumerate(arrivals)}
     counts = tuple(arrivals.values())
-    loads = {op[2] for trace in traces for op in trace if op[0] == "load"}
-    buffers = {name: i for i, name in enumerate(sorted(loads, key=str))}
+    place = {"load": 2, "write": 1, "read": 1}
+    used = {op[place[op[0]]] for trace in traces for op in trace if op[0] in place}
+    buffers = {name: i for i, name in enumerate(sorted(used, key=str))}
+    # What was written before the partitions started is there.
+    first = {op[1]: op[2] for trace in traces for op in reversed(trace) if op[0] == "read"}
+    written = {op[place[op[0]]] for trace in traces for op in trace if op[0] in ("load", "write")}
     start = (
         (0,) * len(traces), tuple((0, n, 0) for n in counts), frozenset(),
-        (None,) * len(buffers), ((),) * len(traces),
+        tuple(None if name in written else first[name] for name in buffers), ((),) * len(traces),
     )  # fmt: skip
     known, waiting = {start}, [start]
     while waiting:
@@ -74,32 +78,40 @@ def _moves(state, traces, bars, counts, buffers):
             memory = _with(contents, buffers[op[2]], None)
         elif kind == "mma":
             for buffer, content in op[1]:
-                if contents[buffers[buffer]] != content:
-                    raise RuntimeError(
-                        f"{buffer} is read for {content} while it holds {contents[buffers[buffer]]}"
-                    )
-            reading = _with(readers, who, (*mine, tuple(buffer for buffer, _ in op[1])))
+                _holds(buffer, content, contents[buffers[buffer]])
+            reading = _with(readers, who, (*mine, ("mma", *(buffer for buffer, _ in op[1]))))
+        elif kind == "read":
+            # By the partition itself, that sees what it wrote without a fence.
+            held = contents[buffers[op[1]]]
+            _holds(op[1], op[2], held[2] if held and held[:2] == ("hidden", who) else held)
         elif kind == "retire":
-            reading = _with(readers, who, mine[max(len(mine) - op[1], 0) :])
+            left = [i for i, group in enumerate(mine) if group[0] == "mma"][-op[1] or len(mine) :]
+            kept = (g for i, g in enumerate(mine) if g[0] == "send" or i in left)
+            reading = _with(readers, who, (*kept,))
         elif kind == "write":
             _not_in_use(op[1], state, "it is written to")
-            memory = _with(contents, buffers[op[1]], ("written", who))
+            memory = _with(contents, buffers[op[1]], ("hidden", who, op[2]))
         elif kind == "fence":
-            memory = tuple("visible" if x == ("written", who) else x for x in contents)
+            memory = tuple(x[2] if x and x[:2] == ("hidden", who) else x for x in contents)
         elif kind == "send":
-            if contents[buffers[op[1]]] != "visible":
+            if contents[buffers[op[1]]][0] != "made":
                 raise RuntimeError(f"{op[1]} is sent without a fence behind what wrote it")
-            reading = _with(readers, who, (*mine, (op[1],)))
+            reading = _with(readers, who, (*mine, ("send", op[1])))
         elif kind == "sent":
-            reading = _with(readers, who, ())
+            reading = _with(readers, who, tuple(group for group in mine if group[0] == "mma"))
         else:
             raise AssertionError(op)
         yield here, now, sky, memory, reading
 
 
+def _holds(buffer, content, held):
+    if held != content:
+        raise RuntimeError(f"{buffer} is read for {content} while it holds {held}")
+
+
 def _not_in_use(buffer, state, what):
     _, _, flying, _, readers = state
-    if any(buffer in group for groups in readers for group in groups):
+    if any(buffer in group[1:] for groups in readers for group in groups):
         raise RuntimeError(f"{buffer} is still being read when {what}")
     if any(copy[2] == buffer for copy in flying):
         raise RuntimeError(f"{buffer} is still being loaded when {what}")

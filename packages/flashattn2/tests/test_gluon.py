@@ -19,7 +19,7 @@ from flashattn2 import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from flashattn2.gluon import forward
+from flashattn2.gluon import backward, forward
 from gluon_machine import Machine
 from gluon_schedules import explore
 from triton.experimental.gluon import language as gl
@@ -28,9 +28,17 @@ from triton.experimental.gluon import language as gl
 @pytest.fixture
 def machine(monkeypatch):
     """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
-    found = Machine()
+    found = Machine("forward_kernel")
     monkeypatch.setattr(forward, "forward_kernel", found)
     monkeypatch.setattr(dispatch, "_why_no_gluon_on", lambda _: None)
+    return found
+
+
+@pytest.fixture
+def back(machine, interpreter, monkeypatch):
+    """The same for the backward pass."""
+    found = Machine("backward_kernel")
+    monkeypatch.setattr(backward, "backward_kernel", found)
     return found
 
 
@@ -94,11 +102,43 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
     assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_it_is_as_good_as_plain_with_the_backward_pass_behind_it(machine, interpreter):
-    def run(*args, **options):
-        return flash_attention(*args, backend="gluon", **options)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
+@pytest.mark.parametrize("lengths", [(129, 300), (200, 150)], ids=str)
+@pytest.mark.parametrize("band", BANDS)
+def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
+    """Of queries that see no key too, and of the log-sum-exp."""
 
-    assert_as_good_as_plain(run, tensors(20, 140, 64), is_causal=True)
+    def run(*args, **options):
+        return flash_attention(*args, backend="gluon", deterministic=deterministic, **options)
+
+    torch.manual_seed(len(band))
+    dim = 64 if (lengths[0] > lengths[1]) == deterministic else 128
+    assert_as_good_as_plain(run, tensors(*lengths, dim), **BANDS[band])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100))
+def test_its_gradients_are_as_good_as_plain_in_cases_drawn_at_random(back, seed):
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def side():
+        return draw.choice([None, 0, 1, 127, 128, draw.randint(0, 50), draw.randint(0, 400)])
+
+    deterministic, kv_heads = draw.random() < 0.5, draw.choice([1, 2])
+    inputs = tensors(
+        draw.choice([1, 64, 128, draw.randint(1, 300)]),
+        draw.choice([16, 128, 256, draw.randint(16, 400)]),
+        draw.choice([64, 128]), draw.choice([torch.bfloat16, torch.float16]),
+        kv_heads * draw.choice([1, 3]), kv_heads, draw.choice([1, 2]),
+    )  # fmt: skip
+    assert_as_good_as_plain(
+        lambda *args, **options: flash_attention(
+            *args, backend="gluon", deterministic=deterministic, **options
+        ),
+        inputs, is_causal=draw.random() < 0.4, window=draw.choice([None, (side(), side())]),
+        scale=draw.choice([None, 0.3]),
+    )  # fmt: skip
 
 
 def test_any_strides_and_one_head_dimension(machine):
@@ -137,6 +177,18 @@ def one_program(machine, dim, tiles):
     return program
 
 
+def one_program_back(back, dim, tiles, which):
+    """That so many tiles pass by; "ordered by key", "ordered by query" or "atomic"."""
+    long, deterministic = backward.TILES[dim].rows * tiles, which != "atomic"
+    lengths = (128, long) if which == "ordered by query" else (long, 128)
+    inputs = [x.requires_grad_() for x in tensors(*lengths, dim, heads=1)]
+    out = flash_attention(*inputs, backend="gluon", deterministic=deterministic)
+    out.sum().backward()
+    program = back.programs[-1 if which == "ordered by query" else 0]
+    back.programs.clear()
+    return program
+
+
 @pytest.mark.parametrize(
     "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
 )
@@ -149,6 +201,23 @@ def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, 
     ]
     assert states == sorted(states)
     assert states[-1] > 5_000
+
+
+WHICH = ["ordered by query", "atomic"]
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128])
+@pytest.mark.parametrize(
+    "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
+)
+def test_no_schedule_of_the_backward_pass_does_either(back, which, dim):
+    states = [
+        explore(program.traces, program.arrivals)
+        for tiles in (1, 2, 2 * backward.TILES[dim].stages + 1)
+        for program in [one_program_back(back, dim, tiles, which)]
+    ]
+    assert states == sorted(states)
+    assert states[-1] > 300
 
 
 def faults(traces):
@@ -199,6 +268,18 @@ def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
     program = one_program(machine, 128, forward.TILES[128].stages + 2)
     planted = dict(faults(program.traces))
     assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
+    for fault, traces in planted.items():
+        with pytest.raises(RuntimeError):
+            print(fault, explore(traces, program.arrivals))
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
+)
+def test_they_are_found_in_the_backward_pass_too(back, which):
+    program = one_program_back(back, 128, backward.TILES[128].stages + 2, which)
+    planted = dict(faults(program.traces))
+    assert len(planted) == 3 * 2 + 3 + 2 + 2 + 3 * 3
     for fault, traces in planted.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
@@ -256,6 +337,51 @@ def test_compiled_it_spills_nothing_and_multiplies_under_the_softmax(jobs):
         assert result["tma_loads"] > 0, result
 
 
+BACK = [
+    {"dim": dim, "dtype": dtype, "left": left, "right": right, "deterministic": deterministic}
+    for dim in (64, 128)
+    for dtype in ("bf16", "fp16")
+    for left in (False, True)
+    for right in (False, True)
+    for deterministic in (False, True)
+]
+BACK += [{**job, "shape": [1, 1, 1, 1, 77], "side": 1} for job in BACK[-2:]]
+BACK += [{**job, "shape": [16, 16, 1, 4096, 4096], "side": 0} for job in BACK[-4:-2]]
+BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
+
+
+@pytest.mark.parametrize(
+    "jobs",
+    [BACK_SAMPLE, pytest.param(BACK, marks=pytest.mark.exhaustive)],
+    ids=["sample", "exhaustive"],
+)
+def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
+    """A few bytes do not fit into registers: 48 at most where dQ is made too, else 8."""
+    for result in compiled(jobs):
+        atomic = not result["deterministic"]
+        assert result["stack_bytes"] <= (48 if atomic else 8), result
+        assert result["registers"] <= 168, result
+        assert 240 in result["hand_over"], result
+        assert result["shared_bytes"] <= 227 * 1024, result
+        assert result["work"] == pytest.approx(1.0, abs=0.02), result
+        assert set(result["widths"]) <= {64, 128}, result
+        assert result["waits"] == result["waits_in_machine_code"] == [0, 1], result
+        # One for each score that a thread has, under dP.
+        assert max(result["under_products"]) == result["scores_of_a_thread"], result
+        assert "C75" not in result["warnings"], result
+        assert result["unguarded_arrivals"] == [], result
+        order = result["exchanges"]
+        writes = [i for i, kind in enumerate(order) if kind == "write"]
+        assert len(writes) == (3 if atomic else 1), result
+        assert all(order[i + 1 : i + 3] == ["fence", "meet"] for i in writes), result
+        assert order[writes[-1] + 3 : writes[-1] + 5] == ["copy", "copied"], result
+        if atomic:
+            # dS is there for both warpgroups; the part of dQ before was read.
+            assert order[writes[0] + 3] == "product", result
+            assert order[writes[1] - 2 : writes[1]] == ["copied", "meet"], result
+            assert order[writes[1] + 3] == "copy", result
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -285,6 +411,8 @@ def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch)
     explanation = explain(x, x, x, backend="gluon")
     assert explanation.backend == "gluon"
     assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "dkdv", "dq"]
+    explanation = explain(x, x, x, backend="gluon", deterministic=False)
+    assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "atomic"]
     assert "128 queries by 128 keys" in explanation.tiles[0]
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"GPUs of compute capability 9\.0; got cpu"):

@@ -144,7 +144,7 @@ def flash_attention(
       (rounded up to whole tiles), and nothing else at all, so that a result does not depend on the
       batch it is in; None splits where the GPU would stand idle.
     - ``backend``: "triton", "aten" (torch's CPU kernel), "torch" (tiled PyTorch), or "auto"; and
-      "gluon", which "auto" never takes: Triton, with a forward pass written for Hopper's warps.
+      "gluon", which "auto" never takes: kernels written for Hopper's warps.
 
     There is no dropout and no additive mask.  Raises ValueError or TypeError for input that cannot
     be right, or that the named backend cannot take.

@@ -11,7 +11,7 @@ from flashattn2 import aten
 from flashattn2.problem import LARGEST_HEAD_DIM, SMALLEST_HEAD_DIM, Score
 
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")
-# Those whose backward pass, and all but one kernel, are plain Triton's.
+# Those whose results have the layout of their inputs.
 OF_TRITON = ("triton", "gluon")
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 

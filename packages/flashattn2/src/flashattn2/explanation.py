@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flashattn2.autocast import lowered
-from flashattn2.dispatch import OF_TRITON, Method, choose
+from flashattn2.dispatch import Method, choose
 from flashattn2.problem import Score, Window, check_dense, check_sinks, check_varlen, make_score
 from flashattn2.tiled import TILE
 
@@ -65,7 +65,12 @@ def explain(
     tiles: tuple[str, ...] = ()
     if method.backend == "torch":
         tiles = (f"forward and backward: tiles of {TILE} queries by {TILE} keys",)
-    elif method.backend in OF_TRITON:
+    elif method.backend == "gluon":
+        from flashattn2.gluon import backward, forward
+
+        dim = q.shape[-1]
+        tiles = (forward.describe(dim), *backward.describe(dim, deterministic))
+    elif method.backend == "triton":
         from flashattn2.kernels.configs import has_atomic
 
         atomic = not deterministic and has_atomic(q.element_size())
@@ -73,10 +78,6 @@ def explain(
             _describe(kernel, method, score, packed, q, k, v)
             for kernel in (("forward", "atomic") if atomic else ("forward", "dkdv", "dq"))
         )
-    if method.backend == "gluon":
-        from flashattn2.gluon.forward import describe
-
-        tiles = (describe(q.shape[-1]), *tiles[1:])
     return Explanation(method.backend, reason, tiles)
 
 

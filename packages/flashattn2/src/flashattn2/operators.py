@@ -74,7 +74,12 @@ def backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
     score = Score(scale, left, right, softcap)
-    if backend in OF_TRITON:
+    if backend == "gluon":
+        from flashattn2.gluon import backward as of_gluon
+
+        with torch.cuda.device_of(q):
+            return of_gluon.backward(q, k, v, out, lse, grad_out, grad_lse, score, deterministic)
+    if backend == "triton":
         from flashattn2.kernels import backward
 
         with torch.cuda.device_of(q):
