@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -197,3 +198,25 @@ def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
     # Gathered for forward and for backward: the first step does not know yet which layer is last.
     assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size, "all_reduce": 4}
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
+
+
+def abandoned(call):
+    """One rank drops what it began before the other's blocks are sent."""
+    first = dist.get_rank() == 0
+    dist.barrier()
+    if not first:
+        time.sleep(0.5)
+    large, small = torch.ones(1_000_000), torch.ones(500_000)
+    pair = (small, large) if call is direct_reduce_scatter else (large, small)
+    work = call(*pair, async_op=True)
+    if not first:
+        work.wait()
+    del work, pair, large, small
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+@pytest.mark.parametrize("call", [direct_reduce_scatter, direct_all_gather])
+def test_work_that_nobody_waits_for_does_not_stop_the_group(call):
+    assert run_ranks(abandoned, 2, call, timeout=60) == [[2.0] * 3] * 2

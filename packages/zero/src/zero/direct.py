@@ -98,6 +98,10 @@ def _exchange(
     return [work for work in (*receives, *sends) if work is not None]
 
 
+# What nobody waited for, kept: gloo's connection stops at a message whose receiver has gone.
+_abandoned: list[Work] = []
+
+
 class _AllOf:
     def __init__(self, works: list[Work]) -> None:
         self.works = works
@@ -105,6 +109,10 @@ class _AllOf:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+        self.works = []
+
+    def __del__(self) -> None:
+        _abandoned.extend(self.works)
 
 
 class _DirectReduceScatter:
@@ -117,13 +125,12 @@ class _DirectReduceScatter:
         self.arrived = [
             blocks[r] if r == self.rank else torch.empty_like(blocks[r]) for r in range(world)
         ]
-        self.work = _exchange(list(blocks), self.arrived, group, tag)
+        self.work = _AllOf(_exchange(list(blocks), self.arrived, group, tag))
 
     def wait(self) -> None:
         if not self.arrived:
             return
-        for work in self.work:
-            work.wait()
+        self.work.wait()
         first, *others = self.arrived
         if self.output.dtype in (torch.float16, torch.bfloat16) and others:
             total = first.float()
@@ -142,4 +149,4 @@ class _DirectReduceScatter:
                 self.output.view(-1).add_(block)
         else:
             self.output.view(-1).copy_(first)
-        self.arrived, self.work = [], []
+        self.arrived = []
