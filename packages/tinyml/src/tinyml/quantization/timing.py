@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ MOST = 2 / 3
 ROUNDS = 9
 _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # what takes longer than a cache takes to fill is not timed in two states
-_SHORT = 1e-4
+_SHORT = 5e-4  # seconds
+_WARM_UP = 4  # calls until what lies in a cache is there, after another way's weights
 _HOPELESS = 3.0  # times slower than the fastest
 
 
@@ -65,15 +65,16 @@ def measure(ways: Mapping[str, Callable[[], Tensor]], plain: str | None = None) 
     left = {n: call for n, call in ways.items() if once[n] <= hopeless or n == plain}
     warm: dict[str, list[float]] = {name: [] for name in left}
     cold: dict[str, list[float]] = {name: [] for name in left}
-    fill_the_cache = partial(torch.empty(_CACHE_BYTES, dtype=torch.uint8).fill_, 1)
     long = min(once.values()) > _LONG_MS
+    fill_the_cache = torch.ones(0 if long or not plain else _CACHE_BYTES // 4).sum
     rivals, sure, unsure = left.keys() - {plain}, set[str](), set[str]()
     for _ in range(2 if plain and rivals else 1):
         for _ in range(ROUNDS // 2 if long else ROUNDS):
             for name, call in left.items():
                 warm[name].append(milliseconds(call, None if long else call))
-                if plain and not long:
-                    cold[name].append(milliseconds(call, fill_the_cache))
+        for _ in range(ROUNDS if plain and not long else 0):
+            for name, call in left.items():
+                cold[name].append(milliseconds(call, fill_the_cache))
         if plain:
             won = {name: min(_share(t[name], t[plain]) for t in (warm, cold)) for name in rivals}
             sure = {name for name, share in won.items() if share >= MOST}
@@ -102,8 +103,8 @@ def milliseconds(call: Callable[[], object], before: Callable[[], object] | None
     on_gpu = torch.cuda.is_initialized()
     alone = torch.get_num_threads() == 1 and not on_gpu
     clock = time.thread_time if alone else time.perf_counter
-    if before is not None:
-        before()
+    for _ in range(_WARM_UP if before is call else before is not None):
+        before()  # type: ignore[misc]
     if on_gpu:
         torch.cuda.synchronize()
     start, count, seconds = clock(), 0, 0.0
