@@ -8,18 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import quantize
-from tinyml.quantization import fastest
+from tinyml.quantization import fastest, products
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.products import WAYS, Int8Weights, exact_parts, forget_choices
+from tinyml.quantization.products import WAYS, Int8Weights, exact_parts
 from tinyml.quantization.timing import Timing
 from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def _measure_anew():
-    forget_choices()
-    yield
-    forget_choices()
+def _measure_anew(monkeypatch):
+    monkeypatch.setattr(products, "_chosen", {})
 
 
 def codes(rows, columns, seed):

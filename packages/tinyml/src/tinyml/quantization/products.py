@@ -57,12 +57,6 @@ class Choice:
 _chosen: dict[Any, Choice] = {}
 
 
-def forget_choices() -> None:
-    """Measure every class of shapes again at its next product."""
-    global _chosen
-    _chosen = {}
-
-
 class Exact:
     """int8 weights that many inputs meet, by the fastest of the ways that are exact here.
 
@@ -74,7 +68,6 @@ class Exact:
         self.codes = codes
         self._kept: dict[str, Any] = {}
         self._ways: dict[object, str] = {}
-        self._chosen_from = _chosen
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Every way by name."""
@@ -96,8 +89,6 @@ class Exact:
         """The name of the way for inputs like these; see `choice`."""
         if torch.compiler.is_compiling() or not inputs.numel():
             return "float64"  # nothing can be timed inside a compiled graph
-        if self._chosen_from is not _chosen:
-            self._ways, self._chosen_from = {}, _chosen
         count = (len(inputs) - 1).bit_length()
         key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
         if key not in self._ways:
