@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tinyml import Int4Linear, load, quantize, save, size_of
+from tinyml import Int4Linear, IntegerModel, load, quantize, save, size_of
 from tinyml.quantization import fastest
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.timing import Timing
@@ -109,6 +109,29 @@ def test_files_state_dicts_and_copies_hold_all(tmp_path):
         other.load_state_dict(small.state_dict())
         assert torch.equal(other(inputs), expected)
         torch.testing.assert_close(make(small)(inputs), expected, rtol=0.02, atol=0.02)  # twice
+
+
+def test_what_is_made_in_inference_mode_runs_outside_of_it():
+    model, inputs = nn.Sequential(nn.Linear(64, 32)), torch.randn(3, 64)
+    for make in (
+        lambda: quantize(model, 4, activations="auto"),
+        lambda: quantize(model, activations="dynamic"),
+        lambda: IntegerModel(model, [inputs]),
+    ):
+        with torch.inference_mode():
+            small = make()
+            expected = small(inputs).clone()
+        assert torch.equal(small(inputs), expected)
+
+
+@pytest.mark.parametrize(("bits", "activations"), [(4, "auto"), (8, "dynamic")])
+def test_an_exported_graph_computes_the_same(bits, activations):
+    torch.manual_seed(0)
+    small = quantize(nn.Sequential(nn.Linear(64, 32)), bits, activations=activations)
+    inputs = torch.randn(3, 5, 64, requires_grad=True)
+    graph = torch.export.export(small, (inputs,)).module()
+    torch.testing.assert_close(graph(inputs), small(inputs), rtol=0.02, atol=0.02)
+    assert not small(inputs).requires_grad
 
 
 @pytest.mark.timing

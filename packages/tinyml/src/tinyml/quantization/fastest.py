@@ -21,6 +21,7 @@ from tinyml.layers import (
     compressed_weight,
     identity,
     is_conv1d,
+    stamp_of,
     weight_of,
     with_modules,
 )
@@ -110,10 +111,10 @@ class FastestLinear(Replacement):
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:
         """What a way makes of the stored weight, once for as long as that is the same."""
+        if torch.compiler.is_compiling():
+            return make()  # a graph has no tensors to keep
         # A state dict that is loaded, a device or a type: each leaves another tensor or version.
-        codes, scale = self.stored()
-        stamp = codes.data_ptr(), codes._version, scale.data_ptr(), scale._version
-        if self._stamp != stamp:
+        if self._stamp != (stamp := stamp_of(*self.stored())):
             self._kept, self._stamp = {}, stamp
         if name not in self._kept:
             self._kept[name] = make()
