@@ -11,7 +11,7 @@ from tinyml import quantize
 from tinyml.quantization import fastest, products
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.products import WAYS, Int8Weights, exact_parts
-from tinyml.quantization.timing import Timing
+from tinyml.timing import Timing
 from torch import nn
 
 

@@ -4,8 +4,8 @@ import itertools
 import random
 
 import pytest
-from tinyml.quantization import timing
-from tinyml.quantization.timing import ROUNDS, measure
+from tinyml import timing
+from tinyml.timing import ROUNDS, measure
 
 
 def plain(): ...

@@ -5,7 +5,7 @@ import torch
 from tinyml import Int4Linear, IntegerModel, load, quantize, save, size_of
 from tinyml.quantization import fastest
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.timing import Timing
+from tinyml.timing import Timing
 from torch import nn
 
 
@@ -145,7 +145,7 @@ def test_one_token_is_never_slower_than_float(processor, times_of_float):
 CHOSEN = """
 import torch
 from tinyml import quantize
-from tinyml.quantization.timing import milliseconds
+from tinyml.timing import milliseconds
 torch.manual_seed(0)
 torch.set_num_threads(1)
 for bits in (4, 8):

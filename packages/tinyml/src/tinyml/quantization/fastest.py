@@ -25,7 +25,7 @@ from tinyml.layers import (
     weight_of,
     with_modules,
 )
-from tinyml.quantization.timing import Timing, measure
+from tinyml.timing import Timing, measure
 
 SHOWN_TOKENS = (1, 32, 512)
 """One token of a decoder, a small batch, a prompt."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinyml.quantization.timing import Timing, measure
+from tinyml.timing import Timing, measure
 
 EXACT_IN_FLOAT32 = 2**24
 _SMALLEST = 16  # torch 2.11's int8 product returns memory that it never wrote for inner sizes of 1
