@@ -23,7 +23,7 @@ from tinyml.integer.layers import (
     fixed_point,
 )
 from tinyml.integer.to_c import to_c
-from tinyml.quantization.products import forget_choices
+from tinyml.quantization import products
 from torch import nn
 
 
@@ -212,8 +212,7 @@ def test_every_bit_equals_the_oracle(build, way, monkeypatch):
         # float64 is there for the sizes and geometries that a way does not take.
         only = {name: convolution.WAYS[name] for name in (way, "float64")}
         monkeypatch.setattr("tinyml.integer.convolution.WAYS", only)
-    forget_choices()
-    convolution.forget_choices()
+    monkeypatch.setattr(products, "_chosen", {})
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(6, 2, 8, 8, generator=generator) for _ in range(2)]
     if build == "chain":
@@ -225,7 +224,6 @@ def test_every_bit_equals_the_oracle(build, way, monkeypatch):
         ours = model.integers(codes)
         assert ours.dtype == torch.int8
         assert np.array_equal(ours.numpy(), oracle(model, codes))
-    convolution.forget_choices()
 
 
 @pytest.mark.parametrize("way", convolution.WAYS)

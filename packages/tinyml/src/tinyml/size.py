@@ -122,7 +122,7 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from torch.utils.flop_counter import FlopCounterMode
 
     from tinyml.integer.layers import IntegerProduct
-    from tinyml.quantization.int8 import FastestLinear
+    from tinyml.quantization.fastest import FastestLinear
 
     # However whole numbers are multiplied here, they are as many as the dense model's.
     model, total = copy.deepcopy(model).eval(), 0

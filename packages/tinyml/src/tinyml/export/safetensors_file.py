@@ -23,9 +23,10 @@ from torch.nn.utils import parametrize
 
 from tinyml.export.whole_file import whole_file
 from tinyml.layers import compressed_weight
+from tinyml.quantization.fastest import FastestLinear, TiedEmbedding
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
-from tinyml.quantization.int8 import Int8Embedding, Int8Linear
+from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
 
@@ -99,30 +100,34 @@ def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     layers: dict[str, dict[str, Any]] = {}
     first: dict[int, str] = {}
     named = dict(model.named_modules(remove_duplicate=False))
-    int8 = [n for n, m in named.items() if isinstance(m, Int8Linear)]
-    for name in int8:
-        parent = name.rpartition(".")[0]
-        if not isinstance(named.get(parent), Int8Embedding):
-            same = first.setdefault(id(named[name]), name)
-            auto = {"auto": True} if cast(Int8Linear, named[name]).may_stay_float else {}
-            layers[name] = {"kind": "int8", "same": same} | auto
     for name, layer in named.items():
-        if isinstance(layer, Int8Embedding):
-            layers[name] = {"kind": "int8 embedding", "table": first[id(layer.table)]}
+        tied = isinstance(named.get(name.rpartition(".")[0]), TiedEmbedding)
+        if isinstance(layer, FastestLinear) and not tied:
+            layers[name] = {"same": first.setdefault(id(layer), name)} | _of_linear(layer)
+    for name, layer in named.items():
+        if isinstance(layer, TiedEmbedding):
+            layers[name] = {"kind": "tied embedding", "table": first[id(layer.table)]}
     for name, layer in model.named_modules():
-        stored = layer.grid if isinstance(layer, Int4Linear) else compressed_weight(layer)
-        if stored is not None:
+        if (stored := compressed_weight(layer)) is not None:
             how = {"same": first.setdefault(id(stored), name)}
             if isinstance(stored, Palette):
                 layers[name] = how | {"kind": "palette", "bits": stored.bits}
             elif isinstance(stored, GridWeight):
-                rows = {"rows": list(stored.rows), "low": stored.low}
-                rows |= {"transposed": True} if stored.transposed else {}
-                kind = "int4" if isinstance(layer, Int4Linear) else "grid"
-                layers[name] = how | {"kind": kind, "bits": stored.bits} | rows
+                layers[name] = how | {"kind": "grid"} | _of_grid(stored)
             else:
                 raise ValueError(f"{name} is in training ({type(stored).__name__}); convert it")
     return layers
+
+
+def _of_linear(layer: FastestLinear) -> dict[str, Any]:
+    if isinstance(layer, Int4Linear):
+        return {"kind": "int4"} | _of_grid(layer.grid)
+    return {"kind": "int8"} | ({} if layer.always else {"auto": True})
+
+
+def _of_grid(grid: GridWeight) -> dict[str, Any]:
+    rows = {"bits": grid.bits, "rows": list(grid.rows), "low": grid.low}
+    return rows | ({"transposed": True} if grid.transposed else {})
 
 
 def _as_stored(
@@ -136,8 +141,8 @@ def _as_stored(
     names = ("codes", "scale", "zero", "divide")
     parts = {part: state[place + part] for part in names if place + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
-    if kind == "int8 embedding":
-        return Int8Embedding(cast(Int8Linear, made[how["table"]]))
+    if kind in ("tied embedding", "int8 embedding"):  # what files before had
+        return TiedEmbedding(cast(FastestLinear, made[how["table"]]))
     if kind == "int8":
         if first not in made:
             over = state.get(f"{start}divide")
@@ -149,8 +154,10 @@ def _as_stored(
             parts["palette"] = state[f"{start}parametrizations.weight.original"]
         restore: Any = Palette.restore if kind == "palette" else GridWeight.restore
         made[first] = restore(weight, **parts, **settings)
+        if kind == "int4":
+            made[first] = Int4Linear(cast(GridWeight, made[first]), layer.bias)
     if kind == "int4":
-        return Int4Linear(cast(GridWeight, made[first]), layer.bias)
+        return made[first]
     parametrize.register_parametrization(layer, "weight", made[first], unsafe=True)
     if first != name:
         other: Any = model.get_submodule(first)

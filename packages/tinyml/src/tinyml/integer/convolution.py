@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyml.integer.graph import Geometry
-from tinyml.quantization.products import EXACT_IN_FLOAT32, Exact, ends, forget_choices
+from tinyml.quantization.products import EXACT_IN_FLOAT32, Exact, ends
 
-__all__ = ["WAYS", "Int8Filters", "forget_choices"]
 _LARGEST = 128
 
 

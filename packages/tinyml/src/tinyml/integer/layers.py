@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Geometry, Step
+from tinyml.layers import stamp_of
 from tinyml.quantization.grid import Grid
 from tinyml.quantization.products import Int8Weights
 
@@ -125,7 +126,7 @@ class IntegerProduct(nn.Module):
 
     def prepared(self) -> Int8Weights | Int8Filters:
         """The weights as the exact product takes them."""
-        key = self.weight.data_ptr(), self.weight._version
+        key = stamp_of(self.weight)
         if self._prepared is None or self._prepared[0] != key:
             made = (
                 Int8Weights(self.weight, largest=128)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tinyml.layers import (
     QUANTIZABLE,
@@ -20,9 +20,10 @@ from tinyml.layers import (
     plain_copy,
     weight_of,
 )
+from tinyml.quantization.fastest import with_fastest_linears
 from tinyml.quantization.grid import Granularity, Observer, as_rows, granularity_of, grid_of
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.quantization.int4 import with_int4_linears
+from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import with_int8_linears
 
 
@@ -45,18 +46,29 @@ def quantize(
     `bits` may be given by layer name; other layers, and those that `protect` names, stay.
     activations="dynamic" also rounds the inputs of linear layers to int8 as they come and
     multiplies whole numbers (see `Int8Linear`), with the same bits everywhere, by the exact product
-    that is fastest here. "auto" does so only where it is measured to be faster than float32 here.
-    Weights alone are only smaller.
+    that is fastest here. "auto", with 8 or 4 bits, is for speed: linear layers (and embeddings tied
+    to them) by what is measured to be fastest here for so many tokens, float32 among it, for which
+    a dense weight is kept beside; 4 bits are in groups, of 32 inputs unless said otherwise. Weights
+    alone are only smaller.
     """
+    if activations == "auto" and bits == 4:
+        group_size = 32 if granularity is None and group_size is None else group_size
     granularity = granularity_of(granularity, group_size)
     model = plain_copy(model)
+
+    def gridded(layer: nn.Module, width: int) -> GridWeight:
+        weight = weight_of(layer)
+        rows = as_rows(outputs_first(layer, weight).float(), granularity, group_size)
+        grid = grid_of(rows, width, symmetric=symmetric, observer=observer).stored_as(weight.dtype)
+        codes, transposed = grid.quantize(rows), is_conv1d(layer)
+        return GridWeight(codes, grid, weight, width, transposed=transposed)
+
     if activations == "auto" and bits == 4:
-        return with_int4_linears(
-            quantize(
-                model, 4, group_size=32 if group_size is None else group_size, symmetric=symmetric,
-                observer=observer, layers=layers, protect=protect,
-            )
-        )  # fmt: skip
+
+        def packed(_: str, layer: nn.Module) -> Int4Linear:
+            return Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
+
+        return with_fastest_linears(model, packed, guarded(model, protect))
     if activations in ("dynamic", "auto"):
         if bits != 8 or granularity != "channel" or not symmetric:
             raise ValueError(
@@ -71,11 +83,6 @@ def quantize(
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:
         if name not in widths:
             return None
-        weight = weight_of(layer)
-        rows = as_rows(outputs_first(layer, weight).float(), granularity, group_size)
-        grid = grid_of(rows, widths[name], symmetric=symmetric, observer=observer)
-        grid = grid.stored_as(weight.dtype)
-        codes, transposed = grid.quantize(rows), is_conv1d(layer)
-        return GridWeight(codes, grid, weight, widths[name], transposed=transposed)
+        return gridded(layer, widths[name])
 
     return compress_weights(model, layers, compress, protect)

@@ -15,8 +15,7 @@ Notable:
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinyml.timing import Timing, measure
+
 EXACT_IN_FLOAT32 = 2**24
 _SMALLEST = 16  # torch 2.11's int8 product returns memory that it never wrote for inner sizes of 1
-_ROUNDS, _HOPELESS_MS = 5, 100.0
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,25 @@ class Choice:
     shape: tuple[int, ...]
     """Tokens or images (to the next power of two), then the other sizes."""
     threads: int
-    way: str
-    milliseconds: dict[str, float]
-    """The fastest of a few rounds of each way that is exact here."""
+    timing: Timing
+    """Of each way that is exact here."""
     wrong: tuple[str, ...] = ()
     """Ways that returned a wrong integer on this machine."""
     extra_bytes: int = 0
     """What the way keeps beside the codes while the model is in memory; never in a state dict."""
 
+    @property
+    def way(self) -> str:
+        """The name of the way."""
+        return self.timing.way
+
     def __str__(self) -> str:
-        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in in_order(self.milliseconds))
-        text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.way} ({times}"
-        text += f"; wrong here: {', '.join(self.wrong)})" if self.wrong else ")"
+        text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.timing}"
+        text += f", wrong here: {', '.join(self.wrong)}" if self.wrong else ""
         return text + (f", {self.extra_bytes:,} bytes kept beside" if self.extra_bytes else "")
 
 
-def in_order(times: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The fastest first."""
-    return sorted(times.items(), key=lambda item: item[1])
-
-
 _chosen: dict[Any, Choice] = {}
-
-
-def forget_choices() -> None:
-    """Measure every class of shapes again at its next product."""
-    global _chosen
-    _chosen = {}
 
 
 class Exact:
@@ -76,7 +68,6 @@ class Exact:
         self.codes = codes
         self._kept: dict[str, Any] = {}
         self._ways: dict[object, str] = {}
-        self._chosen_from = _chosen
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
         """Every way by name."""
@@ -98,8 +89,6 @@ class Exact:
         """The name of the way for inputs like these; see `choice`."""
         if torch.compiler.is_compiling() or not inputs.numel():
             return "float64"  # nothing can be timed inside a compiled graph
-        if self._chosen_from is not _chosen:
-            self._ways, self._chosen_from = {}, _chosen
         count = (len(inputs) - 1).bit_length()
         key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
         if key not in self._ways:
@@ -114,7 +103,7 @@ class Exact:
         if key in _chosen:
             return _chosen[key]
         if not inputs.numel() or not self.codes.numel():
-            return Choice(shape, threads, "float64", {})
+            return Choice(shape, threads, Timing("float64", {}, {}))
         hard, trials = self.hardest(inputs)
         exact = [self.ways()["float64"](hard, trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
@@ -128,11 +117,11 @@ class Exact:
                 calls[name] = lambda way=way: way(self, inputs)  # type: ignore[misc]
             else:
                 wrong.append(name)
-        times = fastest(calls)
-        best = in_order(times)[0][0]
+        timing = measure(calls)
+        best = timing.way
         self._kept = {way: kept for way, kept in self._kept.items() if way == best}
         extra = sum(t.nbytes for t in self._kept.get(best, ()) if isinstance(t, Tensor))
-        _chosen[key] = Choice(shape, threads, best, times, tuple(wrong), extra)
+        _chosen[key] = Choice(shape, threads, timing, tuple(wrong), extra)
         return _chosen[key]
 
     def keep(self, way: str, make: Callable[[], Any]) -> Any:
@@ -248,31 +237,3 @@ def _check_offered(codes: Tensor, inputs: Tensor) -> None:
         fits &= len(inputs) > _SMALLEST and not width % 8 and not outputs % 8
     if not fits:
         raise RuntimeError("there is no int8 product of this shape")
-
-
-def fastest(ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Milliseconds of each way: the least of a few rounds in turns, fewer for what is hopeless.
-
-    One thread alone is timed by the processor's time, which other programs do not add to.
-    """
-    times: dict[str, float] = {}
-    spent: dict[str, float] = {}
-    for turn in range(_ROUNDS + 1):
-        for name, call in ways.items():
-            slower = turn and times[name] > 3 * min(times.values())
-            if slower and (turn > 2 or spent[name] > _HOPELESS_MS):
-                continue
-            took = _milliseconds(call)
-            spent[name] = spent.get(name, 0.0) + took
-            # The first turn makes what a way keeps; it counts only if there is no other.
-            times[name] = took if turn < 2 else min(times[name], took)
-    return times
-
-
-def _milliseconds(call: Callable[[], Tensor]) -> float:
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start, wall = clock(), time.perf_counter()
-    if call().is_cuda:
-        torch.cuda.synchronize()
-        return (time.perf_counter() - wall) * 1e3
-    return (clock() - start) * 1e3

@@ -1,0 +1,98 @@
+"""What is fastest is believed where it is clear, whatever the machine's mood."""
+
+import itertools
+import random
+
+import pytest
+from tinyml import timing
+from tinyml.timing import ROUNDS, measure
+
+
+def plain(): ...
+def other(): ...
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of our own: what each call takes, in the cache and out of it."""
+
+    def install(took):
+        def milliseconds(call, before=None):
+            where = "in" if before in (None, call) else "out"
+            return took(call.__name__, where)
+
+        monkeypatch.setattr(timing, "milliseconds", milliseconds)
+        return measure({"plain": plain, "other": other}, "plain")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "way"),
+    [
+        (0.5, 0.5, "other"),
+        (0.95, 0.5, "plain"),  # a tie
+        (2.0, 0.5, "plain"),  # as 4 bits without AVX512: only out of the cache is it faster
+        (0.5, 2.0, "plain"),
+        (5.0, 0.1, "plain"),
+    ],
+)
+def test_another_way_is_taken_only_where_it_wins_in_the_cache_and_out_of_it(
+    clock, inside, outside, way
+):
+    ours = {"in": inside, "out": 4 * outside}
+    its = {"in": 1.0, "out": 4.0}
+    result = clock(lambda name, where: (ours if name == "other" else its)[where])
+    assert result.way == way
+    assert not result.disagree
+    if inside < 3:
+        assert result.milliseconds == {"plain": 1.0, "other": inside}
+        assert result.out_of_cache == {"plain": 4.0, "other": 4 * outside}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spikes_change_nothing(clock, seed):
+    noise = random.Random(seed)
+
+    def took(name, where):
+        slow = noise.choice([1, 1, 1, 1, 1, 1, 1, 10])  # one call in eight is interrupted
+        return slow * (0.5 if name == faster else 1.0)
+
+    for faster in ("plain", "other"):
+        assert clock(took).way == faster
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_ways_in_noise_stay_with_the_plain_one(clock, seed):
+    noise = random.Random(seed)
+    result = clock(lambda name, where: noise.lognormvariate(0, 0.3))
+    assert result.way == "plain"
+
+
+def test_rounds_that_disagree_are_repeated_and_then_the_plain_way_stays_and_says_so(clock):
+    calls = itertools.count()
+
+    def took(name, where):
+        # Twice as fast and twice as slow in turns, four timings a round.
+        return 1.0 if name == "plain" else (0.5, 2.0)[(next(calls) // 2) % 2]
+
+    result = clock(took)
+    assert result.way == "plain"
+    assert result.disagree
+    assert str(result).endswith("; rounds disagree)")
+    assert next(calls) > 3 * ROUNDS
+
+
+def test_what_takes_longer_than_a_cache_to_fill_is_timed_in_one_state(clock):
+    result = clock(lambda name, where: 20.0 if name == "other" else 50.0)
+    assert result.way == "other"
+    assert not result.out_of_cache
+
+
+def test_of_equal_rank_the_least_median_wins(monkeypatch):
+    monkeypatch.setattr(timing, "milliseconds", lambda call, before=None: call())
+    ways = {"hopeless": lambda: 9.0, "first": lambda: 2.0, "second": lambda: 1.0}
+    assert measure(ways).way == "second"
+    assert measure(ways, "hopeless").way == "second"
+    assert measure(ways, "second").way == "second"
+    assert measure({"only": lambda: 1.0}, "only").way == "only"
