@@ -25,11 +25,13 @@ class Vector(nn.Module):
 @pytest.fixture
 def group():
     """A server and two workers that read its parameters where they are."""
+    parameters = dict(Vector().named_parameters())
+    nbytes = partition(parameters, 1)[0].buffer_bytes
+    ends = channel_pairs(["worker 0", "worker 1"], "server", nbytes)
     server = Server(
-        dict(Vector().named_parameters()), partial(torch.optim.SGD, lr=1.0), Asynchronous(),
-        workers=2, timeout=20.0, on_worker_loss="continue",
+        parameters, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2, timeout=20.0,
+        on_worker_loss="continue", memory=ends[0][1].home,
     )  # fmt: skip
-    ends = channel_pairs(["worker 0", "worker 1"], "server", server.shard.buffer_bytes)
     threads = serve(server, {w: pair[1] for w, pair in enumerate(ends)})
     workers = [
         Worker(Vector(), [RemoteConnection(pair[0], 20.0)], rank=w) for w, pair in enumerate(ends)

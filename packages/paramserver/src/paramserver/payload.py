@@ -32,7 +32,8 @@ class Gradients:
         self._parameters, self._shards, self._connections = parameters, shards, connections
         self.flat = {name: _flattened(name, p) for name, p in parameters.items()}
         if any(flat.is_cuda for flat in self.flat.values()):
-            pin(b for c in connections for b in (c.parameters, c.gradients, c.home))
+            some = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
+            pin(b for b in some if b is not None)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
         """How many bytes go to a server, 0 for all of its buffer; what writes them while they go,

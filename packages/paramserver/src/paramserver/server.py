@@ -44,14 +44,15 @@ class Server:
     seconds: then it is lost.
 
     `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
-    (any number will do for a rank) and one that was lost may come back.
+    (any number will do for a rank) and one that was lost may come back. Parameters lie in `memory`.
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
         consistency: Consistency | None = None, *, workers: int, shard: Shard | None = None,
         timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
-        elastic: bool = False, drop_after: float | None = None) -> None:  # fmt: skip
+        elastic: bool = False, drop_after: float | None = None,
+        memory: Tensor | None = None) -> None:  # fmt: skip
         if workers < (0 if elastic else 1):
             raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
         if on_worker_loss not in ("stop", "continue"):
@@ -64,7 +65,7 @@ class Server:
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
         self.core = Core(
-            Replica(self.shard, parameters, optimizer, self.consistency), self.consistency,
+            Replica(self.shard, parameters, optimizer, self.consistency, memory), self.consistency,
             workers=workers, timeout=timeout, survives=survives, elastic=elastic,
             drop_after=drop_after)  # fmt: skip
         self._changed = threading.Condition()

@@ -29,7 +29,7 @@ class Replica:
 
     def __init__(
         self, shard: Shard, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
-        policy: Consistency | None = None) -> None:  # fmt: skip
+        policy: Consistency | None = None, memory: Tensor | None = None) -> None:  # fmt: skip
         local = policy if isinstance(policy, LocalSteps) else None
         self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard
@@ -45,7 +45,8 @@ class Replica:
         self.push_bytes: Counter[int] = Counter()
         """How many of the gradients that were applied came in so many bytes."""
         self._fragments = shard.fragments(local.fragments if local else 1)
-        self._buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        mine = torch.zeros(shard.buffer_bytes, dtype=torch.uint8) if memory is None else memory
+        self._buffer = mine.zero_()
         # By fragment: what is pushed, and updated, at one time.
         views = [fragment.shard.views(fragment.of(self._buffer)) for fragment in self._fragments]
         self._by_fragment = [[nn.Parameter(view) for view in some] for some in views]
@@ -70,14 +71,6 @@ class Replica:
         self._promised: dict[int, tuple[EpochAndNumber, int, Tensor | None]] = {}
         self.lent: dict[int, Callable[[], None]] = {}
         """By worker that may still read the parameters here, what to call before they change."""
-
-    def move(self, home: Tensor) -> None:
-        """Have the parameters in other memory from now on."""
-        self._buffer = home.copy_(self._buffer)
-        for fragment, mine in zip(self._fragments, self._by_fragment, strict=True):
-            for parameter, view in zip(mine, fragment.shard.views(fragment.of(home)), strict=True):
-                parameter.data = view
-        self._change = self.newest
 
     def unpack(self, push: Push, data: Tensor, *, finite: bool = False) -> list[Tensor]:
         """The gradients of a push. ValueError unless its bytes are of this shard, and finite."""

@@ -58,12 +58,14 @@ class Job:
         """What each server holds."""
         return partition(trainable(self.module), self.servers, whole=self.whole)
 
-    def server(self, shard: Shard, *, elastic: bool = False) -> Server:
+    def server(
+        self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
+    ) -> Server:
         """The server of one shard."""
         return Server(
             trainable(self.module), self.optimizer, self.consistency, workers=self.workers,
             shard=shard, timeout=self.timeout, on_worker_loss=self.on_worker_loss, elastic=elastic,
-            drop_after=self.drop_after)  # fmt: skip
+            drop_after=self.drop_after, memory=memory)  # fmt: skip
 
     def worker(self, rank: int, connections: Sequence[Any], site: Site = None) -> Worker:
         """The worker of a rank, once it is connected."""

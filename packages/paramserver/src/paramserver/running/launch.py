@@ -95,8 +95,8 @@ def run(
 
 def _serve(packed: bytes, shard: Shard, end: Ends, tell: Tell | None = None) -> ServerReport:
     job: Job = pickle.loads(packed)
-    server = job.server(shard)
     channels = end if isinstance(end, tuple) else end.open()
+    server = job.server(shard, memory=channels[0].home)
     for thread in serve(server, dict(enumerate(channels))):
         while thread.is_alive():
             thread.join(1.0)

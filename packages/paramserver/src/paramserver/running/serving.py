@@ -17,11 +17,10 @@ _LAST = (Kind.FINISH, Kind.END)  # of the first server and of the others
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
     """Start a thread for each worker; it ends when that worker has finished or is gone."""
-    threads: list[Thread] = []
-    for worker, channel in channels.items():
-        if not threads and channel.home is not channel.parameters:
-            server.core.replica.move(channel.home)
-        threads.append(Thread(target=answer, args=(server, worker, channel), daemon=True))
+    threads = [
+        Thread(target=answer, args=(server, worker, channel), daemon=True)
+        for worker, channel in channels.items()
+    ]
     for thread in threads:
         thread.start()
     return threads

@@ -26,8 +26,11 @@ SENDS = (Kind.STAGE, Kind.PUSH)
 class Buffers:
     """What one end of a connection keeps: flat bytes of parameters, and of gradients."""
 
+    home: Tensor | None = None
+    """Where a server's parameters may lie, to be read there."""
+
     def __init__(self, nbytes: int) -> None:
-        self.parameters = self.home = torch.zeros(nbytes, dtype=torch.uint8)
+        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
         self.gradients = torch.zeros_like(self.parameters)
 
     def deliver(self, given: Tensor) -> Callable[[], None] | None:
@@ -53,10 +56,7 @@ class Connection(Buffers):
 
 
 class Channel(Buffers):
-    """One end of a connection between processes. Raises ConnectionError if the peer is gone.
-
-    If `home` is not `parameters`, workers read a server's parameters there.
-    """
+    """One end of a connection between processes. Raises ConnectionError if the peer is gone."""
 
     peer: str
 

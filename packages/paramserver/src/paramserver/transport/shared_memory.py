@@ -46,7 +46,7 @@ class SharedMemoryChannel(Channel):
         self._pipe, self._descriptor, self._nbytes, self._number = pipe, descriptor, nbytes, number
         start, end = _start(nbytes, number), _start(nbytes, number + 1)
         memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        self.home = memory[:nbytes]
+        self.home: Tensor = memory[:nbytes]
         self.parameters = memory[start : start + nbytes]
         self.gradients = memory[start + nbytes : end - _WORDS]
         self._words = memory[end - _WORDS : end].numpy().data.cast("q")
