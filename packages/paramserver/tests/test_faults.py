@@ -26,7 +26,7 @@ from paramserver import (
 )
 from paramserver.protocol.messages import Kind, Message
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.shared_memory import channel_pair
+from paramserver.transport.shared_memory import channel_pairs
 from paramserver.worker import trainable
 from paramserver_training import SGD, batch, fail, model, train
 
@@ -113,11 +113,11 @@ def test_a_beat_that_comes_after_a_failure_ends_no_server():
 
 def test_workers_see_a_dead_server():
     pull = Message(Kind.PULL)
-    ours, theirs = channel_pair("worker 0", "server 7", 64)
+    ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
     theirs.close()
     with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
         RemoteConnection(ours, 1.0).ask(pull)
-    ours, theirs = channel_pair("worker 0", "server 7", 64)
+    ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
     with pytest.raises(TimeoutError, match=r"server 7 did not answer for 0\.1 s"):
         RemoteConnection(ours, 0.1).ask(pull)
     assert theirs.receive() == pull
@@ -242,7 +242,7 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushes twice in one bulk-synchronous step"):
         push(workers[0])
-    with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
+    with pytest.raises(RuntimeError, match="worker 0 pushes twice in one bulk-synchronous step"):
         workers[0]._drive(workers[0]._session.push())  # without the look beforehand
     workers[1].pull()
     push(workers[1])

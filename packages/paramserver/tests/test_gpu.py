@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
 from paramserver.payload import pin
-from paramserver.transport.shared_memory import channel_pair
+from paramserver.transport.shared_memory import channel_pairs
 from paramserver.worker import trainable
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
 
@@ -50,7 +50,7 @@ def runtime(monkeypatch):
 
 def test_memory_is_locked_once_and_until_it_goes(runtime):
     for _ in range(3):  # what is allocated later may lie where something was locked before
-        ours, theirs = channel_pair("worker 0", "server 0", 100)
+        ((ours, theirs),) = channel_pairs(["worker 0"], "server 0", 100)
         pin([ours.parameters, ours.gradients])  # two halves of one memory
         assert len(runtime.locked) == 1
         server = Server(trainable(model()), SGD, workers=1).connect(0)

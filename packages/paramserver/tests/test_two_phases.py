@@ -30,7 +30,7 @@ from paramserver.protocol.ledger import Accept, Join, Leave, Ledger, Log, Read, 
 from paramserver.protocol.messages import Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.shared_memory import channel_pair
+from paramserver.transport.shared_memory import channel_pairs
 from paramserver_training import SGD, assert_equal_parameters, model, train, train_alone
 
 ONE = partial(torch.optim.SGD, lr=1.0)
@@ -75,12 +75,13 @@ class Mortal:
         self._connection, self._life = connection, life
 
         self.parameters, self.gradients = connection.parameters, connection.gradients
+        self.read = connection.read
 
-    def ask(self, message):
+    def ask(self, message, written=()):
         if self._life["requests"] == 0:
             raise Dies
         self._life["requests"] -= 1
-        return self._connection.ask(message)
+        return self._connection.ask(message, written)
 
 
 @settings(max_examples=80)
@@ -231,6 +232,29 @@ def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, val
         assert worker.module.value() == worker.version
 
 
+def test_a_push_that_one_server_refuses_is_over_at_the_others_too(monkeypatch):
+    hosts = servers_of(Vector(), 2, 2, BulkSynchronous())
+    bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
+    write, seconds = bad._payload.write, [0.3]
+
+    def late(server):
+        time.sleep(seconds[0] if server == 1 else 0)
+        return write(server)
+
+    monkeypatch.setattr(bad._payload, "write", late)
+    bad.module.x.grad = torch.full((SIZE,), -1.0)
+    bad.module.x.grad[0] = float("nan")
+    with pytest.raises(ValueError, match="not finite in 1 of"):
+        bad.push()
+    seconds[0] = 0
+    bad.module.push_one(bad)
+    time.sleep(0.5)
+    good.module.push_one(good)
+    for worker in (good, bad):
+        worker.pull()
+        assert worker.module.value() == 1
+
+
 def test_a_large_finite_gradient_is_taken():
     server = servers_of(Vector(), 1, 1, Asynchronous())[0]
     worker = Worker(Vector(), server)
@@ -285,7 +309,7 @@ def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
     monkeypatch.setattr("paramserver.server._SIGN_OF_LIFE", 0.1)
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
-    channels = [channel_pair(f"worker {w}", "server 0", host.shard.buffer_bytes) for w in (0, 1)]
+    channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
     slow, fast = (
         Worker(Vector(), [RemoteConnection(pair[0], 1.0)], rank=w)

@@ -16,12 +16,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
+from paramserver.transport.connection import extra
 from paramserver.transport.zeromq import Keys
 
 
@@ -56,10 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: argparse.Namespace) -> None:
     job = _job(arguments.job)
-    server = open_server(
-        job, arguments.server, arguments.address[0], journal=arguments.journal,
-        keys=_read(arguments),
-    )  # fmt: skip
+    keys, address = _read(arguments), arguments.address[0]
+    server = open_server(job, arguments.server, address, journal=arguments.journal, keys=keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     print(f"serving at {server.address}", flush=True)
     server.serve()
@@ -78,7 +76,7 @@ def _join(arguments: argparse.Namespace) -> None:
 
 
 def _keys(arguments: argparse.Namespace) -> None:
-    zmq: Any = importlib.import_module("zmq")
+    zmq = extra("zmq", "zeromq")
     public, secret = zmq.curve_keypair()
     descriptor = os.open(arguments.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

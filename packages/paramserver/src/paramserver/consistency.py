@@ -111,15 +111,12 @@ class LocalSteps:
         _whole_number("fragments", self.fragments, 1)
         _whole_number("steps of overlap", self.overlap, 0)
         if self.steps % self.fragments:
-            raise ValueError(
-                f"{self.steps} local steps cannot be divided evenly among {self.fragments} "
-                "fragments; give a multiple"
-            )
+            text = f"{self.steps} local steps cannot be divided evenly among {self.fragments}"
+            raise ValueError(f"{text} fragments; give a multiple")
         if self.overlap >= self.interval:
-            raise ValueError(
-                f"an overlap of {self.overlap} steps with an exchange every {self.interval}; give "
-                f"at most {self.interval - 1}: one has to arrive before the next one leaves"
-            )
+            text = f"an overlap of {self.overlap} steps with an exchange every {self.interval}"
+            limit = f"at most {self.interval - 1}: one has to arrive before the next one leaves"
+            raise ValueError(f"{text}; give {limit}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}, a share; give 0 to 1")
 

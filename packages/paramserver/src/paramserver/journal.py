@@ -121,14 +121,14 @@ class DiskJournal:
     def _append(self, record: Record) -> None:
         kind, parts = _to_bytes(record)
         assert self._file is not None
-        size, checksum = 0, 0
+        size, checksum = sum(map(len, parts)), 0
         for part in parts:
-            size += len(part)
             checksum = zlib.crc32(part, checksum)
         start = self._file.tell()
         try:
             for part in (_HEAD.pack(kind, size, checksum), *parts):
-                _write_all(self._file, part)
+                while part:
+                    part = part[self._file.write(part) :]
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
@@ -176,10 +176,8 @@ class DiskJournal:
 
 def _to_bytes(record: Record) -> tuple[bytes, list[Any]]:
     if isinstance(record, Staged):
-        data = record.gradients.numpy().data
-        return b"s", [memoryview(_PUSH.pack(*record.push)), data]
-    kind = b"o" if record.own else b"f"
-    return kind, [memoryview(record.log.to_text().encode())]
+        return b"s", [_PUSH.pack(*record.push), record.gradients.numpy().data]
+    return b"o" if record.own else b"f", [record.log.to_text().encode()]
 
 
 def _records(raw: bytes) -> tuple[list[Record], int]:
@@ -198,9 +196,3 @@ def _records(raw: bytes) -> tuple[list[Record], int]:
             found.append(Followed(Log.from_text(body.decode()), own=kind == b"o"))
         end += _HEAD.size + size
     return found, end
-
-
-def _write_all(file: BinaryIO, part: bytes | memoryview) -> None:
-    written = 0
-    while written < len(part):
-        written += file.write(part[written:])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Shards = list["Shard"]
 Cut = tuple[str, Tensor, int, int]  # a parameter, from which element to which
 
 _ALIGNMENT = 64  # bytes: a cache line, and enough for any element type
@@ -66,9 +67,8 @@ class Shard:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Each piece as a tensor that shares the buffer's memory; whole parameters are shaped."""
-        return [
-            buffer[p.offset : p.offset + p.nbytes].view(p.dtype).view(p.viewed) for p in self.pieces
-        ]
+        ends = [(p, p.offset + p.nbytes) for p in self.pieces]
+        return [buffer[p.offset : end].view(p.dtype).view(p.viewed) for p, end in ends]
 
     def fragments(self, count: int) -> list[Fragment]:
         """The buffer in `count` parts, equal in bytes but for alignment, each a shard by itself.
@@ -82,9 +82,8 @@ class Shard:
         cut = itertools.pairwise(places)
         found = [Fragment(a, b, Shard(tuple(self._between(a, b)), self.whole)) for a, b in cut]
         if count > 1 and not all(fragment.shard.pieces for fragment in found):
-            raise ValueError(
-                f"a shard of {self.nbytes} bytes cannot be cut into {count} fragments; give fewer"
-            )
+            text = f"a shard of {self.nbytes} bytes cannot be cut into {count} fragments"
+            raise ValueError(f"{text}; give fewer")
         return found
 
     def _between(self, start: int, stop: int) -> Iterator[Piece]:
@@ -113,9 +112,7 @@ class Fragment:
         return buffer[self.start : self.stop]
 
 
-def partition(
-    parameters: Mapping[str, Tensor], servers: int, *, whole: bool = False
-) -> list[Shard]:
+def partition(parameters: Mapping[str, Tensor], servers: int, *, whole: bool = False) -> Shards:
     """Divide `parameters` over `servers`, equal in bytes.
 
     The largest shard exceeds the mean by less than one element. `whole` keeps every parameter on

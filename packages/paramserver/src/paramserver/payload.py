@@ -6,7 +6,8 @@ Notable: what local steps have changed is taken down at once; with overlap a thr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from paramserver.partition import Piece, Shard, part
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import add_flat, flatten
 from paramserver.transport.connection import Connection
+from paramserver.transport.pieces import PIECE
+
+ByName = Mapping[str, Tensor | None]
 
 
 class Gradients:
@@ -24,33 +28,38 @@ class Gradients:
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], shards: Sequence[Shard],
-        connections: Sequence[Connection],
-    ) -> None:  # fmt: skip
+        connections: Sequence[Connection]) -> None:  # fmt: skip
         self._parameters, self._shards, self._connections = parameters, shards, connections
         self.flat = {name: _flattened(name, p) for name, p in parameters.items()}
         if any(flat.is_cuda for flat in self.flat.values()):
-            pin(
-                b
-                for connection in connections
-                for b in (connection.parameters, connection.gradients)
-            )
+            some = [b for c in connections for b in (c.parameters, c.gradients, c.home)]
+            pin(b for b in some if b is not None)
 
-    def write(self, server: int) -> int:
-        """Fill the buffer that goes to a server; how many of its bytes, 0 for all."""
+    def write(self, server: int) -> tuple[int, Iterable[int]]:
+        """How many bytes go to a server, 0 for all of its buffer; what writes them while they go,
+        and yields how many are there."""
         shard, buffer = self._shards[server], self._connections[server].gradients
         gradients = {p.name: part(self._parameters[p.name].grad) for p in shard.pieces}
         if size := sparse.pack(shard, gradients, buffer):
-            return size
+            return size, ()
+        return 0, self._written(shard, gradients, buffer)
+
+    def _written(self, shard: Shard, gradients: ByName, buffer: Tensor) -> Iterator[int]:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
-            gradient = gradients[piece.name]
+            gradient, flat = gradients[piece.name], view.view(-1)
             if gradient is None:
                 view.zero_()
-            else:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                mine = gradient.reshape(-1)[piece.start : piece.stop]
-                view.view(-1).copy_(mine, non_blocking=True)
+                continue
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            mine = gradient.reshape(-1)[piece.start : piece.stop]
+            some = PIECE // flat.itemsize
+            for start in range(0, len(flat), some):
+                part_of_it = mine[start : start + some]
+                flat[start : start + some].copy_(part_of_it, non_blocking=True)
+                if not mine.is_cuda:
+                    yield piece.offset + (start + len(part_of_it)) * flat.itemsize
         _wait(self.flat)
-        return 0
+        yield len(buffer)
 
     def accepted(self) -> None:
         """All servers have taken what was written."""
@@ -64,7 +73,7 @@ class Gradients:
     def load(self, alpha: float = 0.0) -> None:
         """Copy what has come into the module."""
         for connection, shard in zip(self._connections, self._shards, strict=True):
-            self._copy(shard, connection.parameters)
+            connection.read(partial(self._copy, shard))
 
     def _copy(self, shard: Shard, buffer: Tensor, alpha: float = 0.0) -> None:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
@@ -83,8 +92,7 @@ class Changes(Gradients):
 
     def __init__(
         self, policy: LocalSteps, parameters: Mapping[str, nn.Parameter],
-        shards: Sequence[Shard], connections: Sequence[Connection],
-    ) -> None:  # fmt: skip
+        shards: Sequence[Shard], connections: Sequence[Connection]) -> None:  # fmt: skip
         super().__init__(parameters, shards, connections)
         self._compression = policy.compression
         self._fragments = [shard.fragments(policy.fragments) for shard in shards]
@@ -103,19 +111,18 @@ class Changes(Gradients):
         for held, fragments in zip(self._held, self._fragments, strict=True):
             shard, old = fragments[number].shard, fragments[number].of(held)
             change = torch.zeros_like(old)
-            for piece, view, was in zip(
-                shard.pieces, shard.views(change), shard.views(old), strict=True
-            ):
+            views = shard.views(change), shard.views(old)
+            for piece, view, was in zip(shard.pieces, *views, strict=True):
                 torch.sub(was.view(-1), self._slice(piece).to(was.device), out=view.view(-1))
             self._changes.append(change)
 
-    def write(self, server: int) -> int:
+    def write(self, server: int) -> tuple[int, Iterable[int]]:
         """See Gradients. ValueError if the parameters are not finite."""
         change, buffer = self._changes[server], self._connections[server].gradients
         if self._compression:
             change = self._compress(server, change)
         buffer[: len(change)] = change
-        return len(change)
+        return len(change), ()
 
     def accepted(self) -> None:
         """What was left of these pushes is owed by the next."""
@@ -123,7 +130,10 @@ class Changes(Gradients):
 
     def read(self, server: int, answer: Message) -> None:
         """Parameters have come: all, or a change of one fragment."""
-        pulled, held = self._connections[server].parameters, self._held[server]
+        self._connections[server].read(partial(self._hold, server, answer))
+
+    def _hold(self, server: int, answer: Message, pulled: Tensor) -> None:
+        held = self._held[server]
         self._came[server] = answer.have
         if answer.have < 0:
             held.copy_(pulled)
@@ -153,10 +163,8 @@ class Changes(Gradients):
         views = self._fragments[server][self._number].shard.views(change)
         flat, key = flatten(views), (server, self._number)
         if not flat.isfinite().all():
-            raise ValueError(
-                "the parameters are not finite after local steps; nothing was sent: lower the "
-                "learning rate"
-            )
+            text = "the parameters are not finite after local steps; nothing was sent"
+            raise ValueError(f"{text}: lower the learning rate")
         if key in self._residuals:
             flat += self._residuals[key]
         data = self._compression.encode(flat)
@@ -172,10 +180,9 @@ class Changes(Gradients):
 def _flattened(name: str, parameter: nn.Parameter) -> Tensor:
     tensor = part(parameter.detach())
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"parameter {name} is not contiguous (strides {tuple(tensor.stride())}); "
-            "make it so before the worker: parameter.data = parameter.data.contiguous()"
-        )
+        text = f"parameter {name} is not contiguous (strides {tuple(tensor.stride())})"
+        remedy = "parameter.data = parameter.data.contiguous()"
+        raise ValueError(f"{text}; make it so before the worker: {remedy}")
     return tensor.view(-1)
 
 

@@ -92,8 +92,7 @@ class Worker:
 
 def train(
     model: nn.Module, optimizer: MakeOptimizer, loss: Loss, *, workers: int, steps: int,
-    bound: float = 0, speeds: Sequence[int] = (),
-) -> list[Tensor]:  # fmt: skip
+    bound: float = 0, speeds: Sequence[int] = ()) -> list[Tensor]:  # fmt: skip
     """`steps` steps of every worker; of turns, worker w has every `speeds[w]`-th."""
     server = Server(model, optimizer, workers, bound)
     group = [Worker(w, model, loss) for w in range(workers)]
@@ -108,8 +107,7 @@ def train(
 
 def train_diloco(
     model: nn.Module, inner: MakeOptimizer, outer: MakeOptimizer, loss: Loss, *, workers: int,
-    rounds: int, steps: int,
-) -> list[Tensor]:  # fmt: skip
+    rounds: int, steps: int) -> list[Tensor]:  # fmt: skip
     """`rounds` rounds of `steps` local steps of every worker; `outer` steps on the servers."""
     server = Server(model, outer, workers)
     group = [Worker(w, model, loss) for w in range(workers)]

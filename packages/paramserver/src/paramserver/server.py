@@ -12,11 +12,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from paramserver.consistency import BulkSynchronous, Consistency, OptimizerFactory
@@ -25,6 +24,7 @@ from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
 from paramserver.running.progress import Progress, progress_of
+from paramserver.transport.connection import Connection
 
 _SIGN_OF_LIFE = 2.0  # seconds between two words to a worker that is kept waiting
 
@@ -44,7 +44,7 @@ class Server:
     seconds: then it is lost.
 
     `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
-    (any number will do for a rank) and one that was lost may come back.
+    (any number will do for a rank) and one that was lost may come back. Parameters lie in `memory`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Server:
         consistency: Consistency | None = None, *, workers: int, shard: Shard | None = None,
         timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
         elastic: bool = False, drop_after: float | None = None,
-    ) -> None:  # fmt: skip
+        memory: Tensor | None = None) -> None:  # fmt: skip
         if workers < (0 if elastic else 1):
             raise ValueError(f"a server of {workers} workers has nobody to serve; give 1 or more")
         if on_worker_loss not in ("stop", "continue"):
@@ -65,10 +65,9 @@ class Server:
         self.shard = shard or partition(parameters, 1)[0]
         self.consistency: Consistency = consistency or BulkSynchronous()
         self.core = Core(
-            Replica(self.shard, parameters, optimizer, self.consistency), self.consistency,
+            Replica(self.shard, parameters, optimizer, self.consistency, memory), self.consistency,
             workers=workers, timeout=timeout, survives=survives, elastic=elastic,
-            drop_after=drop_after,
-        )  # fmt: skip
+            drop_after=drop_after)  # fmt: skip
         self._changed = threading.Condition()
         self._told: dict[int, Exception] = {}
 
@@ -93,23 +92,23 @@ class Server:
 
     def ask(
         self, worker: int, message: Message, data: Tensor | None = None,
-        out: Tensor | None = None, alive: Callable[[], None] | None = None,
-    ) -> Message:  # fmt: skip
+        out: Callable[[Tensor], Callable[[], None] | None] | None = None,
+        alive: Callable[[], None] | None = None, *, finite: bool = False) -> Message:  # fmt: skip
         """Answer a request, as soon as that can be done.
 
-        Gradients are taken from `data`, which belongs to the server until the worker's next pull
-        returns; parameters are copied into `out`. `alive` is called every few seconds of a wait,
-        to tell the worker that it is one.
+        Gradients are taken from `data`, which is the server's until the worker's next pull returns,
+        and looked at unless known to be `finite`. `out` gets parameters; what it returns is called
+        before those change. `alive` is called every few seconds of a wait, to tell the worker.
         """
         with self._changed:
             said = time.monotonic()
             try:
                 while True:
                     now = time.monotonic()
-                    reply = self.core.handle(worker, message, data, now)
+                    reply = self.core.handle(worker, message, data, now, finite=finite)
                     if reply is not None:
-                        if out is not None and reply.size:
-                            out[: reply.size] = self.core.given
+                        if out and reply.size and (keep := out(self.core.given)):
+                            self.core.replica.lent[worker] = keep
                         return reply
                     for other, error in self.core.check(now):
                         self._told[other] = error
@@ -150,17 +149,17 @@ class Server:
             self.core.restart(state)
 
 
-class LocalConnection:
+class LocalConnection(Connection):
     """A server in this process."""
 
     def __init__(self, server: Server, worker: int) -> None:
+        super().__init__(server.shard.buffer_bytes)
         self._server, self._worker = server, worker
-        self.parameters = torch.zeros(server.shard.buffer_bytes, dtype=torch.uint8)
-        self.gradients = torch.zeros_like(self.parameters)
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
         """See Server.ask."""
-        return self._server.ask(self._worker, message, self.gradients, self.parameters)
+        deque(written, maxlen=0)
+        return self._server.ask(self._worker, message, self.gradients, self.deliver)
 
     def abort(self, reason: str) -> None:
         """See Server.lose."""

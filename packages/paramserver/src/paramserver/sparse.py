@@ -36,9 +36,8 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             counts.append(-1)
             parts.append(dense.reshape(-1)[piece.start : piece.stop].cpu())
-    raw = torch.cat(
-        [part.contiguous().view(torch.uint8) for part in [torch.tensor(counts), *parts]]
-    )
+    parts = [torch.tensor(counts), *parts]
+    raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
     if len(raw) >= len(buffer):
         return 0
     buffer[: len(raw)] = raw
@@ -84,9 +83,8 @@ def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
 
 def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether sparse gradients make it do what dense ones would, or what it is made for."""
-    plain = isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] or group["weight_decay"] for group in optimizer.param_groups
-    )
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else [None]
+    plain = not any(g is None or g["momentum"] or g["weight_decay"] for g in groups)
     return plain or isinstance(optimizer, torch.optim.SparseAdam)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -54,8 +54,8 @@ class Worker:
     def __init__(
         self, module: nn.Module, servers: Server | Sequence[Server | Connection], *,
         rank: int = 0, whole: bool = False, local: LocalSteps | None = None,
-        optimizer: OptimizerFactory | None = None, site: dist.ProcessGroup | None = None,
-    ) -> None:  # fmt: skip
+        optimizer: OptimizerFactory | None = None,
+        site: dist.ProcessGroup | None = None) -> None:  # fmt: skip
         self._speaks, self._site = site is None or dist.get_rank(site) == 0, site
         servers = [servers] if isinstance(servers, Server) else servers if self._speaks else []
         if local is None and servers and isinstance(servers[0], Server):
@@ -176,23 +176,22 @@ class Worker:
         if self._site is None:
             act()
             return
-        session, told = self._session, [None]
+        session, told = self._session, list[Any]([None])
         if self._speaks:
             try:
                 act()
-                told = [(self.rank, session.clock, session.pushes, session.version)]  # type: ignore[list-item]
+                told = [(self.rank, session.clock, session.pushes, session.version)]
             except Exception as error:
-                told = [error]  # type: ignore[list-item]
+                told = [error]
         dist.broadcast_object_list(told, group_src=0, group=self._site)
         if isinstance(told[0], Exception):
             raise told[0]
-        self.rank, session.clock, session.pushes, session.version = told[0]  # type: ignore[misc]
+        self.rank, session.clock, session.pushes, session.version = told[0]
 
     def _drive(self, steps: Steps[T]) -> T:
         """Send the requests of a session to their servers, and the answers to the session."""
         if self._finished:
             raise RuntimeError(f"worker {self.rank} has finished; it can neither pull nor push")
-        map_all = self._threads.map if self._threads else map
         answers: list[Message] | None = None
         while True:
             try:
@@ -200,20 +199,28 @@ class Worker:
             except StopIteration as end:
                 result: T = end.value
                 return result
-            answers, pushed = zip(*map_all(self._ask, requests), strict=True)  # type: ignore[assignment]
+            answers, pushed = zip(*self._ask_all(requests), strict=True)  # type: ignore[assignment]
             self.bytes_pushed += sum(pushed)
             self.bytes_pulled += sum(answer.size for answer in answers or ())
+
+    def _ask_all(self, requests: list[Request]) -> list[tuple[Message, int]]:
+        if not self._threads:
+            return [self._ask(request) for request in requests]
+        asked = [self._threads.submit(self._ask, request) for request in requests]
+        wait(asked)  # what one server refuses must not be on its way to another any more
+        return [each.result() for each in asked]
 
     def _ask(self, request: Request) -> tuple[Message, int]:
         """The answer, and the bytes that were pushed for it."""
         server, message = request.server, request.message
         connection, pushed = self._connections[server], 0
+        written: Iterable[int] = ()
         if message.kind in SENDS:
-            message = replace(message, size=self._payload.write(server))
-            pushed = message.size or len(connection.gradients)
+            size, written = self._payload.write(server)
+            message, pushed = replace(message, size=size), size or len(connection.gradients)
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
-        answer = connection.ask(message)
+        answer = connection.ask(message, written)
         if answer.size:
             self._payload.read(server, answer)
         return answer, pushed

@@ -57,13 +57,11 @@ def _exchange(mebibytes: int, rounds: int) -> list[Row]:
 
 def _exchanges(
     mebibytes: int, rounds: int, *, transport: Transport = "shared_memory", workers: int = 1,
-    servers: int = 1,
-) -> list[Times]:  # fmt: skip
+    servers: int = 1) -> list[Times]:  # fmt: skip
     optimizer = partial(torch.optim.SGD, lr=0.0)
     return run(
         _time_exchanges, _Vector(mebibytes), optimizer, Asynchronous(), args=(rounds,),
-        workers=workers, servers=servers, transport=transport,
-    ).values  # fmt: skip
+        workers=workers, servers=servers, transport=transport).values  # fmt: skip
 
 
 def _medians(pairs: Times) -> Row:
@@ -98,9 +96,8 @@ def _time_rpc(mebibytes: int, rounds: int) -> Times:
     """The same exchange with torch.distributed.rpc (TensorPipe)."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/times"
-        torch.multiprocessing.spawn(
-            _rpc_rank, args=(f"{folder}/store", output, mebibytes, rounds), nprocs=2
-        )
+        arguments = f"{folder}/store", output, mebibytes, rounds
+        torch.multiprocessing.spawn(_rpc_rank, args=arguments, nprocs=2)
         times: Times = [tuple(t) for t in json.loads(Path(output).read_text())]
         return times
 

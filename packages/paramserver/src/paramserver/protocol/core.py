@@ -3,9 +3,8 @@
 Notable:
 - no lock, no thread, no socket, no clock: `now` is an argument. `Server` drives it from threads,
   `transport.zeromq` from one loop, and a test from a simulated network and clock;
-- an answer of None means: not yet. Whoever drives it asks again when something has changed, and
-  calls `check` when `next_deadline` has passed;
-- the bytes that an answer comes with are not copied here: whoever drives it does, where it sends;
+- an answer of None means: not yet. Whoever drives it asks again when something has changed, calls
+  `check` when `next_deadline` has passed, and copies the bytes that an answer comes with;
 - with a journal, what an answer tells is written down before it is given.
 """
 
@@ -20,8 +19,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.ledger import Ledger, Log, Push
-from paramserver.protocol.messages import Kind, Message, PeerLost
+from paramserver.protocol.ledger import Ledger, Log, Member, Push, at_another_clock
+from paramserver.protocol.messages import Kind, Message, PeerLost, pushed_twice
 from paramserver.protocol.replica import Replica
 
 
@@ -44,6 +43,9 @@ class Followed:
 Record = Staged | Followed
 
 
+Data = Tensor | None
+
+
 class Journal(Protocol):
     """Where a server writes down what it will have to know after its death."""
 
@@ -62,8 +64,7 @@ class Core:
     def __init__(
         self, replica: Replica, consistency: Consistency, *, workers: int, timeout: float,
         survives: bool, elastic: bool, drop_after: float | None = None,
-        journal: Journal | None = None,
-    ) -> None:  # fmt: skip
+        journal: Journal | None = None) -> None:  # fmt: skip
         self.replica = replica
         self.ledger = Ledger(workers, consistency)
         self.timeout, self._drop_after = timeout, drop_after
@@ -80,16 +81,17 @@ class Core:
         """By worker, its last loss and the bytes that it has pushed, as it says."""
 
     def handle(
-        self, worker: int, message: Message, data: Tensor | None, now: float
+        self, worker: int, message: Message, data: Data, now: float, *, finite: bool = False
     ) -> Message | None:
         """Answer a request, with its data in `data` and those of the answer in `given`.
 
-        None if it has to wait. Raises what is wrong with it; then nothing has changed.
+        `finite`: it is known that the data are. None if it has to wait. Raises what is wrong with
+        it; then nothing has changed.
         """
         waited = self._waiting.pop(worker, None)
         self._admit(worker, message)
         self._heard[worker] = now
-        reply = self._answer(worker, message, data)
+        reply = self._answer(worker, message, data, finite)
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             with suppress(ValueError, TypeError):
                 loss, pushed = json.loads(message.text)
@@ -116,23 +118,16 @@ class Core:
                 continue
             where = "at the end" if message.kind is Kind.FINISH else f"at clock {message.clock}"
             del self._waiting[worker]
-            error = TimeoutError(
-                f"worker {worker} waited {self.timeout:g} s {where} for {state}; "
-                "a step may take that long: raise `timeout` if one does"
-            )
+            text = f"worker {worker} waited {self.timeout:g} s {where} for {state}"
+            error = TimeoutError(f"{text}; a step may take that long: raise `timeout` if one does")
             told.append((worker, error))
         return told
 
     def next_deadline(self) -> float:
         """When `check` will have something to do if nothing else happens."""
-        return min(
-            (
-                self._deadline(w, since)
-                for since, message in self._waiting.values()
-                for w in self._waits_for(message)
-            ),
-            default=float("inf"),
-        )
+        waiting = self._waiting.values()
+        ends = (self._deadline(w, since) for since, m in waiting for w in self._waits_for(m))
+        return min(ends, default=float("inf"))
 
     def lose(self, worker: int, reason: str) -> None:
         """`worker` is gone without finishing."""
@@ -172,7 +167,7 @@ class Core:
                         self.ledger.replay(log)
                     self.replica.follow(log)
 
-    def _answer(self, worker: int, m: Message, data: Tensor | None) -> Message | None:
+    def _answer(self, worker: int, m: Message, data: Tensor | None, finite: bool) -> Message | None:
         push = (worker, m.epoch, m.clock)
         match m.kind:
             case Kind.JOIN:
@@ -185,12 +180,9 @@ class Core:
                     self._check_clock(worker, m)
                 if self.replica.wants(push):
                     if self.ledger.awaits(worker):
-                        raise RuntimeError(
-                            f"worker {worker} pushed twice in one bulk-synchronous step; "
-                            "pull in between"
-                        )
-                    data = data[: m.size] if m.size else data
-                    gradients = self.replica.unpack(push, data)
+                        raise pushed_twice(worker)
+                    data = data[: m.size or None]
+                    gradients = self.replica.unpack(push, data, finite=finite)
                     if self.journal:
                         self.journal.record(Staged(push, data))
                     self.replica.stage(push, gradients, len(data))
@@ -228,13 +220,11 @@ class Core:
         raise ValueError(f"{m.kind!r} is no request")
 
     def _join(self, worker: int, m: Message) -> Message:
-        if m.text != self.replica.layout:
-            raise ValueError(
-                f"worker {worker} has parameters of layout {m.text}, the server of layout "
-                f"{self.replica.layout}; build the same module (names, shapes, types, "
-                "requires_grad) on every rank, and give the same policy"
-            )
         replica = self.replica
+        if m.text != replica.layout:
+            text = f"worker {worker} has parameters of layout {m.text}, the server of layout "
+            text += f"{replica.layout}; build the same module (names, shapes, types, requires_grad)"
+            raise ValueError(f"{text} on every rank, and give the same policy")
         if self._elastic:
             self._lost.pop(worker, None)
         if m.number:  # a server that is not the first has no say in who takes part
@@ -243,13 +233,9 @@ class Core:
             # `clock` is the session here: a number that no other life of the worker has.
             self.ledger.join(worker, m.clock)
             self._follow_own()
-        member = self.ledger.members.get(worker)
-        if member is None:
-            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
-        return Message(
-            Kind.OK, member.epoch, member.clock, replica.base_version, replica.position,
-            text=str(member.pushes),
-        )  # fmt: skip
+        member = self._member(worker)
+        numbers = member.epoch, member.clock, replica.base_version, replica.position
+        return Message(Kind.OK, *numbers, text=str(member.pushes))
 
     def _read(self, worker: int, m: Message) -> Message | None:
         self._check_clock(worker, m)
@@ -283,14 +269,11 @@ class Core:
             raise PeerLost(f"the others go on without this worker: {self._lost[worker]}")
         member = self.ledger.members.get(worker)
         if member and m.epoch < member.epoch:
-            raise PeerLost(
-                f"the others go on without this worker: worker {worker} has joined again since"
-            )
+            text = f"worker {worker} has joined again since"
+            raise PeerLost(f"the others go on without this worker: {text}")
 
     def _check_clock(self, worker: int, m: Message) -> None:
-        member = self.ledger.members.get(worker)
-        if member is None:
-            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
+        member = self._member(worker)
         if not member.active and self._elastic:
             raise PeerLost(f"the others go on without this worker: worker {worker} has left")
         if not member.active:
@@ -298,10 +281,12 @@ class Core:
         # Only where requests may be lost may one come twice; elsewhere it is a twin's.
         again = self._elastic and m.kind in (Kind.PUSH, Kind.COMMIT)
         if m.clock != member.clock and not (again and m.clock == member.clock - 1):
-            raise ValueError(
-                f"worker {worker} is at clock {m.clock}, but the server has "
-                f"{member.clock} of its gradients; one Worker per worker number"
-            )
+            raise at_another_clock(worker, m.clock, member.clock)
+
+    def _member(self, worker: int) -> Member:
+        if worker not in self.ledger.members:
+            raise ValueError(f"worker {worker} is unknown; there are {self._workers} workers")
+        return self.ledger.members[worker]
 
     def _waits_for(self, message: Message) -> list[int]:
         """Whom a request waits for, without those who are kept waiting themselves."""

@@ -142,9 +142,7 @@ class Ledger:
     def awaits(self, worker: int) -> bool:
         """Whether a push of `worker` is accepted but no update yet."""
         member = self.members.get(worker)
-        return member is not None and any(
-            push[:2] == (worker, member.epoch) for push in self._accepted
-        )
+        return bool(member and (worker, member.epoch) in {push[:2] for push in self._accepted})
 
     # What a worker may ask. An answer that was lost may be asked for again.
 
@@ -171,10 +169,7 @@ class Ledger:
         if clock == member.clock - 1 and clock >= member.first_clock:
             return  # asked again: it is in the log
         if clock != member.clock:
-            raise ValueError(
-                f"worker {worker} is at clock {clock}, but the server has "
-                f"{member.clock} of its gradients; one Worker per worker number"
-            )
+            raise at_another_clock(worker, clock, member.clock)
         if self._consistency.averages:
             self._append(Accept((worker, epoch, clock)))
             self._write_if_complete()
@@ -263,6 +258,12 @@ class Ledger:
             # In the order of the workers, not of arrival: a sum of floats depends on the order.
             step = tuple(sorted(self._accepted))
             self._append(Write(step, (0,) * len(step)))
+
+
+def at_another_clock(worker: int, clock: int, known: int) -> ValueError:
+    """What is wrong with a push or a pull that is not the worker's next."""
+    text = f"worker {worker} is at clock {clock}, but the server has {known} of its gradients"
+    return ValueError(f"{text}; one Worker per worker number")
 
 
 def _to_list(entry: Entry) -> list[object]:

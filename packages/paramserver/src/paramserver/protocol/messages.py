@@ -90,6 +90,12 @@ def failure(error: BaseException) -> Message:
     return Message(Kind.FAILED, text=f"{type(error).__name__}: {error}")
 
 
+def pushed_twice(worker: int) -> RuntimeError:
+    """What is wrong with a second push before the step that the first is of has been applied."""
+    text = "pushes twice in one bulk-synchronous step; pull in between"
+    return RuntimeError(f"worker {worker} {text}")
+
+
 def raise_failure(peer: str, answer: Message) -> None:
     """Raise the exception that an answer carries, if it carries one."""
     if answer.kind is Kind.FAILED:
@@ -99,6 +105,5 @@ def raise_failure(peer: str, answer: Message) -> None:
         raise RuntimeError(f"{peer}: {answer.text}")
 
 
-_ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (PeerLost, RuntimeError, TimeoutError, ValueError)
-}
+_TOLD: tuple[type[Exception], ...] = PeerLost, RuntimeError, TimeoutError, ValueError
+_ERRORS = {error.__name__: error for error in _TOLD}

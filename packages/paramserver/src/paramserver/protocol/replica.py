@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from paramserver.consistency import Consistency, LocalSteps, OptimizerFactory
 from paramserver.partition import Shard, part
 from paramserver.protocol.ledger import Accept, Join, Leave, Log, Push, Read, Write
 
+EpochAndNumber = tuple[int, int]
+
 
 class Replica:
     """The parameters of a shard at one position of the log."""
 
     def __init__(
         self, shard: Shard, parameters: Mapping[str, Tensor], optimizer: OptimizerFactory,
-        policy: Consistency | None = None,
-    ) -> None:  # fmt: skip
+        policy: Consistency | None = None, memory: Tensor | None = None) -> None:  # fmt: skip
         local = policy if isinstance(policy, LocalSteps) else None
         self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard
@@ -44,12 +45,11 @@ class Replica:
         self.push_bytes: Counter[int] = Counter()
         """How many of the gradients that were applied came in so many bytes."""
         self._fragments = shard.fragments(local.fragments if local else 1)
-        self._buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        mine = torch.zeros(shard.buffer_bytes, dtype=torch.uint8) if memory is None else memory
+        self._buffer = mine.zero_()
         # By fragment: what is pushed, and updated, at one time.
-        self._by_fragment = [
-            [nn.Parameter(view) for view in fragment.shard.views(fragment.of(self._buffer))]
-            for fragment in self._fragments
-        ]
+        views = [fragment.shard.views(fragment.of(self._buffer)) for fragment in self._fragments]
+        self._by_fragment = [[nn.Parameter(view) for view in some] for some in views]
         self._parameters = [each for some in self._by_fragment for each in some]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
         with torch.no_grad():
@@ -65,22 +65,22 @@ class Replica:
         self._changed, self._change = 0, self._buffer
         self._staged: dict[Push, tuple[list[Tensor], int]] = {}  # gradients; bytes that came
         self._accepted: set[Push] = set()  # staged pushes that an update to come will name
-        self.next: dict[int, tuple[int, int]] = {}  # the least epoch and clock yet to be accepted
+        self.next: dict[int, EpochAndNumber] = {}  # the least epoch and clock yet to be accepted
         # The epoch and number of the read that a worker was promised, the version, and its copy,
         # once it is not the newest any more.
-        self._promised: dict[int, tuple[tuple[int, int], int, Tensor | None]] = {}
+        self._promised: dict[int, tuple[EpochAndNumber, int, Tensor | None]] = {}
+        self.lent: dict[int, Callable[[], None]] = {}
+        """By worker that may still read the parameters here, what to call before they change."""
 
-    def unpack(self, push: Push, data: Tensor) -> list[Tensor]:
+    def unpack(self, push: Push, data: Tensor, *, finite: bool = False) -> list[Tensor]:
         """The gradients of a push. ValueError unless its bytes are of this shard, and finite."""
         fragment = self._fragments[push[2] % len(self._fragments)]
         shard, size = fragment.shard, fragment.stop - fragment.start
         if len(data) == size and data.dtype == torch.uint8:
             gradients = shard.views(data)
         elif len(data) > size or data.dtype != torch.uint8:
-            raise ValueError(
-                f"worker {push[0]} pushed {data.numel()} elements of {data.dtype}, the "
-                f"shard is {size} of torch.uint8; fill a buffer of the shard"
-            )
+            text = f"worker {push[0]} pushed {data.numel()} elements of {data.dtype}"
+            raise ValueError(f"{text}; fill a buffer of the shard: {size} of torch.uint8")
         elif self.compression:
             numel = sum(piece.stop - piece.start for piece in shard.pieces)
             flat = self.compression.decode(data, numel)
@@ -88,15 +88,15 @@ class Replica:
             add_flat(gradients, flat)
         else:
             gradients = sparse.unpack(shard, data)
+        if finite:
+            return gradients
         for piece, gradient in zip(shard.pieces, gradients, strict=True):
             values = gradient._values() if gradient.is_sparse else gradient
             if not _is_finite(values):
                 bad = int((~values.isfinite()).sum())
-                raise ValueError(
-                    f"worker {push[0]}'s gradient of {piece.name} is not finite in {bad} of "
-                    f"{values.numel()} elements; nothing was applied: skip the batch or lower the "
-                    "learning rate"
-                )
+                text = f"worker {push[0]}'s gradient of {piece.name} is not finite in {bad} of "
+                text += f"{values.numel()} elements; nothing was applied"
+                raise ValueError(f"{text}: skip the batch or lower the learning rate")
         return gradients
 
     def wants(self, push: Push) -> bool:
@@ -107,10 +107,8 @@ class Replica:
         worker, epoch, clock = push
         expected = self.next.get(worker, (0, 0))
         if (epoch, clock) > expected:
-            raise RuntimeError(
-                f"worker {worker} pushes {(epoch, clock)} (epoch, clock), but this server has "
-                f"followed it to {expected}; pull first"
-            )
+            text = f"worker {worker} pushes {(epoch, clock)} (epoch, clock)"
+            raise RuntimeError(f"{text}, but this server has followed it to {expected}; pull first")
         return (epoch, clock) == expected
 
     def stage(self, push: Push, gradients: list[Tensor], nbytes: int) -> None:
@@ -121,9 +119,8 @@ class Replica:
     def follow(self, log: Log) -> None:
         """Apply what is new in `log`."""
         if log.start > self.position:
-            raise RuntimeError(
-                f"the log begins at entry {log.start}, this server has followed {self.position}"
-            )
+            text = f"the log begins at entry {log.start}, this server has followed {self.position}"
+            raise RuntimeError(text)
         for entry in log.after(self.position).entries:
             match entry:
                 case Accept(push):
@@ -154,9 +151,7 @@ class Replica:
                     self.next[worker] = self.next.get(worker, (0, 0))[0] + 1, 0
             self.position += 1
 
-    def fetch(
-        self, worker: int, read: tuple[int, int], have: int
-    ) -> tuple[int, Tensor, int] | None:
+    def fetch(self, worker: int, read: EpochAndNumber, have: int) -> tuple[int, Tensor, int] | None:
         """The version that was promised to the `read` of `worker`, and its bytes as they lie here.
 
         And of which fragment they are a change if the worker has the version before, else -1: all.
@@ -179,20 +174,15 @@ class Replica:
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters, the optimizer's state and the version."""
         optimizer = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer else {}
-        return {
-            "layout": self.shard.digest(),
-            "parameters": self._buffer.clone(),
-            "optimizer": optimizer,
-            "version": self.version,
-        }
+        state = {"layout": self.shard.digest(), "parameters": self._buffer.clone()}
+        return state | {"optimizer": optimizer, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin a log anew from `state`, which a server of the same shard saved."""
         if state["layout"] != self.shard.digest():
-            raise ValueError(
-                f"the saved state is of shard {state['layout']}, this server holds shard "
-                f"{self.shard.digest()}; use the same parameters and number of servers"
-            )
+            mine = f"this server holds shard {self.shard.digest()}"
+            text = f"the saved state is of shard {state['layout']}, {mine}"
+            raise ValueError(f"{text}; use the same parameters and number of servers")
         self._buffer.copy_(state["parameters"])
         if self._optimizer:
             self._optimizer.load_state_dict(state["optimizer"])
@@ -205,15 +195,13 @@ class Replica:
     def snapshot(self) -> dict[str, Any]:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
         raw = len(self._change) == len(self._fragments[self._changed].of(self._buffer))
+        staged = {p: ([g.clone() for g in some], n) for p, (some, n) in self._staged.items()}
         return self.state_dict() | {
             "position": self.position,
             "base_version": self.base_version,
             "staleness": dict(self.staleness),
             "push_bytes": dict(self.push_bytes),
-            "staged": {
-                push: ([gradient.clone() for gradient in gradients], nbytes)
-                for push, (gradients, nbytes) in self._staged.items()
-            },
+            "staged": staged,
             "accepted": sorted(self._accepted),
             "next": dict(self.next),
             "published": None if self._published is None else self._published.clone(),
@@ -240,7 +228,9 @@ class Replica:
             del self._staged[push]
 
     def _keep_promises(self) -> None:
-        """Copy the parameters for those who were promised them as they still are."""
+        """Copy the parameters for those who were promised them as they still are, or read them."""
+        while self.lent:
+            self.lent.popitem()[1]()
         waiting = {w: read for w, (read, _, kept) in self._promised.items() if kept is None}
         if waiting:
             kept = self.newest.clone()
@@ -250,9 +240,8 @@ class Replica:
         fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
         # In the order of the workers, the dense ones first: only they can take up the others. The
         # sum is made in the buffers in which the gradients came: no memory of its own.
-        for parameter, each in zip(
-            self._by_fragment[number], zip(*pushes, strict=True), strict=True
-        ):
+        parameters = self._by_fragment[number]
+        for parameter, each in zip(parameters, zip(*pushes, strict=True), strict=True):
             total, *others = sorted(each, key=lambda gradient: gradient.is_sparse)
             for other in others:
                 total.add_(other)
@@ -265,9 +254,8 @@ class Replica:
         self.version += 1
         self._changed, self._change = number, fragment.of(self.newest)
         if self.compression and self._published is not None:
-            mine, theirs = (
-                fragment.shard.views(fragment.of(b)) for b in (self._buffer, self.newest)
-            )
+            both = self._buffer, self.newest
+            mine, theirs = (fragment.shard.views(fragment.of(b)) for b in both)
             change = self.compression.encode(flatten(mine) - flatten(theirs))
             add_flat(theirs, self.compression.decode(change, sum(view.numel() for view in mine)))
             if len(change) < len(self._change):  # a few elements may be better as they are

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paramserver.protocol.ledger import Log
-from paramserver.protocol.messages import Kind, Message
+from paramserver.protocol.messages import Kind, Message, pushed_twice
 
 T = TypeVar("T")
 
@@ -53,16 +53,13 @@ class Session:
 
     def join(self) -> Steps[None]:
         """Take part. ValueError where the servers hold another module, or different versions."""
-        answers = yield [
-            Request(i, Message(Kind.JOIN, clock=self._number, number=i, text=layout))
-            for i, layout in enumerate(self._layouts)
-        ]
+        join = Message(Kind.JOIN, clock=self._number)
+        asked = enumerate(self._layouts)
+        answers = yield [Request(i, replace(join, number=i, text=text)) for i, text in asked]
         versions = [answer.number for answer in answers]
         if len(set(versions)) > 1:
-            raise ValueError(
-                f"the servers begin with versions {versions}; "
-                "load states that were saved at one version"
-            )
+            text = "load states that were saved at one version"
+            raise ValueError(f"the servers begin with versions {versions}; {text}")
         first = answers[0]
         self.epoch, self.clock, self.pushes = first.epoch, first.clock, int(first.text)
         self._positions = [answer.position for answer in answers]
@@ -87,9 +84,7 @@ class Session:
     def prepare_push(self) -> Steps[None]:
         """Before the last push's gradients are overwritten, all servers must have used them."""
         if self._pushed and (yield from self._bring_log()):
-            raise RuntimeError(
-                f"worker {self.worker} pushes twice in one bulk-synchronous step; pull in between"
-            )
+            raise pushed_twice(self.worker)
 
     def push(self) -> Steps[None]:
         """Hand gradients to all servers: all take them or none does."""
@@ -129,16 +124,13 @@ class Session:
     def _request(self, server: int, kind: Kind) -> Request:
         position = min(self._positions)
         have = self.version
-        return Request(
-            server, Message(kind, self.epoch, self.clock, self._reads, position, have=have)
-        )
+        message = Message(kind, self.epoch, self.clock, self._reads, position, have=have)
+        return Request(server, message)
 
     def _with_log(self, kind: Kind, log: Log) -> list[Request]:
-        requests = [self._request(i, kind) for i in self._servers]
-        return [
-            replace(r, message=replace(r.message, text=log.after(self._positions[i]).to_text()))
-            for i, r in enumerate(requests)
-        ]
+        texts = [log.after(position).to_text() for position in self._positions]
+        message = self._request(0, kind).message
+        return [Request(i, replace(message, text=text)) for i, text in enumerate(texts)]
 
     def _one_version(self, answers: list[Message]) -> int:
         versions = {answer.number for answer in answers}

@@ -17,6 +17,8 @@ from paramserver.protocol.messages import PeerLost
 from paramserver.server import Server
 from paramserver.worker import Worker, local_of, trainable
 
+Site = dist.ProcessGroup | None
+
 
 @dataclass(frozen=True)
 class Result:
@@ -56,22 +58,20 @@ class Job:
         """What each server holds."""
         return partition(trainable(self.module), self.servers, whole=self.whole)
 
-    def server(self, shard: Shard, *, elastic: bool = False) -> Server:
+    def server(
+        self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
+    ) -> Server:
         """The server of one shard."""
         return Server(
             trainable(self.module), self.optimizer, self.consistency, workers=self.workers,
             shard=shard, timeout=self.timeout, on_worker_loss=self.on_worker_loss, elastic=elastic,
-            drop_after=self.drop_after,
-        )  # fmt: skip
+            drop_after=self.drop_after, memory=memory)  # fmt: skip
 
-    def worker(
-        self, rank: int, connections: Sequence[Any], site: dist.ProcessGroup | None = None
-    ) -> Worker:
+    def worker(self, rank: int, connections: Sequence[Any], site: Site = None) -> Worker:
         """The worker of a rank, once it is connected."""
         return Worker(
             self.module, connections, rank=rank, whole=self.whole, local=local_of(self.consistency),
-            optimizer=self.optimizer, site=site,
-        )  # fmt: skip
+            optimizer=self.optimizer, site=site)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ def report(server: Server) -> ServerReport:
 
 def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> Result:
     """One result from all outcomes, or the error that caused the others."""
-    servers, workers = (
-        [outcomes.get(f"{kind} {i}", Outcome("")) for i in range(count)]
-        for kind, count in (("server", job.servers), ("worker", job.workers))
-    )
+    nothing = Outcome("")
+    servers = [outcomes.get(f"server {i}", nothing) for i in range(job.servers)]
+    workers = [outcomes.get(f"worker {i}", nothing) for i in range(job.workers)]
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
     dead = [outcome for outcome in failed if outcome.exit_code is not None]
     lost = {w: why(outcome) for w, outcome in enumerate(workers) if outcome.failed}

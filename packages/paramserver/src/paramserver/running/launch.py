@@ -1,8 +1,7 @@
 """Start servers and workers, wait for them, and say which one failed if one does.
 
-Notable:
-- the cause is reported, not its echo: a process that died before the ones that noticed, an error of
-  the training function before the PeerLost of the others.
+Notable: the cause is reported, not its echo: a process that died before the ones that noticed, an
+error of the training function before the PeerLost of the others.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from paramserver.running.job import Job, Result, ServerReport, assemble, report
 from paramserver.running.processes import Tell, collect, start
 from paramserver.running.serving import serve
 from paramserver.transport import distributed, shared_memory
-from paramserver.transport.connection import GRACE, RemoteConnection
+from paramserver.transport.connection import GRACE, Channels, RemoteConnection
 
-Endpoint = shared_memory.Endpoint | distributed.Endpoint  # how a process reaches its peers
+Ends = Channels | distributed.Endpoint  # how a process reaches its peers
 
 
 def run(
@@ -35,8 +34,7 @@ def run(
     timeout: float = 60.0, on_worker_loss: Literal["stop", "continue"] = "stop",
     whole: bool = False, drop_after: float | None = None,
     start_method: Literal["forkserver", "spawn", "fork"] = "forkserver", restarts: int = 0,
-    journal: str | Path | None = None, progress: Tell | None = None,
-) -> Result:  # fmt: skip
+    journal: str | Path | None = None, progress: Tell | None = None) -> Result:  # fmt: skip
     """Call `train(worker, *args)` on every worker, against servers that start from `module`.
 
     Each server and each worker is a process of this machine, or a Ray actor. `train` pulls and
@@ -53,8 +51,7 @@ def run(
     """
     job = Job(
         train, module, optimizer, consistency, tuple(args), workers, servers, timeout,
-        on_worker_loss, whole, drop_after,
-    )  # fmt: skip
+        on_worker_loss, whole, drop_after)  # fmt: skip
     if transport != "zeromq" and (restarts or journal is not None):
         raise ValueError(f"with {transport} nobody is started again; use transport='zeromq'")
     shards = job.shards()
@@ -68,15 +65,14 @@ def run(
         return run_on_zeromq(job, restarts, journal, start_method, progress)
     sizes = [shard.buffer_bytes for shard in shards]
     with tempfile.TemporaryDirectory() as folder:
-        ends: tuple[Sequence[Endpoint], Sequence[Endpoint]]
+        ends: tuple[Sequence[Ends], Sequence[Ends]]
         if transport == "shared_memory":
             ends = shared_memory.wire(sizes, workers)
         elif transport == "distributed":
             ends = distributed.wire(sizes, workers, f"{folder}/store")
         else:
-            raise ValueError(
-                f"transport is {transport!r}; 'shared_memory', 'distributed', 'zeromq' or 'ray'"
-            )
+            known = "'shared_memory', 'distributed', 'zeromq' or 'ray'"
+            raise ValueError(f"transport is {transport!r}; {known}")
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             # Forked once torch is there, a process costs milliseconds.
@@ -84,23 +80,24 @@ def run(
         # Pickled here, because torch would put the module's parameters into shared memory for
         # processes that it starts: they would be one and the same in all workers.
         packed = pickle.dumps(job)
-        running = {
-            f"server {i}": start(context, f"server {i}", _serve, packed, shard, end, tells=i == 0)
-            for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True))
-        } | {
-            f"worker {w}": start(context, f"worker {w}", _work, packed, w, end)
-            for w, end in enumerate(ends[1])
-        }
+        running = {}
+        for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True)):
+            name = f"server {i}"
+            running[name] = start(context, name, _serve, packed, shard, end, tells=i == 0)
+        for w, end in enumerate(ends[1]):
+            running[f"worker {w}"] = start(context, f"worker {w}", _work, packed, w, end)
         for end in (*ends[0], *ends[1]):
-            end.close()
+            for channel in end if isinstance(end, tuple) else ():
+                channel.close()
         outcomes = collect(running, timeout + GRACE, progress)
     return assemble(job, shards, outcomes)
 
 
-def _serve(packed: bytes, shard: Shard, end: Endpoint, tell: Tell | None = None) -> ServerReport:
+def _serve(packed: bytes, shard: Shard, end: Ends, tell: Tell | None = None) -> ServerReport:
     job: Job = pickle.loads(packed)
-    server = job.server(shard)
-    for thread in serve(server, dict(enumerate(end.open()))):
+    channels = end if isinstance(end, tuple) else end.open()
+    server = job.server(shard, memory=channels[0].home)
+    for thread in serve(server, dict(enumerate(channels))):
         while thread.is_alive():
             thread.join(1.0)
             if tell:
@@ -108,8 +105,9 @@ def _serve(packed: bytes, shard: Shard, end: Endpoint, tell: Tell | None = None)
     return report(server)
 
 
-def _work(packed: bytes, rank: int, end: Endpoint) -> Any:
+def _work(packed: bytes, rank: int, end: Ends) -> Any:
     job: Job = pickle.loads(packed)
-    connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in end.open()]
+    channels = end if isinstance(end, tuple) else end.open()
+    connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in channels]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

@@ -18,12 +18,13 @@ from paramserver.running.job import Outcome
 from paramserver.running.progress import Progress
 
 Tell = Callable[[Progress], object]
+AnyCall = Callable[..., Any]
 Running = dict[str, tuple[BaseProcess, Connection]]
 """By name, a process and where its outcome will come from."""
 
 
 def start(
-    context: BaseContext, name: str, target: Callable[..., Any], *args: Any, tells: bool = False
+    context: BaseContext, name: str, target: AnyCall, *args: Any, tells: bool = False
 ) -> tuple[BaseProcess, Connection]:
     """Start a process that calls `target`; it `tells` its progress by one more argument."""
     ours, theirs = context.Pipe(duplex=False)
@@ -35,9 +36,7 @@ def start(
     return process, ours
 
 
-def _process(
-    pipe: Connection, name: str, target: Callable[..., Any], args: Any, tells: bool
-) -> None:
+def _process(pipe: Connection, name: str, target: AnyCall, args: Any, tells: bool) -> None:
     try:
         if tells:
             args = (*args, lambda said: pipe.send_bytes(pickle.dumps(said)))
@@ -54,10 +53,10 @@ def _pickled_failure(name: str, error: BaseException) -> bytes:
     try:
         message = pickle.dumps(Outcome(name, error=error))
         pickle.loads(message)
+        return message
     except Exception:
         text = RuntimeError(f"{name}: {type(error).__name__}: {error}")
-        message = pickle.dumps(Outcome(name, error=text))
-    return message
+        return pickle.dumps(Outcome(name, error=text))
 
 
 def ends(running: Running, seconds: float | None, progress: Tell | None) -> Iterator[Outcome]:

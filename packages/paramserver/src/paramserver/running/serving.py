@@ -9,7 +9,8 @@ from threading import Thread
 
 from paramserver.protocol.messages import Kind, Message, failure
 from paramserver.server import Server
-from paramserver.transport.connection import SENDS, Channel, used
+from paramserver.transport.connection import SENDS, Channel
+from paramserver.transport.pieces import Finite
 
 _LAST = (Kind.FINISH, Kind.END)  # of the first server and of the others
 
@@ -39,19 +40,19 @@ def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
     if request.kind is Kind.ABORT:
         server.lose(worker, request.text)
         return False
+    data = channel.gradients[: request.size or None]
+    finite = Finite(server.shard, data)
     if request.kind in SENDS:
-        channel.receive_data(used(channel.gradients, request))
+        channel.take(data, finite.see)
 
     def alive() -> None:
         channel.send(Message(Kind.WAIT))
 
     try:
-        reply = server.ask(worker, request, channel.gradients, channel.parameters, alive)
+        reply = server.ask(worker, request, data, channel.deliver, alive, finite=finite.surely())
     except ConnectionError:
         raise
     except Exception as error:  # whatever the optimizer raises, its worker is who has to know
         reply = failure(error)
     channel.send(reply)
-    if reply.size:
-        channel.send_data(used(channel.parameters, reply))
     return request.kind not in _LAST

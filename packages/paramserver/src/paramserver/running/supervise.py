@@ -48,8 +48,7 @@ def open_server(
 @contextmanager
 def join_servers(
     job: Job, rank: int, addresses: Sequence[str], *, keys: Keys | None = None,
-    site: dist.ProcessGroup | None = None,
-) -> Iterator[Worker]:  # fmt: skip
+    site: dist.ProcessGroup | None = None) -> Iterator[Worker]:  # fmt: skip
     """A worker of the servers at these addresses, in the order of their shards.
 
     With `site`, its ranks are that worker (see Worker): all call this, the first one connects.
@@ -58,16 +57,14 @@ def join_servers(
         with job.worker(rank, [], site) as worker:
             yield worker
         return
-    life = secrets.randbits(40)
-    shards = job.shards()
+    life, shards = secrets.randbits(40), job.shards()
     if len(addresses) != len(shards):
         raise ValueError(f"{len(addresses)} addresses for {len(shards)} servers; give one each")
     with ExitStack() as stack:
         connections = []
         for address, shard in zip(addresses, shards, strict=True):
-            connection = ZeroMQConnection(
-                address, rank, shard.buffer_bytes, life=life, patience=job.timeout, keys=keys
-            )
+            size, wait = shard.buffer_bytes, job.timeout
+            connection = ZeroMQConnection(address, rank, size, life=life, patience=wait, keys=keys)
             stack.callback(connection.close)
             connections.append(connection)
         with job.worker(rank, connections, site) as worker:
@@ -76,22 +73,16 @@ def join_servers(
 
 def final(job: Job, addresses: Sequence[str], keys: Keys | None = None) -> list[ServerReport]:
     """What the servers hold now, at one version."""
-    reports = []
-    log = None
+    reports, log = [], None
     for address, shard in zip(addresses, job.shards(), strict=True):
-        connection = ZeroMQConnection(
-            address, -1, shard.buffer_bytes, life=secrets.randbits(40), patience=job.timeout,
-            keys=keys,
-        )  # fmt: skip
+        life, nbytes, wait = secrets.randbits(40), shard.buffer_bytes, job.timeout
+        connection = ZeroMQConnection(address, -1, nbytes, life=life, patience=wait, keys=keys)
         if log is None:
             log = Log.from_text(connection.ask(Message(Kind.SYNC)).text)
         answer = connection.ask(Message(Kind.END, text=log.to_text()))
-        staleness, pushed = (
-            Counter({int(key): count for key, count in counts.items()})
-            for counts in json.loads(answer.text)
-        )
+        said = [{int(key): n for key, n in each.items()} for each in json.loads(answer.text)]
         held = connection.parameters.numpy().tobytes()
-        reports.append(ServerReport(held, answer.number, staleness, pushed))
+        reports.append(ServerReport(held, answer.number, *map(Counter, said)))
         connection.close()
     return reports
 
@@ -103,8 +94,7 @@ def run_on_zeromq(
     context = multiprocessing.get_context(start_method)
     if start_method == "forkserver":
         context.set_forkserver_preload(["paramserver.running.supervise", "torch._dynamo"])
-    packed = pickle.dumps(job)
-    shards = job.shards()
+    packed, shards = pickle.dumps(job), job.shards()
     with tempfile.TemporaryDirectory() as folder:
         addresses = [f"ipc://{folder}/server-{i}" for i in range(job.servers)]
         kept = str(journal or Path(folder) / "journal") if restarts or journal else None
@@ -128,9 +118,8 @@ def run_on_zeromq(
                         running[outcome.name] = begin(outcome.name)
                         continue
                     ended[outcome.name] = outcome
-                    if outcome.failed and (
-                        job.on_worker_loss == "stop" or outcome.name not in workers
-                    ):
+                    needed = job.on_worker_loss == "stop" or outcome.name not in workers
+                    if outcome.failed and needed:
                         return assemble(job, shards, ended)
             for i, held in enumerate(final(job, addresses)):
                 ended[f"server {i}"] = Outcome(f"server {i}", value=held)
@@ -142,11 +131,9 @@ def run_on_zeromq(
         return assemble(job, shards, ended)
 
 
-def _serve(
-    packed: bytes, number: int, address: str, journal: str | None, tell: Tell | None = None
-) -> None:
+def _serve(packed: bytes, number: int, address: str, journal: str | None, *tell: Tell) -> None:
     server = open_server(pickle.loads(packed), number, address, journal=journal)
-    server.serve(tell)
+    server.serve(*tell)
 
 
 def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:

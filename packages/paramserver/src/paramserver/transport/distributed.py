@@ -11,7 +11,8 @@ Notable:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,34 +23,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, OptimizerFactory
-from paramserver.protocol.messages import Message
-from paramserver.running.job import Job
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.job import Job, Site
 from paramserver.running.serving import serve
-from paramserver.transport.connection import GRACE, Channel, Connection, RemoteConnection
+from paramserver.transport.connection import GRACE, Channel, Channels, Connection, RemoteConnection
 from paramserver.worker import Worker
 
+Tags = tuple[int, int]
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
 
 
-class DistributedChannel:
+class DistributedChannel(Channel):
     """One end of a pair of ranks. `tags` are those for sending and for receiving."""
 
-    def __init__(
-        self, peer: str, rank: int, tags: tuple[int, int], nbytes: int, group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, peer: str, rank: int, tags: Tags, nbytes: int, group: Any) -> None:
+        super().__init__(nbytes)
         self.peer = peer
-        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
-        self.gradients = torch.zeros_like(self.parameters)
         self._rank, self._group = rank, group
         self._send_tag, self._receive_tag = tags
 
     def send(self, message: Message) -> None:
-        """Send a message: its numbers, then its text if it has one."""
+        """Send a message: its numbers, then its text or data if it has any."""
         *numbers, text = message.fields()
         raw = text.encode()
-        self.send_data(torch.tensor([*numbers, len(raw)]))
+        self._send(torch.tensor([*numbers, len(raw)]))
         if raw:
-            self.send_data(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        if message.kind is Kind.OK and message.size:
+            self._send(self.parameters[: message.size])
 
     def receive(self, timeout: float | None = None) -> Message:
         """The next message; TimeoutError after `timeout` seconds."""
@@ -59,21 +60,28 @@ class DistributedChannel:
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)
-        return Message.from_fields([*numbers, text.numpy().tobytes().decode()])
+        message = Message.from_fields([*numbers, text.numpy().tobytes().decode()])
+        if message.kind is Kind.OK and message.size:
+            self._receive(self.parameters[: message.size], None)
+        return message
 
-    def send_data(self, data: Tensor) -> None:
-        """Send a tensor and wait until it has left."""
-        try:
-            dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
-        except RuntimeError as error:
-            raise ConnectionResetError(str(error).splitlines()[0]) from error
+    def push(self, data: Tensor, written: Iterable[int]) -> None:
+        """See Channel."""
+        deque(written, maxlen=0)
+        self._send(data)
 
-    def receive_data(self, data: Tensor) -> None:
-        """Fill a tensor."""
+    def take(self, data: Tensor, see: Callable[[int], None]) -> None:
+        """See Channel."""
         self._receive(data, None)
 
     def close(self) -> None:
         """Nothing: the group is the caller's."""
+
+    def _send(self, data: Tensor) -> None:
+        try:
+            dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
+        except RuntimeError as error:
+            raise ConnectionResetError(str(error).splitlines()[0]) from error
 
     def _receive(self, data: Tensor, timeout: float | None) -> None:
         start = time.monotonic()
@@ -92,8 +100,7 @@ def join(
     module: nn.Module, optimizer: OptimizerFactory, consistency: Consistency | None = None, *,
     servers: Sequence[int] = (0,), group: dist.ProcessGroup | None = None, timeout: float = 60.0,
     on_worker_loss: Literal["stop", "continue"] = "stop", whole: bool = False,
-    drop_after: float | None = None, site: dist.ProcessGroup | None = None,
-) -> Iterator[Worker]:  # fmt: skip
+    drop_after: float | None = None, site: Site = None) -> Iterator[Worker]:  # fmt: skip
     """Train in an existing process group: every rank is a worker, `servers` also serve.
 
     Every rank of `group` calls it with the same module (names and shapes) and arguments, and uses
@@ -111,13 +118,11 @@ def join(
         return
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
-        raise ValueError(
-            f"servers are ranks {list(servers)}; give different ranks of a group of {world}"
-        )
+        text = f"give different ranks of a group of {world}"
+        raise ValueError(f"servers are ranks {list(servers)}; {text}")
     job = Job(
-        lambda: None, module, optimizer, consistency, workers=world, servers=len(servers),
-        timeout=timeout, on_worker_loss=on_worker_loss, whole=whole, drop_after=drop_after,
-    )  # fmt: skip
+        lambda: None, module, optimizer, consistency, (), world, len(servers), timeout,
+        on_worker_loss, whole, drop_after)  # fmt: skip
     shards = job.shards()
     private = _private_group(group)
     threads, connections = [], list[Connection]()
@@ -132,13 +137,9 @@ def join(
                 continue
             server = job.server(shard)
             connections.append(server.connect(rank))
-            ends: dict[int, Channel] = {
-                peer: DistributedChannel(
-                    f"worker {peer} (rank {peer})", peer, (reply, request), nbytes, private
-                )
-                for peer in range(world)
-                if peer != rank
-            }
+            ends, tags = dict[int, Channel](), (reply, request)
+            for r in {*range(world)} - {rank}:
+                ends[r] = DistributedChannel(f"worker {r} (rank {r})", r, tags, nbytes, private)
             threads += serve(server, ends)
         with job.worker(rank, connections, site) as worker:
             yield worker
@@ -159,29 +160,19 @@ class Endpoint:
     sizes: tuple[int, ...]
     workers: int
 
-    def open(self) -> tuple[Channel, ...]:
+    def open(self) -> Channels:
         """Join the group, and connect to every peer."""
-        servers = len(self.sizes)
+        servers, rank = len(self.sizes), self.rank
         world = servers + self.workers
         store = dist.FileStore(self.store, world)
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=world, timeout=_IDLE
-        )
+        dist.init_process_group("gloo", None, _IDLE, world, rank, store)
         group = dist.group.WORLD
         assert group is not None
-        if self.rank < servers:
-            nbytes = self.sizes[self.rank]
-            return tuple(
-                DistributedChannel(f"worker {w}", servers + w, (1, 0), nbytes, group)
-                for w in range(self.workers)
-            )
-        return tuple(
-            DistributedChannel(f"server {s}", s, (0, 1), nbytes, group)
-            for s, nbytes in enumerate(self.sizes)
-        )
-
-    def close(self) -> None:
-        """Nothing is open before `open`."""
+        if rank < servers:
+            peers = [(f"worker {w}", servers + w) for w in range(self.workers)]
+            return tuple(DistributedChannel(*p, (1, 0), self.sizes[rank], group) for p in peers)
+        sizes = enumerate(self.sizes)
+        return tuple(DistributedChannel(f"server {s}", s, (0, 1), n, group) for s, n in sizes)
 
 
 def wire(sizes: list[int], workers: int, store: str) -> tuple[list[Endpoint], list[Endpoint]]:

@@ -6,16 +6,19 @@ puts in its own shared memory. A server runs one thread for each worker, since a
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paramserver.partition import Shard
 from paramserver.protocol.messages import Message, PeerLost
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble, report
 from paramserver.running.processes import Tell
 from paramserver.running.progress import Progress
-from paramserver.transport.connection import SENDS, extra
+from paramserver.transport.connection import SENDS, Connection, extra
 
 
 def run_on_ray(job: Job, shards: list[Shard], progress: Tell | None = None) -> Result:
@@ -51,13 +54,13 @@ class _ServerActor:
     """A server; every method is a request, in the thread that Ray gives it."""
 
     def __init__(self, job: Job, shard: Shard) -> None:
-        self._server, self._nbytes = job.server(shard), shard.buffer_bytes
+        self._server = job.server(shard)
 
     def ask(self, worker: int, message: Message, gradients: Any) -> tuple[Message, Any]:
         data = None if gradients is None else torch.from_numpy(gradients.copy())
-        out = torch.empty(self._nbytes, dtype=torch.uint8)
-        reply = self._server.ask(worker, message, data, out)
-        return reply, out.numpy() if reply.size else None
+        out: list[Tensor] = []
+        reply = self._server.ask(worker, message, data, lambda given: out.append(given.clone()))
+        return reply, out[0].numpy() if out else None
 
     def lose(self, worker: int, reason: str) -> None:
         self._server.lose(worker, reason)
@@ -69,16 +72,16 @@ class _ServerActor:
         return report(self._server)
 
 
-class _RayConnection:
+class _RayConnection(Connection):
     """A worker's connection to a server's actor."""
 
     def __init__(self, actor: Any, number: int, worker: int, nbytes: int) -> None:
+        super().__init__(nbytes)
         self._actor, self._worker, self._name = actor, worker, f"server {number}"
-        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
-        self.gradients = torch.zeros_like(self.parameters)
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
         ray = extra("ray", "ray")
+        deque(written, maxlen=0)
         data = self.gradients.numpy() if message.kind in SENDS else None
         try:
             reply, parameters = ray.get(self._actor.ask.remote(self._worker, message, data))
@@ -88,7 +91,7 @@ class _RayConnection:
             raise PeerLost(f"{self._name} is gone: {error}") from error
         assert isinstance(reply, Message)
         if parameters is not None:
-            self.parameters.copy_(torch.from_numpy(parameters.copy()))
+            self.deliver(torch.from_numpy(parameters.copy()))
         return reply
 
     def abort(self, reason: str) -> None:
@@ -96,9 +99,7 @@ class _RayConnection:
 
 
 def _work(job: Job, rank: int, servers: list[Any]) -> Any:
-    connections = [
-        _RayConnection(actor, number, rank, shard.buffer_bytes)
-        for number, (actor, shard) in enumerate(zip(servers, job.shards(), strict=True))
-    ]
+    pairs = enumerate(zip(servers, job.shards(), strict=True))
+    connections = [_RayConnection(a, i, rank, shard.buffer_bytes) for i, (a, shard) in pairs]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from paramserver.journal import DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
 from paramserver.running.progress import Progress, progress_of
-from paramserver.transport.connection import SENDS, extra, used
+from paramserver.transport.connection import SENDS, Connection, extra
 from paramserver.transport.pieces import PIECE, Arrival, Buffers, cuts
 
 _BEAT = _SIGN_OF_LIFE = 1.0  # seconds; the latter to a worker that is kept waiting
@@ -52,13 +52,11 @@ class ZeroMQServer:
 
     def __init__(
         self, core: Core, address: str, *, keys: Keys | None = None,
-        journal: DiskJournal | None = None,
-    ) -> None:  # fmt: skip
+        journal: DiskJournal | None = None) -> None:  # fmt: skip
         zmq = extra("zmq", "zeromq")
         if keys is None and not address.startswith(("tcp://127.", "ipc://")):
-            raise ValueError(
-                f"{address} can be reached from other machines; give keys, or bind tcp://127.0.0.1"
-            )
+            text = f"{address} can be reached from other machines"
+            raise ValueError(f"{text}; give keys, or bind tcp://127.0.0.1")
         self.core, self._journal = core, journal
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -139,7 +137,7 @@ class ZeroMQServer:
                     error = ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
                     self._send(request, failure(error))
                     return False
-                request.data = Arrival(self._buffers.take()[:size])
+                request.data = Arrival(self._buffers.take()[:size], self.core.replica.shard)
             self._waiting.pop(worker, None)
             self._coming[worker] = request
         request.name = name.bytes
@@ -160,7 +158,9 @@ class ZeroMQServer:
     def _attempt(self, worker: int) -> bool:
         request = self._waiting.pop(worker)
         try:
-            reply = self.core.handle(worker, request.message, request.data.data, time.monotonic())
+            data, now = request.data, time.monotonic()
+            finite = bool(data.finite and data.finite.surely())
+            reply = self.core.handle(worker, request.message, data.data, now, finite=finite)
         except Exception as error:  # of one worker's request: the others go on
             reply = failure(error)
         if reply is None:
@@ -199,7 +199,7 @@ class _Request:
     said: float
 
 
-class ZeroMQConnection:
+class ZeroMQConnection(Connection):
     """A worker's connection to the server at an address.
 
     `patience` is for how long nothing may come from there, in seconds: a server that is killed and
@@ -208,11 +208,9 @@ class ZeroMQConnection:
 
     def __init__(
         self, address: str, worker: int, nbytes: int, *, life: int, patience: float = 60.0,
-        keys: Keys | None = None,
-    ) -> None:  # fmt: skip
+        keys: Keys | None = None) -> None:  # fmt: skip
         self._zmq = zmq = extra("zmq", "zeromq")
-        self.parameters = torch.zeros(nbytes, dtype=torch.uint8)
-        self.gradients = torch.zeros_like(self.parameters)
+        super().__init__(nbytes)
         self._address, self._worker, self._life = address, worker, life
         self._patience, self._number, self._sent = patience, 0, zmq.MessageTracker()
         self._context, self._keys = zmq.Context(), keys
@@ -221,21 +219,20 @@ class ZeroMQConnection:
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
 
-    def ask(self, message: Message) -> Message:
+    def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
         """Send a request, again and again if it must be, until it is answered."""
         self._number += 1
         start = heard = time.monotonic()
-        self._send(message)
+        self._send(message, written)
         answer, coming, done = Message(Kind.WAIT), Arrival(self.parameters), False
         while not done:
             if not self._socket.poll(int(_RETRY * 1000)):
                 if time.monotonic() - heard > self._patience:
                     # A key that it does not know is not answered.
                     remedy = ("start it again", "is this key known?")[self._number == 1]
-                    raise PeerLost(
-                        f"the server at {self._address} has said nothing for {self._patience:g} s, "
-                        f"{time.monotonic() - start:.0f} s after it was asked; {remedy}"
-                    )
+                    text = f"the server at {self._address} has said nothing for {self._patience:g}"
+                    since = f"{time.monotonic() - start:.0f} s after it was asked"
+                    raise PeerLost(f"{text} s, {since}; {remedy}")
                 if self._sent.done:  # else it has yet to leave
                     self._send(message)
                 continue
@@ -256,7 +253,7 @@ class ZeroMQConnection:
         """Tell the server why: by a socket of its own, as another thread may use the other."""
         if not self._closed.is_set():
             socket = self._connect("last words", self._keys)
-            self._send(Message(Kind.ABORT, text=reason), socket)
+            self._send(Message(Kind.ABORT, text=reason), (), socket)
             socket.close(linger=500)
 
     def close(self) -> None:
@@ -267,10 +264,13 @@ class ZeroMQConnection:
             self._beating.join()
             self._context.term()
 
-    def _send(self, message: Message, socket: Any = None) -> None:
+    def _send(self, message: Message, written: Iterable[int] = (), socket: Any = None) -> None:
+        there, written = 0, iter(written)
         socket, flags = socket or self._socket, self._zmq.NOBLOCK
-        data = used(self.gradients, message) if message.kind in SENDS else self.gradients[:0]
+        data = self.gradients[: (message.size or None) if message.kind in SENDS else 0]
         for start, stop in cuts(len(data)):
+            while there < stop:  # while one piece is written the last one travels
+                there = next(written, stop)
             fields = () if start else message.fields()
             head = json.dumps([self._worker, self._life, self._number, start, *fields]).encode()
             # As they lie: what leaves after they have changed is of a number that is void.

@@ -1,0 +1,147 @@
+"""Parameters are read where the server has them, gradients are checked while they are written."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from paramserver import Asynchronous, Server, Worker
+from paramserver.partition import partition
+from paramserver.running.serving import serve
+from paramserver.transport.connection import RemoteConnection
+from paramserver.transport.pieces import PIECE, Finite
+from paramserver.transport.shared_memory import channel_pairs
+from torch import nn
+
+ELEMENTS = 3 * PIECE // 4 + 5  # more than three pieces of float32
+
+
+class Vector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(ELEMENTS))
+
+
+@pytest.fixture
+def group():
+    """A server and two workers that read its parameters where they are."""
+    parameters = dict(Vector().named_parameters())
+    nbytes = partition(parameters, 1)[0].buffer_bytes
+    ends = channel_pairs(["worker 0", "worker 1"], "server", nbytes)
+    server = Server(
+        parameters, partial(torch.optim.SGD, lr=1.0), Asynchronous(), workers=2, timeout=20.0,
+        on_worker_loss="continue", memory=ends[0][1].home,
+    )  # fmt: skip
+    threads = serve(server, {w: pair[1] for w, pair in enumerate(ends)})
+    workers = [
+        Worker(Vector(), [RemoteConnection(pair[0], 20.0)], rank=w) for w, pair in enumerate(ends)
+    ]
+    yield server, workers
+    for worker in workers:
+        worker.abort("the end")
+    for thread in threads:
+        thread.join(10)
+
+
+def push(worker, value):
+    worker.module.x.grad = torch.full((ELEMENTS,), value)
+    worker.push()
+
+
+@pytest.mark.parametrize("updates", range(3))
+def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, updates):
+    server, (reader, writer) = group
+    push(writer, -1.0)
+    copied = []
+
+    def interrupted(shard, buffer, alpha=0.0):
+        copied.append(buffer.data_ptr())
+        mine, theirs = reader.module.x.detach(), buffer.view(torch.float32)[:ELEMENTS]
+        mine[:1000] = theirs[:1000]
+        for _ in range(updates if len(copied) == 1 else 0):
+            push(writer, -1.0)
+        mine[1000:] = theirs[1000:]
+
+    monkeypatch.setattr(reader._payload, "_copy", interrupted)
+    assert reader.pull() == 1
+    assert torch.equal(reader.module.x, torch.ones(ELEMENTS))
+    home = server.core.replica._buffer.data_ptr()
+    assert home == server.core.given.data_ptr()
+    assert len(copied) == (2 if updates else 1)
+    assert reader.pull() == 1 + updates
+    assert torch.equal(reader.module.x, torch.full((ELEMENTS,), 1.0 + updates))
+
+
+def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobody(group):
+    server, (reader, writer) = group
+    arena = reader._connections[0].parameters
+    reader.pull()
+    push(writer, -1.0)
+    assert not arena.any()  # nothing was kept for it
+    reader._drive(reader._session.pull())  # it is promised version 1, and never reads it
+    push(writer, -1.0)
+    push(writer, -1.0)
+    assert writer.pull() == server.version == 3
+    assert torch.equal(writer.module.x, torch.full((ELEMENTS,), 3.0))
+    assert torch.equal(arena.view(torch.float32)[:ELEMENTS], torch.ones(ELEMENTS))
+
+
+@pytest.mark.parametrize("at", [0, PIECE // 4 - 1, PIECE // 4, PIECE // 2 + 7, ELEMENTS - 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_element_in_any_piece_is_refused_before_anything_is_applied(group, at, bad):
+    _, (one, other) = group
+    one.module.x.grad = torch.ones(ELEMENTS)
+    one.module.x.grad[at] = bad
+    with pytest.raises(ValueError, match="x is not finite in 1 of"):
+        one.push()
+    assert other.pull() == 0
+    assert not other.module.x.any()
+    one.module.x.grad[at] = 1.0
+    one.push()
+    assert other.pull() == 1
+    assert torch.equal(other.module.x, -torch.ones(ELEMENTS))
+
+
+def test_a_sum_that_overflows_is_no_reason_to_refuse(group):
+    _, (one, other) = group
+    push(one, 3e38)
+    other.pull()
+    assert torch.equal(other.module.x, torch.full((ELEMENTS,), -3e38))
+
+
+def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_applied(
+    group, monkeypatch
+):
+    server, (fails, other) = group
+
+    def half_written(*_):
+        yield PIECE
+        raise MemoryError("no room for a gradient")
+
+    monkeypatch.setattr(fails._payload, "_written", half_written)
+    with pytest.raises(MemoryError), fails:
+        push(fails, 1.0)
+    until = time.monotonic() + 10
+    while not server.core._lost and time.monotonic() < until:
+        time.sleep(0.01)
+    assert "MemoryError: no room" in server.core._lost[0]
+    assert other.pull() == 0
+    push(other, 1.0)
+    assert server.version == 1
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.half)]
+)
+def test_sums_know_what_is_finite(dtypes):
+    parameters = {f"p{i}": torch.zeros(1000 + i, dtype=d) for i, d in enumerate(dtypes)}
+    (shard,) = partition(parameters, 1)
+    for bad in (None, 0, 17, 999):
+        data = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
+        if bad is not None:
+            shard.views(data)[-1][bad] = float("nan")
+        finite = Finite(shard, data)
+        for stop in (64, 64, 1000, len(data)):
+            assert not finite.surely()  # not before all is seen
+            finite.see(stop)
+        assert finite.surely() == (bad is None and len(dtypes) == 1)
