@@ -259,7 +259,7 @@ def test_sigterm_saves_what_was_learned_and_stops(tmp_path):
     assert (out / "checkpoint").is_dir(), errors
     assert json.loads((out / "summary.json").read_text())["status"] == "incomplete"
     report = llmsys("report", out)
-    assert "this run was cut off before learn" in report.stdout, report.stderr
+    assert "this run was cut off before the end of learn" in report.stdout, report.stderr
 
 
 DIES_ONCE = """

@@ -173,3 +173,43 @@ def test_what_an_extra_brings_is_named_where_it_is_absent(extra):
     script = f"import sys; sys.modules[{absent!r}] = None; {call}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert f'{absent}, which is not installed: pip install "{extra}"' in done.stderr
+
+
+#: What looks at pretended tensors, before anything else has gone backward.
+PRETENDS = {
+    "accounting": """
+import accounting
+accounting.fits(torch.nn.Linear(4, 4), torch.ones(2, 4), device="A100")
+""",
+    "zero": """
+import tempfile, zero
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = zero.FSDP(torch.nn.Linear(1024, 1024))
+with tempfile.TemporaryDirectory() as folder:
+    zero.save_checkpoint(folder + "/last", model)
+    zero.load_checkpoint(folder + "/last", model)
+torch.distributed.destroy_process_group()
+""",
+    "llmsys-suite": """
+from llmsys_suite.worker import make_autograds_threads
+from torch._subclasses.fake_tensor import FakeTensorMode
+make_autograds_threads()
+with FakeTensorMode():
+    torch.ones(1)
+""",
+}
+
+
+@pytest.mark.parametrize("package", PRETENDS)
+def test_pretended_gpus_get_no_threads_of_autograds(package):
+    # A process that has them can abort when it ends: they ask for an interpreter that is gone.
+    begin = (
+        f"import os, torch\n{PRETENDS[package]}\ntorch.ones(1, requires_grad=True).sum().backward()"
+    )
+    threads = (
+        "[open(f'/proc/self/task/{each}/comm').read() for each in os.listdir('/proc/self/task')]"
+    )
+    script = f"{begin}\nassert not any('autograd' in name for name in {threads})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -70,6 +70,7 @@ def work(config: RunConfig) -> int:
 
 def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     """Join the group; what every stage then works with."""
+    make_autograds_threads()
     device = torch.device(config.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -91,6 +92,15 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     )
     make_group(run)
     return run
+
+
+def make_autograds_threads() -> None:
+    """Have autograd make them now: one for each device that there is.
+
+    Later, once torch's FSDP2 has run an operator on pretended tensors, a CPU alone is taken for one
+    with eight GPUs, and their threads can abort the process when it ends.
+    """
+    torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
 
 def make_group(run: Run) -> None:

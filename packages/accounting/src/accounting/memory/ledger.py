@@ -123,6 +123,9 @@ def fits(
         checks.instance("autocast", autocast, torch.dtype, "a torch.dtype or None")
     if any(map(nn.parameter.is_lazy, module.parameters())):
         raise ValueError("module has lazy parameters; call it once, so that they have their shapes")
+    # Autograd's threads are made by the first backward, one for each device; fake tensors bring
+    # fake GPUs, whose threads can abort a process when it ends.
+    torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:

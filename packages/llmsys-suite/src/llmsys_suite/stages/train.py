@@ -71,12 +71,12 @@ def _train(run: Run, trained: dict[str, Variant]) -> dict[str, float]:
     shallow = Shallow(run, 1) if SINGLE in trained and run.rank == 0 else None
     for step in range(total):
         for name, variant in trained.items():
-            batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
             here = run.rank == 0 or not variant.alone
             # Read between meetings of all ranks: what others send before this rank's step begins,
             # or to its server after the step has ended, is of this step as well.
             heard = counter(run)
             run.barrier()
+            batch = run.batch(step, shared=not variant.alone, epochs=run.config.epochs > 0)
             sample = timed_step(run, name, variant, step, batch) if here else {}
             run.barrier()
             if heard:
