@@ -100,7 +100,7 @@ def make_autograds_threads() -> None:
     Later, once torch's FSDP2 has run an operator on pretended tensors, a CPU alone is taken for one
     with eight GPUs, and their threads can abort the process when it ends.
     """
-    torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    torch.ones(1, requires_grad=True).backward()
 
 
 def make_group(run: Run) -> None:

@@ -125,7 +125,7 @@ def fits(
         raise ValueError("module has lazy parameters; call it once, so that they have their shapes")
     # Autograd's threads are made by the first backward, one for each device; fake tensors bring
     # fake GPUs, whose threads can abort a process when it ends.
-    torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    torch.ones(1, requires_grad=True).backward()
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with mode:

@@ -242,7 +242,7 @@ class Folder:
         with (self.path / info.relative_path).open("rb") as file:
             # Autograd's threads are made by the first backward, one for each device; pretended
             # tensors bring pretended GPUs, whose threads can abort a process when it ends.
-            torch.ones(1, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            torch.ones(1, requires_grad=True).backward()
             with FakeTensorMode():
                 # Its form, and where in the file its memory is; nothing of that is read.
                 box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
