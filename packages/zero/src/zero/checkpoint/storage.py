@@ -220,6 +220,9 @@ class Folder:
         reader = FileSystemReader(self.path)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         plan = planner.plan_for(self.metadata)
+        # Autograd's threads are made by the first backward, one for each device. The pretended
+        # tensors below bring pretended GPUs, whose threads can abort a process when it ends.
+        torch.ones(1, requires_grad=True).backward()
         rest = [item for item in plan.items if not self._read_straight(item, planner, reader)]
         plan = replace(plan, items=rest)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
@@ -240,9 +243,6 @@ class Folder:
         if getattr(info, "transform_descriptors", None) or target.device.type != "cpu":
             return False
         with (self.path / info.relative_path).open("rb") as file:
-            # Autograd's threads are made by the first backward, one for each device; pretended
-            # tensors bring pretended GPUs, whose threads can abort a process when it ends.
-            torch.ones(1, requires_grad=True).backward()
             with FakeTensorMode():
                 # Its form, and where in the file its memory is; nothing of that is read.
                 box = torch.load(reader._slice_file(file, info), "cpu", weights_only=True)
