@@ -36,3 +36,12 @@ def test_rows_have_the_columns_of_nccl_tests_and_no_wrong_element(tmp_path):
     assert "busbw_gbps" in bench.table(rows)
     plot(rows, tmp_path / "bandwidth.png")
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
+
+
+def only_all_gather():
+    return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
+
+
+def test_only_what_was_asked_for_is_measured():
+    rows, _ = run_ranks(only_all_gather, 2)
+    assert {row["case"] for row in rows} == {"all_gather"}

@@ -41,14 +41,14 @@ BLOCK = 1 << 20
 TIMEOUT = timedelta(seconds=200)
 QUICK = (1 << 10, 64 << 10, 1 << 20)
 FULL = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 1 << 20, 10 << 20, 100 << 20, 1 << 30)
-OTHERS = ("reduce_scatter", "all_gather")
+CASES = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 def bench(
     *, device: str = "cpu", quick: bool = False, worlds: Sequence[int] = (2,),
-    sizes: Sequence[int] = (),
+    sizes: Sequence[int] = (), cases: Sequence[str] = CASES,
 ) -> list[Row]:  # fmt: skip
-    """Rows for all-reduce, reduce-scatter and all-gather at several sizes, on rank 0.
+    """Rows for all-reduce, reduce-scatter and all-gather at several sizes (bytes), on rank 0.
 
     Inside torchrun it measures that group; otherwise it starts `worlds` processes itself.
     """
@@ -58,14 +58,14 @@ def bench(
         made = not dist.is_initialized()
         if made:
             dist.init_process_group(backend, timeout=TIMEOUT)
-        rows = _measure(device, sizes, quick)
+        rows = _measure(device, sizes, quick, cases)
         if made:
             dist.destroy_process_group()
         return rows if int(os.environ["RANK"]) == 0 else []
     rows = []
     for world in worlds:
         with tempfile.TemporaryDirectory() as folder:
-            how = world, folder, backend, device, sizes, quick
+            how = world, folder, backend, device, sizes, quick, cases
             start_processes(_rank, args=how, nprocs=world, start_method="spawn")
             rows += json.loads(Path(folder, "rows").read_text())
     return rows
@@ -83,15 +83,13 @@ def _rank(rank: int, world: int, folder: str, backend: str, *how: Any) -> None:
     dist.destroy_process_group()
 
 
-def _measure(device: str, sizes: Sequence[int], quick: bool) -> list[Row]:
+def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str]) -> list[Row]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows: list[Row] = []
-    for size in sizes:
-        rows += _all_reduce_rows(device, size, quick)
-    for kind in OTHERS:
-        for size in sizes:
-            rows += _other_rows(kind, device, size, quick)
+    for kind, size in itertools.product(cases, sizes):
+        measure = _all_reduce_rows if kind == "all_reduce" else partial(_other_rows, kind)
+        rows += measure(device, size, quick)
     return rows
 
 
@@ -238,9 +236,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--world", type=int, nargs="+", default=[2], help="processes to start")
     parser.add_argument("--sizes", type=int, nargs="+", default=[], help="bytes")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--plot", type=Path, help="draw bandwidth against size into this file")
     given = parser.parse_args(argv)
-    rows = bench(device=given.device, quick=given.quick, worlds=given.world, sizes=given.sizes)
+    asked = {"sizes": given.sizes, "cases": given.cases}
+    rows = bench(device=given.device, quick=given.quick, worlds=given.world, **asked)
     # Other ranks of a group that was here before have nothing to show.
     if not rows:
         return
