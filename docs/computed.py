@@ -106,18 +106,18 @@ def run(code: str, namespace: dict[str, Any]) -> None:
     exec(compile(code, "<page>", "exec"), namespace)
 
 
-def row(name: str, **wanted: Any) -> Row:
+def row(name: str, /, **wanted: Any) -> Row:
     """The one stored row of docs/answers/rows/NAME.json that matches."""
     (found,) = rows(name, **wanted)
     return found
 
 
-def rows(name: str, **wanted: Any) -> list[Row]:
+def rows(name: str, /, **wanted: Any) -> list[Row]:
     """All stored rows of docs/answers/rows/NAME.json that match."""
     return _matching(_stored(name)["rows"], wanted)
 
 
-def result(name: str, label: str, **wanted: Any) -> Row:
+def result(name: str, label: str, /, **wanted: Any) -> Row:
     """The one row that matches in a bench's newest results."""
     (found,) = _matching(
         _module("measure", DOCS / "measure.py").newest(name, label)["rows"], wanted
@@ -226,8 +226,8 @@ def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
 def _largest() -> Iterator[str]:
     """What holds most at the peak of the 2.7B model's step."""
     for each in _stored("layers")["rows"][-1]["largest"]:
-        cells = (each["operator"], each["made_in"], each["blocks"], each["largest_mib"])
-        yield "| " + " | ".join(map(_cell, (*cells, each["total_mib"]))) + " |"
+        columns = ("operator", "made_in", "module", "blocks", "largest_mib", "total_mib")
+        yield "| " + " | ".join(_cell(each[column]) for column in columns) + " |"
 
 
 def _table(line: str) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """What sentences of the answers say of the rows beside them, so that new rows refute old words."""
 
+import itertools
+
 import pytest
 from workspace import script
 
@@ -47,6 +49,22 @@ def rates(optimizer, steps, noise, task="linear"):
     return row("rates", task=task, optimizer=optimizer, steps=steps, label_noise=noise)
 
 
+def swept(workload):
+    return [each for each in RESULTS if (each["case"], each["workload"]) == ("sweep", workload)]
+
+
+def least(workload, column):
+    return min(swept(workload), key=lambda each: each[column])["design"]
+
+
+def off(column):
+    """By how much a prediction misses the busy model's sweep, over all its buckets."""
+    return sum(abs(each[column] - each["after_backward_ms"]) for each in swept("busy_transformer"))
+
+
+RESULTS = script("measure").newest("ddp", "two-hosts")["rows"]
+PREDICTED = result("ddp", "two-hosts", case="prediction", workload="transformer")["predicted_mb"]
+STEP = row("layers", context=512)["drawn"]["training"]
 SIZES = [each for each in rows("sizes") if "backward_mean_ms" in each]
 MEMORY = {each["context"]: each for each in rows("layers")}
 PROMPTS = [each for each in rows("prompt_overfits") if each["step"] == 1500]
@@ -95,6 +113,12 @@ SAID = {
     "under autocast more is held at the end of the forward pass": lambda: all(
         each["forward_end_autocast_mib"] > each["forward_end_mib"] for each in MEMORY.values()
     ),
+    "memory climbs, falls, and is flat in the optimizer": lambda: (
+        max(STEP, key=lambda each: each[1]) == next(each for each in STEP if each[0] == "backward")
+        and all(a < b for (_, a), (phase, b) in itertools.pairwise(STEP) if phase == "forward")
+        and max(live for phase, live in STEP if phase == "optimizer")
+        < 1.01 * min(live for phase, live in STEP if phase == "optimizer")
+    ),
     "three matrices of scores at the peak": lambda: (
         row("attention_memory", seq=16384, head_dim=16)["score_matrices_at_peak"]
         == NEAR(3, abs=0.1)
@@ -130,6 +154,16 @@ SAID = {
     ),
     "10 MB is the fastest bucket on that link": lambda: (
         two_hosts("10 MB") == min(two_hosts(f"{size} MB") for size in ("1", "10", "25", "100"))
+    ),
+    "the overhead's least is where it is predicted if the backward pass is long": lambda: (
+        least("transformer", "model_ms") != least("transformer", "after_backward_ms")
+        and least("busy_transformer", "model_ms")
+        == least("busy_transformer", "after_backward_ms")
+        == f"{PREDICTED} MB"
+    ),
+    "no fit is found of the short one, and that of the long one is the nearer": lambda: (
+        {each["fitted_ms"] for each in swept("transformer")} == {"-"}
+        and off("fitted_ms") < off("model_ms")
     ),
     "a prompt overfits, and a longer one further": lambda: (
         all(each["loss_of_4_seen"] < each["loss_of_256_others"] - 1 for each in PROMPTS)

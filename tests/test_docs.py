@@ -92,8 +92,7 @@ def test_the_readme_quotes_the_newest_run():
 def test_pictures_are_drawn_from_their_rows():
     pictures = DOCS / "answers" / "pictures"
     drawings = COMPUTED.drawings()
-    # The trace is drawn by ddp's own meter, when it is measured.
-    assert {path.name for path in pictures.glob("*.svg")} == {*drawings, "trace.svg"}
+    assert {path.name for path in pictures.glob("*.svg")} == set(drawings)
     for name, drawing in drawings.items():
         assert (pictures / name).read_text() == drawing, name
         assert len(drawing) < 20_000, name

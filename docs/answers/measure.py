@@ -393,49 +393,6 @@ def epoch() -> list[Row]:
     return rows
 
 
-TRACE = """
-import json, sys, torch, torch.distributed as dist
-from ddp import DDP
-from ddp.metering.trace import svg
-from llmsys_suite.model import Decoder, ModelConfig
-dist.init_process_group("gloo")
-config = ModelConfig(d_model=256, d_ff=1024, num_layers=6, num_heads=4, context=64)
-tokens, steps = torch.randint(256, (4, 64)), {}
-for name, size in (("one bucket", 1000.0), ("4 MB buckets", 4.0), ("each parameter", None)):
-    torch.manual_seed(0)
-    model = DDP(Decoder(config), size)
-    for _ in range(6):
-        model.module.zero_grad()
-        logits = model(tokens).flatten(0, 1)
-        torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
-    steps[name] = model.meter.last
-if dist.get_rank() == 0:
-    open(sys.argv[1], "w").write(svg(steps, width=660))
-    print(json.dumps([{"design": name, "calls": len(step.buckets),
-                       "gradient_bytes": step.gradient_bytes,
-                       "exposed_ms": 1e3 * step.exposed_seconds}
-                      for name, step in steps.items()]))
-dist.destroy_process_group()
-"""
-
-
-def trace() -> list[Row]:
-    """One step of three designs on two ranks; ddp's own meter draws it, pictures/trace.svg."""
-    with tempfile.TemporaryDirectory() as scratch:
-        program = Path(scratch) / "trace.py"
-        program.write_text(TRACE)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        picture = ROWS.parent / "pictures" / "trace.svg"
-        done = subprocess.run(
-            [*launch, "--nproc-per-node", "2", str(program), str(picture)],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-    rows: list[Row] = json.loads(
-        next(line for line in done.stdout.splitlines() if line.startswith("["))
-    )
-    return rows
-
-
 def rates() -> list[Row]:
     """The best learning rate by batch size: linear regression and a network, SGD and Adam."""
     from scaling import sweep_learning_rate
@@ -786,7 +743,7 @@ CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
         warmup, sizes, precision, kernels, allocator, layers, attention_memory, attention_time,
-        model_compiled, checkpointing, epoch, parallel, trace, rates, language_rates, digits,
+        model_compiled, checkpointing, epoch, parallel, rates, language_rates, digits,
         prompt_overfits, sharding, isoflop, parametric, run,
     )
 }  # fmt: skip

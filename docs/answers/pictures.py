@@ -14,7 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 COLORS = ("#2563ab", "#c2571a", "#3d8b40", "#8250a8", "#b0303f", "#6b7280", "#0f7c7c", "#a16207")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 660, 300, 74, 205, 34, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 680, 300, 74, 225, 34, 44
 
 Point = tuple[float, float]
 
@@ -145,7 +145,7 @@ def _timeline(kind: str, what: str) -> Chart:
             last = phase
     return Chart(
         f"live memory of 2.7B over {what}, batch 4, context 512, float32",
-        "operators, in order",
+        "operators in order, the highest of every few",
         "GiB",
         {"live": line},
         dots=False,
@@ -197,8 +197,7 @@ def _rates() -> Chart:
             for key, value in row.items()
             if key.startswith("batch_") and value is not None
         ]
-        long = ", 100 steps" if row["steps"] == 100 else ""
-        lines[f"{row['task']} {row['optimizer']}{noise}{long}"] = points
+        lines[f"{row['task']} {row['optimizer']}{noise}, {row['steps']} steps"] = points
     return Chart("best learning rate", "batch size", "rate", lines, log_x=True, log_y=True)
 
 
