@@ -82,10 +82,9 @@ class Replica:
             text = f"worker {push[0]} pushed {data.numel()} elements of {data.dtype}"
             raise ValueError(f"{text}; fill a buffer of the shard: {size} of torch.uint8")
         elif self.compression:
-            numel = sum(piece.stop - piece.start for piece in shard.pieces)
-            flat = self.compression.decode(data, numel)
-            gradients = shard.views(torch.zeros(size, dtype=torch.uint8))
-            add_flat(gradients, flat)
+            numel = [piece.stop - piece.start for piece in shard.pieces]
+            parts = self.compression.decode(data, sum(numel)).split(numel)
+            gradients = [part.view(p.viewed) for part, p in zip(parts, shard.pieces, strict=True)]
         else:
             gradients = sparse.unpack(shard, data)
         if finite:
@@ -238,15 +237,9 @@ class Replica:
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
         fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
-        # In the order of the workers, the dense ones first: only they can take up the others. The
-        # sum is made in the buffers in which the gradients came: no memory of its own.
         parameters = self._by_fragment[number]
         for parameter, each in zip(parameters, zip(*pushes, strict=True), strict=True):
-            total, *others = sorted(each, key=lambda gradient: gradient.is_sparse)
-            for other in others:
-                total.add_(other)
-            if others:
-                total.div_(len(pushes))
+            total = _mean(each, parameter.dtype)
             parameter.grad = total if keeps or not total.is_sparse else total.to_dense()
         if self._optimizer:
             self._optimizer.step()
@@ -280,6 +273,22 @@ def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:
     for view in views:
         view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))
         start += view.numel()
+
+
+def _mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Their mean, in `dtype`: of 16 bits it is summed in 32, and rounded once.
+
+    Wider sums are made in the first one's memory: they take none of their own.
+    """
+    # In the order of the workers, the dense ones first: only they can take up the others.
+    total, *others = sorted(gradients, key=lambda gradient: gradient.is_sparse)
+    if others:
+        total = total.to(wide := torch.promote_types(dtype, torch.float32))
+        for other in others:
+            total.add_(other.to(wide) if other.is_sparse else other)
+        total.div_(len(gradients))
+    # A row that came twice is one sum before it is rounded.
+    return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)
 
 
 def _is_finite(gradient: Tensor) -> bool:
