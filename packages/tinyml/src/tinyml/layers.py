@@ -254,10 +254,10 @@ def with_modules(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Modul
     return model
 
 
-def stamp_of(*tensors: Tensor) -> tuple[int, ...]:
+def stamp_of(*tensors: Tensor) -> list[tuple[int, int]]:
     """What changes whenever one of these holds other numbers."""
     # A tensor that was made in inference mode counts no versions.
-    return tuple(n for t in tensors for n in (t.data_ptr(), -1 if t.is_inference() else t._version))
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class FastestLinear(Replacement):
         super().__init__()
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._kept: dict[str, Any] = {}
-        self._stamp: tuple[Any, ...] = ()
+        self._stamp: list[tuple[int, int]] = []
         self._taken: dict[Any, str] = {}
 
     @property
@@ -116,19 +116,22 @@ class FastestLinear(Replacement):
         # A state dict that is loaded, a device or a type: each leaves another tensor or version.
         if self._stamp != (stamp := stamp_of(*self.stored())):
             self._kept, self._stamp = {}, stamp
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+        if (kept := self._kept.get(name)) is None:
+            kept = self._kept[name] = make()
+        return kept
 
     def _by_dense_weight(self, inputs: Tensor) -> Tensor:
-        dense = self.dense_kept()
+        dense = self.kept("float", self._dense)
         dense = dense if dense.dtype is inputs.dtype else dense.to(inputs.dtype)
         return F.linear(inputs, dense, self._buffers["bias"])
 
     def dense_kept(self) -> Tensor:
         """The dense weight, which stays in memory once it was needed."""
-        dense: Tensor = self.kept("float", lambda: self.weight.contiguous())
+        dense: Tensor = self.kept("float", self._dense)
         return dense
+
+    def _dense(self) -> Tensor:
+        return self.weight.contiguous()
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, as an embedding reads them."""
@@ -163,7 +166,7 @@ class FastestLinear(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is prepared for speed is made anew by whoever copies or unpickles the layer.
-        return self.__dict__ | {"_kept": {}, "_stamp": (), "_taken": {}}
+        return self.__dict__ | {"_kept": {}, "_stamp": [], "_taken": {}}
 
 
 class TiedEmbedding(Replacement):
