@@ -188,11 +188,32 @@ def compress_weights(
             continue
         same = make_dense(model, chosen[name])
         for other in same:
-            parametrize.register_parametrization(other, "weight", compressed, unsafe=True)
+            put_on(other, "weight", compressed)
         first, *rest = (cast(Any, other).parametrizations.weight for other in same)
         for other in rest:
             other.original = first.original
     return model
+
+
+def put_on(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
+    """Put a parametrization on a layer, which can be pickled then, as torch's own cannot."""
+    parametrize.register_parametrization(layer, name, stored, unsafe=True)
+    cast(Any, type(layer)).__reduce_ex__ = _reduced
+    return layer
+
+
+def _reduced(layer: Any, _: Any) -> tuple[Any, ...]:
+    return _blank, (type(layer).__bases__[0], list(layer.parametrizations)), layer.__dict__
+
+
+def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A layer of the class that torch makes for parametrizations of these names, to be filled."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name in names:
+        layer.register_parameter(name, nn.Parameter(torch.empty(0)))
+        put_on(layer, name, nn.Identity())
+    return layer
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:

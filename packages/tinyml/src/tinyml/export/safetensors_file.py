@@ -19,10 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from tinyml.export.whole_file import whole_file
-from tinyml.layers import compressed_weight
+from tinyml.layers import compressed_weight, put_on
 from tinyml.quantization.fastest import FastestLinear, TiedEmbedding
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
@@ -158,7 +157,7 @@ def _as_stored(
             made[first] = Int4Linear(cast(GridWeight, made[first]), layer.bias)
     if kind == "int4":
         return made[first]
-    parametrize.register_parametrization(layer, "weight", made[first], unsafe=True)
+    put_on(layer, "weight", made[first])
     if first != name:
         other: Any = model.get_submodule(first)
         layer.parametrizations.weight.original = other.parametrizations.weight.original
