@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tinyml.whole_state import guarded_loading
+
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
@@ -192,7 +194,7 @@ def compress_weights(
         first, *rest = (cast(Any, other).parametrizations.weight for other in same)
         for other in rest:
             other.original = first.original
-    return model
+    return guarded_loading(model)
 
 
 def put_on(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:

@@ -28,6 +28,7 @@ from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
+from tinyml.whole_state import guarded_loading
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
@@ -92,7 +93,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
     }
     model.load_state_dict(state | empty)
-    return model
+    return guarded_loading(model)
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:

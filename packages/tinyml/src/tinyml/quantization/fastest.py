@@ -26,6 +26,7 @@ from tinyml.layers import (
     with_modules,
 )
 from tinyml.timing import Timing, measure
+from tinyml.whole_state import guarded_loading
 
 SHOWN_TOKENS = (1, 32, 512)
 """One token of a decoder, a small batch, a prompt."""
@@ -138,8 +139,13 @@ class FastestLinear(Replacement):
         return F.embedding(index, self.dense_kept())
 
     def divided(self, inputs: Tensor, divide: Tensor | None) -> Tensor:
-        """The tokens (n, in), each input over its own number where the weights are times it."""
-        return (inputs if divide is None else inputs / divide).reshape(-1, self.in_features)
+        """The tokens (n, in), each input over its own number where the weights are times it.
+
+        The quotient is not rounded to the 16 bits of its parts: what follows rounds it, once.
+        """
+        if divide is not None:
+            inputs = inputs.float() / divide.float()
+        return inputs.reshape(-1, self.in_features)
 
     def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """With the bias, in the inputs' type and shape."""
@@ -233,7 +239,7 @@ def with_fastest_linears(
             table = by_weight.get(identity(module))
             if table is not None and cast(nn.Embedding, module).max_norm is None:
                 made[module] = TiedEmbedding(table)
-    return with_modules(model, made)
+    return guarded_loading(with_modules(model, made))
 
 
 def is_linear_alike(module: nn.Module) -> bool:
