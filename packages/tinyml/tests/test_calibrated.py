@@ -91,7 +91,7 @@ def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(way):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("way", ["awq", "smoothquant"])
 def test_what_is_rounded_is_the_paper_s_w_s_and_nothing_is_rounded_twice(way, dtype):
     model, batches = uneven()
@@ -114,7 +114,10 @@ def test_what_is_rounded_is_the_paper_s_w_s_and_nothing_is_rounded_twice(way, dt
     torch.testing.assert_close(even, exact, rtol=1e-12, atol=1e-10)
     assert ((weight.double() * s.double() - stored.double()).abs() <= scale * (0.5 + 1e-5)).all()
     # The weight that is read is the quotient of what is stored, rounded to the type once.
-    assert torch.equal(small.weight, (stored / s.float()).to(dtype))
+    if dtype is torch.float64:
+        torch.testing.assert_close(small.weight.double(), stored.double() / s, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(small.weight, (stored / s.float()).to(dtype))
 
 
 def test_smoothed_inputs_of_16_bits_are_rounded_to_int8_alone():

@@ -54,7 +54,7 @@ def wide(tensor: Tensor) -> Tensor:
 def kept_in(dtype: torch.dtype, factors: Tensor) -> Tensor:
     """Positive factors as `dtype` holds them, none of them 0 or infinite."""
     limits = torch.finfo(dtype)
-    return factors.clamp(limits.tiny, limits.max).to(dtype)
+    return factors.to(dtype).clamp(limits.tiny, limits.max)
 
 
 def grid_of(
