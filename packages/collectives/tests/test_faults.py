@@ -83,6 +83,37 @@ def fail_within(where, algorithm, how):
     return found
 
 
+def one_is_slow(what):
+    """Rank 2 is lost and rank 1 comes late; who is blamed for it."""
+    start(TIMEOUT)
+    place("apart")
+    rank, tensor = dist.get_rank(), torch.ones(1000)
+    collectives.all_reduce(tensor, algorithm="ring")
+    if rank == 2:
+        if what != "only":
+            time.sleep(0 if what == "dies" else 2.5 * TIMEOUT)
+            os._exit(1)
+    elif rank == 1:
+        time.sleep(0.9 * TIMEOUT if what == "only" else 4)
+    if what == "only":
+        collectives.all_reduce(tensor, algorithm="ring")
+        return tensor.sum().item()
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.broadcast(tensor, 2, algorithm="tree")
+    time.sleep(3)
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs"])
+def test_a_rank_that_is_late_is_not_blamed_for_one_that_is_lost(what):
+    outcomes = try_ranks(one_is_slow, 3, what, backend="")
+    assert [outcome.value for outcome in outcomes[:2]] == [(2,), (2,)], outcomes
+
+
+def test_a_rank_that_is_late_is_no_fault_before_the_timeout():
+    assert run_ranks(one_is_slow, 3, "only", backend="") == [9000.0] * 3
+
+
 def start(seconds, backend="gloo"):
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
