@@ -486,6 +486,8 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
             values = [row[column] for row in of(case)]
             axes.plot([row[key] for row in of(case)], values, "o-", label=column[:4])
         axes.set(xlabel=key.replace("model_mib", "MiB"), ylabel="ms", ylim=0)
+        if case != "size":
+            axes.set_xticks([row[key] for row in of(case)])
         axes.legend()
     save(figure, "exchange")
     figure, axes = plt.subplots(figsize=(6, 2))
@@ -495,7 +497,10 @@ def plot(rows: list[dict[str, object]], path: str) -> None:
     figure, axes = plt.subplots(figsize=(6, 4))
     for row in of("loss"):
         axes.scatter(row["worker_bytes"], row["held_out_loss"], label=row["kind"])
-    axes.set(xscale="log", xlabel="bytes that a worker exchanged", ylabel="held-out loss")
+    axes.set(xscale="log", yscale="log")  # what diverged would flatten the others
+    axes.set_yticks([2, 5, 10, 20], ["2", "5", "10", "20"])
+    axes.yaxis.set_minor_formatter("")
+    axes.set(xlabel="bytes that a worker exchanged", ylabel="held-out loss")
     axes.legend(fontsize="small")
     save(figure, "diloco")
 

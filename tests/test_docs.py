@@ -230,6 +230,7 @@ def test_the_site_is_built_with_every_public_name_and_can_be_searched():
         assert [name for name in names if name not in shown] == [], package
         assert f"packages/{package}" in index
     for page in site.rglob("*.html"):
+        assert 'class="problematic"' not in page.read_text(), page
         for target in re.findall(r'href="(?!https?:|#|mailto:)([^"#]+)', page.read_text()):
             assert (page.parent / target.split("?")[0]).exists(), (page, target)
 
