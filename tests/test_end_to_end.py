@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from llmsys_suite import cli
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.report.findings import evidence_of, planned
@@ -180,10 +181,16 @@ def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
         ["compare", "nowhere", "nowhere"],
     ],
 )
-def test_bad_input_is_one_line_and_status_2_and_writes_nothing(arguments, tmp_path):
-    done = llmsys(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if not line.endswith("this machine")]
+def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
+    arguments, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["llmsys", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == 2
+    errors = capsys.readouterr().err.splitlines()
+    lines = [line for line in errors if not line.endswith("this machine")]
     assert len(lines) == 1
     assert lines[0].startswith("llmsys: ")
     assert list(tmp_path.iterdir()) == []

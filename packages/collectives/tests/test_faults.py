@@ -11,6 +11,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives.algorithms.gloo import GlooGroups
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
 from worker_pool import run_ranks, try_ranks
@@ -81,6 +82,69 @@ def fail_within(where, algorithm, how):
     # A survivor that left at once would be taken for lost by one that looks later.
     time.sleep(3)
     return found
+
+
+def one_is_slow(what):
+    """Rank 2 is lost and rank 1 comes late; who is blamed for it."""
+    start(TIMEOUT)
+    place("apart")
+    rank, tensor = dist.get_rank(), torch.ones(1000)
+    collectives.all_reduce(tensor, algorithm="ring")
+    if rank == 2:
+        if what != "only":
+            time.sleep(0 if what == "dies" else 2.5 * TIMEOUT)
+            os._exit(1)
+    elif rank == 1:
+        time.sleep(0.9 * TIMEOUT if what == "only" else 4)
+    if what == "only":
+        collectives.all_reduce(tensor, algorithm="ring")
+        return tensor.sum().item()
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.broadcast(tensor, 2, algorithm="tree")
+    time.sleep(3)
+    return caught.value.ranks
+
+
+@pytest.mark.parametrize("what", ["dies", "hangs"])
+def test_a_rank_that_is_late_is_not_blamed_for_one_that_is_lost(what):
+    outcomes = try_ranks(one_is_slow, 3, what, backend="")
+    assert [outcome.value for outcome in outcomes[:2]] == [(2,), (2,)], outcomes
+
+
+def test_a_rank_that_is_late_is_no_fault_before_the_timeout():
+    assert run_ranks(one_is_slow, 3, "only", backend="") == [9000.0] * 3
+
+
+def one_connects_late():
+    """Rank 1 connects gloo's own group when the others have given up waiting for it."""
+    start(TIMEOUT / 2)
+    place("apart")
+    rank, tensor = dist.get_rank(), torch.ones(1000)
+    collectives.all_reduce(tensor, algorithm="ring")
+    make = GlooGroups._make
+
+    def late(self, call, limit):
+        time.sleep(TIMEOUT)
+        return make(self, call, limit)
+
+    if rank == 1:
+        GlooGroups._make = late
+    begun = time.monotonic()
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.all_reduce(tensor, algorithm="gloo")
+    seconds = time.monotonic() - begun
+    time.sleep(TIMEOUT + 4)
+    return caught.value.ranks, seconds
+
+
+def test_a_connection_of_gloos_that_comes_late_ends_no_process():
+    outcomes = try_ranks(one_connects_late, 3, backend="")
+    for rank in (0, 2):
+        ranks, seconds = outcomes[rank].value
+        assert ranks == (1,)
+        # The group's timeout, and two seconds; and a busy machine.
+        assert seconds < TIMEOUT
+    assert not outcomes[1].failed, outcomes[1]
 
 
 def start(seconds, backend="gloo"):

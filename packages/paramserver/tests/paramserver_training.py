@@ -1,6 +1,8 @@
 """The small problem that several tests train on; importable by the processes they start."""
 
+import ast
 import os
+import sys
 import time
 from functools import partial
 
@@ -58,6 +60,8 @@ def fail(worker, rank, how):
             raise ZeroDivisionError("seven")
         if how == "die":
             os._exit(3)
+        if how.startswith("exit"):
+            sys.exit(ast.literal_eval(how[5:]))
         time.sleep(30)
     return train(worker, 3)
 

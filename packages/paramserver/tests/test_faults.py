@@ -44,6 +44,26 @@ def test_a_dead_worker_is_named(transport):
     assert time.monotonic() - start < 200  # and not after the timeout
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed", "zeromq"])
+@pytest.mark.parametrize(("how", "code"), [("exit 4", 4), ("exit 'bad'", 1), ("die", 3)])
+def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    result = run(
+        fail, model(), SGD, Asynchronous(), args=(1, how), workers=3, servers=2,
+        transport=transport, on_worker_loss="continue", timeout=10.0,
+    )  # fmt: skip
+    assert result.lost == {1: f"worker 1 died with exit code {code}"}
+    assert [len(value or ()) for value in result.values] == [3, 0, 3]
+    assert result.versions == [2 * 5 + 2] * 2
+
+
+@pytest.mark.parametrize("how", ["exit 0", "exit 4"])
+def test_a_worker_that_exits_ends_the_run_and_not_its_caller(how):
+    with pytest.raises(PeerLost, match=f"worker 0 died with exit code {how[5:]}"):
+        run(fail, model(), SGD, args=(0, how), workers=2)
+
+
 def test_an_exception_in_training_is_raised_as_it_was():
     with pytest.raises(ZeroDivisionError, match="seven") as caught:
         run(fail, model(), SGD, args=(0, "raise"), workers=2)

@@ -3,12 +3,22 @@
 import errno
 import shutil
 import threading
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paramserver import Asynchronous, Server, Worker
+from paramserver import (
+    Asynchronous,
+    BulkSynchronous,
+    LocalSteps,
+    Server,
+    StaleSynchronous,
+    Worker,
+    partition,
+)
+from paramserver.compression import Integers, TopK
 from paramserver.journal import DiskJournal
 from torch import nn
 
@@ -218,3 +228,62 @@ def test_a_folder_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match=r"no journal can be kept in .*file"):
         DiskJournal(tmp_path / "file" / "folder")
+
+
+STALE = StaleSynchronous(2)
+
+
+def of(consistency=STALE, outer=None, module=None, servers=1, lr=0.1, number=0):
+    """A server as a job of these terms makes it."""
+    parameters = dict((module or nn.Linear(3, 2)).named_parameters())
+    shard = partition(parameters, servers)[number]
+    optimizer = outer or partial(torch.optim.SGD, lr=lr)
+    return Server(parameters, optimizer, consistency, workers=1, shard=shard, elastic=True)
+
+
+def slower(parameters):  # a function, whose address nothing may depend on
+    return torch.optim.SGD(parameters, lr=0.2)
+
+
+OTHERS = {
+    "policy": (of(), of(Asynchronous())),
+    "bound": (of(), of(StaleSynchronous(3))),
+    "scaled": (of(Asynchronous()), of(Asynchronous(scale_by_staleness=True))),
+    "averages": (of(BulkSynchronous()), of(LocalSteps(2))),
+    "steps": (of(LocalSteps(4)), of(LocalSteps(2))),
+    "fragments": (of(LocalSteps(4)), of(LocalSteps(4, fragments=2))),
+    "compression": (of(LocalSteps(4)), of(LocalSteps(4, compression=Integers(4)))),
+    "bits": (of(LocalSteps(4, compression=Integers(8))), of(LocalSteps(4, compression=TopK(0.1)))),
+    "optimizer": (of(), of(outer=torch.optim.Adam)),
+    "rate": (of(), of(lr=0.2)),
+    "outer": (of(LocalSteps(4)), of(LocalSteps(4, partial(torch.optim.Adam, lr=0.7)))),
+    "outer rate": (of(LocalSteps(4)), of(LocalSteps(4, slower))),
+    "names": (of(module=nn.ModuleList([nn.Linear(3, 2)])), of()),
+    "shapes": (of(module=nn.Linear(2, 3)), of()),
+    "types": (of(module=nn.Linear(3, 2).double()), of()),
+    "cut": (of(servers=2), of(servers=3)),
+    "number": (of(servers=2), of(servers=2, number=1)),
+}
+
+
+@pytest.mark.parametrize(("written", "again"), OTHERS.values(), ids=OTHERS)
+def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, again):
+    journal = DiskJournal(tmp_path)
+    journal.snapshot(written.core)
+    journal.close()
+    before = again.state_dict()["parameters"].clone()
+    with pytest.raises(ValueError, match=r"written with|the saved state is of shard"):
+        DiskJournal(tmp_path).load(again.core)
+    assert torch.equal(again.state_dict()["parameters"], before)
+    assert again.core.journal is None
+
+
+@pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: slower(p)), Asynchronous()])
+def test_a_journal_of_the_same_is_taken_up(tmp_path, policy):
+    journal = DiskJournal(tmp_path)
+    journal.snapshot(of(policy, lambda p: slower(p)).core)
+    journal.close()
+    again = of(policy, lambda p: slower(p))
+    journal = DiskJournal(tmp_path)
+    assert journal.load(again.core)
+    journal.close()

@@ -288,6 +288,13 @@ def test_a_worker_of_another_policy_is_refused():
         worker.push()
 
 
+def test_a_worker_whose_fragments_are_cut_elsewhere_is_refused():
+    policy = LocalSteps(2, OUTER, fragments=2)
+    server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
+    with pytest.raises(ValueError, match="in 2 whole fragments"):
+        Worker(model(), server, optimizer=INNER, whole=True)
+
+
 def test_local_steps_need_an_optimizer_and_a_number():
     with pytest.raises(ValueError, match="0 local steps"):
         LocalSteps(0)
@@ -305,3 +312,24 @@ def test_local_steps_need_an_optimizer_and_a_number():
         Integers(5)
     with pytest.raises(ValueError, match="a share of 0"):
         TopK(0)
+
+
+@pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.1)], ids=repr)
+def test_complex_parameters_are_not_compressed(compression):
+    module = nn.Linear(3, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"weight is complex, and .* of real numbers"):
+        Server(dict(module.named_parameters()), SGD, LocalSteps(2, OUTER, compression), workers=1)
+
+
+def test_complex_parameters_take_local_steps_as_they_are():
+    module = nn.Linear(3, 2, dtype=torch.complex128)
+    start = module.weight.detach().clone()
+    one = partial(torch.optim.SGD, lr=1.0)
+    server = Server(dict(module.named_parameters()), SGD, LocalSteps(2, one), workers=1)
+    with Worker(module, server, optimizer=one) as worker:
+        for _ in range(2):
+            worker.pull()
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, 1 - 2j)
+            worker.push()
+    torch.testing.assert_close(module.weight.detach(), start - (2 - 4j))

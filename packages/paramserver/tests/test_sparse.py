@@ -87,6 +87,58 @@ def test_sparse_pushes_train_like_dense_ones_in_fewer_bytes(optimizer, servers):
     assert recorded == sum(worker.bytes_pushed for worker in group)
 
 
+class Tables(nn.Module):
+    """Parameters of these shapes, all zero."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.tables = nn.ParameterList(torch.zeros(shape).double() for shape in shapes)
+
+
+def rows_of(shape, rows):
+    """A gradient of a table in which these rows are touched, perhaps twice; [n], [n, d], ..."""
+    values = torch.randint(-9, 9, (*shape[:0:-1], len(rows))).double()
+    values = values.permute(*reversed(range(values.dim())))  # not in the order of memory
+    indices = torch.tensor([rows], dtype=torch.int64)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+
+
+def added_up(gradients, shape):
+    """The mean of gradients, by assignment to elements alone."""
+    total = torch.zeros(shape).double()
+    for gradient in gradients:
+        for row, value in zip(gradient._indices()[0], gradient._values(), strict=True):
+            total[row] += value / len(gradients)
+    return total
+
+
+@given(data=st.data(), servers=st.integers(1, 6), workers=st.integers(1, 3))
+def test_rows_are_added_where_they_belong_wherever_tables_are_cut(data, servers, workers):
+    shape = st.lists(st.integers(1, 6), max_size=2)
+    shapes = [(data.draw(st.integers(1, 30)), *data.draw(shape)) for _ in range(2)]
+    hosts = [
+        Server(dict(Tables(shapes).named_parameters()), partial(torch.optim.SGD, lr=1.0),
+               workers=workers, shard=shard)
+        for shard in partition(dict(Tables(shapes).named_parameters()), servers)
+    ]  # fmt: skip
+    group = [Worker(Tables(shapes), hosts, rank=rank) for rank in range(workers)]
+    pushed = []
+    for worker in group:
+        worker.pull()
+        pushed.append([
+            rows_of(shape, data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=4)))
+            for shape in shapes
+        ])  # fmt: skip
+    for worker, gradients in zip(group, pushed, strict=True):
+        for table, gradient in zip(worker.module.tables, gradients, strict=True):
+            table.grad = gradient
+        worker.push()
+    group[0].pull()
+    for i, table in enumerate(group[0].module.tables):
+        expected = added_up([gradients[i] for gradients in pushed], table.shape)
+        torch.testing.assert_close(table.detach(), -expected)
+
+
 def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to_dense", None)
     train(SGD, 2, steps=2, workers=2)

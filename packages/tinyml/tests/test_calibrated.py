@@ -51,7 +51,7 @@ def test_awq_takes_the_share_with_the_least_change_of_the_outputs():
     with torch.no_grad():
         weight = model[0].weight.double()
         best = (tokens @ (ours[0].weight.double() - weight).t()).norm()
-        size = tokens.square().sum(0).sqrt()
+        size = tokens.abs().mean(0)  # section 3.2: the average magnitude
         for step in range(20):
             s = size ** (step / 20)
             s = (s / (s.max() * s.min()).sqrt()).float()
@@ -89,3 +89,75 @@ def test_no_batches_and_bad_numbers_are_refused_and_the_model_is_as_it_was(way):
         with pytest.raises(ValueError, match=match):
             wrong()
     assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["awq", "smoothquant"])
+def test_what_is_rounded_is_the_paper_s_w_s_and_nothing_is_rounded_twice(way, dtype):
+    model, batches = uneven()
+    layer, batches = nn.Sequential(model[0]).to(dtype), [batch.to(dtype) for batch in batches]
+    weight, tokens = layer[0].weight.detach(), batches[0]
+    if way == "smoothquant":
+        small = smoothquant(layer, batches)[0]
+        codes, scale, s = small.weight_codes.float(), small.scale[:, None], small.divide
+        stored = codes * scale
+    else:
+        small = awq(layer, batches, 4)[0]
+        grid = small.parametrizations.weight[0]
+        s, stored = grid.divide, grid.scale.float() * grid.whole_numbers()
+        scale = grid.scale.float()
+    assert s.dtype == dtype
+    # With the s that is kept, the float product is the same before rounding but for its last bits,
+    # and the codes are those of W s nearest to it.
+    exact = torch.nn.functional.linear(tokens.double(), weight.double())
+    even = torch.nn.functional.linear(tokens.double() / s.double(), weight.double() * s.double())
+    torch.testing.assert_close(even, exact, rtol=1e-12, atol=1e-10)
+    assert ((weight.double() * s.double() - stored.double()).abs() <= scale * (0.5 + 1e-5)).all()
+    # The weight that is read is the quotient of what is stored, rounded to the type once.
+    if dtype is torch.float64:
+        torch.testing.assert_close(small.weight.double(), stored.double() / s, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(small.weight, (stored / s.float()).to(dtype))
+
+
+def test_smoothed_inputs_of_16_bits_are_rounded_to_int8_alone():
+    model, batches = uneven()
+    layer = nn.Sequential(model[0]).bfloat16()
+    small, tokens = smoothquant(layer, [b.bfloat16() for b in batches])[0], batches[1].bfloat16()
+    even = tokens.float() / small.divide.float()
+    scale = even.abs().amax(1, keepdim=True) / 127
+    sums = (even / scale).round().double() @ small.weight_codes.double().t()
+    outputs = (sums.float() * scale * small.scale + small.bias).bfloat16()
+    assert torch.equal(small(tokens), outputs)
+
+
+@pytest.mark.parametrize("weight", [1e-6, 1e4])
+def test_smoothing_stays_in_the_range_of_half(weight):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(32, 16)).half()
+    with torch.no_grad():
+        layer[0].weight.mul_(weight)
+    inputs = torch.randn(20, 32).half()
+    for alpha in (0.0, 0.5, 1.0):
+        small = smoothquant(layer, [inputs], alpha=alpha)
+        assert torch.isfinite(small(inputs)).all()
+        assert torch.isfinite(small[0].weight).all()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_state_dict_goes_from_one_awq_model_into_another(symmetric):
+    (one, batches), (other, elsewhere) = uneven(0), uneven(1)
+    even = [torch.randn(50, 64)]  # rounding to the nearest is best for some of its layers
+    first = [awq(m, b, 3, symmetric=symmetric) for m, b in ((one, batches), (other, even))]
+    again = [awq(m, b, 3, symmetric=symmetric) for m, b in ((other, even), (one, elsewhere))]
+    plain = quantize(other, 3, symmetric=symmetric)  # has no s at all
+    for saved in (*first, plain):
+        for target in (*copy.deepcopy(again), copy.deepcopy(plain)):
+            target.load_state_dict(saved.state_dict())
+            assert torch.equal(target(batches[0]), saved(batches[0]))
+            assert target.state_dict().keys() == saved.state_dict().keys()
+    smooth = smoothquant(one, batches), quantize(other, activations="dynamic")
+    for saved, target in (smooth, smooth[::-1]):
+        target = copy.deepcopy(target)
+        target.load_state_dict(saved.state_dict())
+        assert torch.equal(target(batches[0]), saved(batches[0]))

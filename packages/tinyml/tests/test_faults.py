@@ -181,3 +181,71 @@ def test_bits_out_of_range_are_refused_with_the_value(bits):
     for compress in (kmeans_quantize, quantize):
         with pytest.raises(ValueError, match=str(bits)):
             compress(model, bits)
+
+
+STORED = {
+    "grid of 4 bits": lambda model: quantize(model, 4),
+    "grid of 3 bits": lambda model: quantize(model, 3),
+    "groups": lambda model: quantize(model, 4, group_size=4),
+    "int8 products": lambda model: quantize(model, activations="dynamic"),
+    "4 bits for speed": lambda model: quantize(model, 4, activations="auto"),
+    "palette of 4 bits": lambda model: kmeans_quantize(model, 4),
+    "palette of 2 bits": lambda model: kmeans_quantize(model, 2),
+    "training": lambda model: prepare_qat(model, 4),
+    "adapter": lambda model: add_lora(quantize(model, 4), 2),
+}
+
+
+def two_layers(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32)))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("into", STORED)
+def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrapped, strict):
+    def made(how, seed):
+        model = two_layers(seed) if how == "float" else STORED[how](two_layers(seed))
+        return nn.ModuleDict({"body": model}) if wrapped else model
+
+    model, inputs = made(into, 0), torch.randn(3, 32)
+    run = model["body"] if wrapped else model
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    expected = run(inputs)
+    for how in ("float", *STORED):
+        state = made(how, 1).state_dict()
+        if how == into:
+            continue
+        if {how, into} == {"adapter", "grid of 4 bits"}:  # the same weights beside other names
+            continue
+        where = r"^(body\.)?[02](\.0)?(\.base)?: the state dict is of"
+        with pytest.raises(RuntimeError, match=where):
+            model.load_state_dict(state, strict=strict)
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+        assert torch.equal(run(inputs), expected)
+    saved = made(into, 1)
+    model.load_state_dict(saved.state_dict(), strict=strict)
+    assert torch.equal(run(inputs), (saved["body"] if wrapped else saved)(inputs))
+
+
+@pytest.mark.parametrize("how", STORED)
+def test_a_float_model_names_the_layers_of_a_compressed_state(how):
+    model = two_layers(0)
+    weights = [parameter.clone() for parameter in model.parameters() if parameter.dim() > 1]
+    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*2\.0\.weight"):
+        model.load_state_dict(STORED[how](two_layers(1)).state_dict())
+    kept = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    assert all(map(torch.equal, kept, weights))
+
+
+def test_an_integer_network_takes_no_float_numbers():
+    inputs = torch.randn(20, 32)
+    model = IntegerModel(two_layers(0), [inputs])
+    expected, state = model(inputs), model.state_dict()
+    floats = {key: t.float() if key.endswith("weight") else t for key, t in state.items()}
+    with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' is float .*, the model's int8"):
+        model.load_state_dict(floats)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(two_layers(1).state_dict())
+    assert torch.equal(model(inputs), expected)

@@ -1,6 +1,8 @@
 """Integer inference is bit-equal to arithmetic in Python's own integers."""
 
+import copy
 import itertools
+import pickle
 import shutil
 import subprocess
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import IntegerModel, kmeans_quantize
+from tinyml import IntegerModel, add_lora, convert, kmeans_quantize, prepare_qat
 from tinyml.integer import convolution
 from tinyml.integer.graph import Geometry
 from tinyml.integer.layers import (
@@ -591,3 +593,102 @@ def test_batch_normalization_that_is_not_finite_is_refused():
     model[1].bias.data[0] = float("nan")
     with pytest.raises(ValueError, match="nan or inf"):
         IntegerModel(model, [torch.randn(2, 2, 9, 9)])
+
+
+class Products(nn.Module):
+    """A product that is written in the forward, not a layer."""
+
+    def __init__(self, compute):
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.b = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6))
+        self.last, self.compute = nn.Linear(6, 3), compute
+
+    def forward(self, x):
+        return self.last(torch.relu(self.compute(self, x)))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda m, x: x @ m.w,
+        lambda m, x: x @ m.w + m.b,
+        lambda m, x: torch.mm(x, m.w),
+        lambda m, x: torch.addmm(m.b, x, m.w),
+        lambda m, x: torch.addmm(m.b[None], x, m.w, beta=2.0, alpha=0.5),
+        lambda m, x: nn.functional.dropout(x, 0.5, m.training) @ m.w,
+        lambda m, x: nn.functional.alpha_dropout(x, 0.5, m.training) @ m.w,
+    ],
+)
+def test_a_matrix_product_is_the_linear_layer_of_it(compute):
+    model, inputs = Products(compute).eval(), torch.randn(40, 8)
+    layer = nn.Linear(8, 6)
+    with torch.no_grad():
+        zero, one = compute(model, torch.zeros(1, 8)), compute(model, torch.eye(8))
+        layer.bias.copy_(zero[0])
+        layer.weight.copy_((one - zero).t())
+        linear = nn.Sequential(layer, nn.ReLU(), model.last)
+        exact = model(inputs)
+    small, same = IntegerModel(model, [inputs]), IntegerModel(linear, [inputs])
+    assert len(small.layers) == 2  # the sum is in the product's bias
+    assert (small(inputs) - same(inputs)).abs().max() <= 2 * small.output.scale
+    assert (small(inputs) - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("compute", "message"),
+    [
+        (lambda m, x: x @ x.t() @ x[:, :6], r"t \(aten.t"),
+        (
+            lambda m, x: (x @ m.w[:, 0])[:, None].expand(-1, 6),
+            r"matmul \(.*constant matrix",
+        ),
+        (lambda m, x: torch.addmm(x[:, :6], x, m.w), r"\(aten.slice"),
+        (lambda m, x: torch.addmm(m.w[:2, :], x, m.w), r"addmm \(aten.addmm.*each output"),
+        (lambda m, x: nn.functional.dropout(x) @ m.w, r"native_dropout \(.*in evaluation mode too"),
+    ],
+)
+def test_a_product_that_is_no_layer_is_refused_with_its_node(compute, message):
+    model, inputs = Products(compute).eval(), torch.randn(40, 8)
+    ways = (lambda: IntegerModel(model, [inputs])), (lambda: prepare_qat(model, batches=[inputs]))
+    for make in ways:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_have_the_same_bits_and_train_on(copied):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Dropout(),
+        nn.MaxPool2d(2), nn.Hardswish(), nn.Flatten(), nn.Linear(64, 10), nn.GELU(),
+        nn.Linear(10, 10),
+    ).eval()  # fmt: skip
+    inputs = torch.randn(20, 1, 8, 8)
+    made = IntegerModel(model, [inputs])
+    made(inputs)
+    assert torch.equal(copied(made)(inputs), made(inputs))
+    for options in ({}, {"learn_scale": True}, {"batches": [inputs], "learn_scale": True}):
+        training = prepare_qat(model, 8, **options).train()
+        again = copied(training)
+        for each in (training, again):
+            torch.manual_seed(1)
+            each(inputs).square().sum().backward()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter.sub_(1e-3 * parameter.grad)
+        assert torch.equal(again.eval()(inputs), training.eval()(inputs))
+        assert torch.equal(convert(again)(inputs), convert(training)(inputs))
+        assert torch.equal(copied(convert(training))(inputs), convert(training)(inputs))
+
+
+def test_a_pickled_tie_stays_tied():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(12, 9), nn.Linear(9, 12, bias=False))
+    model[1].weight = model[0].weight
+    small, tokens = prepare_qat(model, 4), torch.arange(12)
+    again = pickle.loads(pickle.dumps(small))
+    assert again[0].parametrizations.weight.original is again[1].parametrizations.weight.original
+    assert torch.equal(again(tokens), small(tokens))
+    palette = kmeans_quantize(add_lora(model, 2), 4)
+    assert torch.equal(pickle.loads(pickle.dumps(palette))(tokens), palette(tokens))

@@ -327,4 +327,44 @@ def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
 def test_a_wider_update_leaves_the_base_in_its_type():
     model = add_lora(nn.Sequential(nn.Linear(8, 8)).bfloat16(), 2)
     model[0].lora_A.data, model[0].lora_B.data = torch.ones(2, 8), torch.ones(8, 2)
+    assert model[0].weight.dtype == torch.bfloat16
     assert merge(model)[0].base.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_factors_beside_a_base_of_16_bits_train_in_32(kind, dtype):
+    torch.manual_seed(0)
+    model = add_lora(nn.Sequential(kind(8, 8)).to(dtype), 2, kinds=(kind,))
+    inputs = torch.randn(5, 8, dtype=dtype) if kind is nn.Linear else torch.arange(8)
+    assert model[0].lora_A.dtype == model[0].lora_B.dtype == torch.float32
+    with torch.no_grad():
+        for factor in (model[0].lora_A, model[0].lora_B):
+            factor.normal_()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-6)
+    before, outputs = model[0].lora_B.detach().clone(), model(inputs)
+    assert outputs.dtype == dtype
+    outputs.float().sum().backward()
+    optimizer.step()
+    moved = (model[0].lora_B - before).detach()
+    assert moved.any()
+    assert not (before.to(dtype) + moved.to(dtype) != before.to(dtype)).all()  # lost in 16 bits
+    weight = model[0].base.weight.double() + model[0].update.double()
+    exact = nn.functional.linear if kind is nn.Linear else nn.functional.embedding
+    arguments = (inputs.double(), weight) if kind is nn.Linear else (inputs, weight)
+    if kind is nn.Linear:
+        arguments += (model[0].bias.double(),)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        model(inputs).double(), exact(*arguments), rtol=2 * step, atol=8 * step
+    )
+    with torch.no_grad():
+        model[0].lora_A.mul_(2**-14)  # smaller than half a step of the base's numbers
+    assert torch.equal(model[0].weight, (model[0].base.weight.float() + model[0].update).to(dtype))
+
+
+def test_an_embedding_that_rewrites_its_weight_is_refused():
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0))
+    with pytest.raises(TypeError, match="max_norm"):
+        add_lora(model, 2, kinds=(nn.Embedding,))
+    assert model[0].weight.requires_grad

@@ -166,3 +166,83 @@ def test_peft_reads_and_writes_the_same_function(rslora, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     back = load_lora(Model(), tmp_path / "theirs").eval()
     assert float((back(TOKENS) - theirs(TOKENS)).abs().max()) == 0.0
+
+
+def test_weights_of_the_base_in_a_file_have_to_be_the_models(tmp_path):
+    saved = adapted()
+    save_lora(saved, tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors, weight = load_file(path), Model().embed.weight.detach()
+    key = "base_model.model.embed.base_layer.weight"
+    save_file(tensors | {key: weight}, path)
+    assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), saved(TOKENS))
+    save_file(tensors | {key: weight + 1}, path)
+    model = Model()
+    with pytest.raises(ValueError, match=r"'base_model.model.embed.base_layer.weight'.*not the"):
+        load_lora(model, tmp_path)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("embed_scale", torch.tensor(7.5), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * self.embed_scale.to(self.weight.dtype)
+
+
+class Gemma(Model):
+    def __init__(self):
+        super().__init__()
+        self.embed = Scaled(20, 16)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Model, Gemma])
+@pytest.mark.filterwarnings("ignore")
+def test_peft_computes_the_same_beside_bases_of_16_bits(kind, dtype, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    plain = kind().to(dtype).eval()
+    targets = ["embed", "q_proj", "v_proj"]
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets)
+    theirs = peft.get_peft_model(copy.deepcopy(plain), config).eval()
+    ours = add_lora(copy.deepcopy(plain), 3, alpha=7, targets=targets, kinds=KINDS)
+    types = {name.rpartition("lora_")[2][:1]: p.dtype for name, p in theirs.named_parameters()}
+    assert (ours.embed.lora_A.dtype, ours.q_proj.lora_B.dtype) == (types["e"], types["B"])
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_lora(copy.deepcopy(plain), tmp_path / "theirs").eval()
+    assert ours(TOKENS).dtype == dtype
+    assert torch.equal(ours(TOKENS), theirs(TOKENS))
+    save_lora(ours, tmp_path / "ours")
+    back = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "ours").eval()
+    assert torch.equal(back(TOKENS), ours(TOKENS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_an_embedding_that_peft_adapted_and_wrote_with_its_base_is_read(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(vocab_size=40, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    plain = LlamaForCausalLM(config).eval()
+    targets = ["embed_tokens", "lm_head", "q_proj"]
+    theirs = peft.get_peft_model(
+        copy.deepcopy(plain), peft.LoraConfig(r=2, target_modules=targets)
+    ).eval()
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path)
+    assert any("base_layer" in key for key in load_file(tmp_path / "adapter_model.safetensors"))
+    ours, tokens = load_lora(copy.deepcopy(plain), tmp_path).eval(), torch.arange(40).view(2, 20)
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)

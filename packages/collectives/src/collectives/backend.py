@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
 from collectives.communicator import Communicator
-from collectives.faults import SHORTEST_ROLL, fetch
+from collectives.faults import ROLL_SECONDS, fetch
 from collectives.work import Work
 
 NAME = "collectives"
@@ -260,7 +260,7 @@ def _messages(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
         return ProcessGroupGloo(store, rank, world, timeout)
     except RuntimeError:
         # It does not say who, so whoever is still here does.
-        meet("still here", deadline + SHORTEST_ROLL)
+        meet("still here", deadline + ROLL_SECONDS)
         raise
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,7 +36,7 @@ from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.errors import UNUSABLE, RankLost
-from collectives.faults import MESSAGES_PART, Faults, Operation, ask
+from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, ask
 from collectives.shared_memory.engine import ROOM, Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
@@ -89,8 +90,9 @@ class Communicator:
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)
-        lines = self.wire, self.gloo
-        self.faults = Faults(self.store, self.rank, self.world, here.arena, here.one_host, lines)
+        self.faults = Faults(
+            self.store, self.rank, self.world, here.arena, here.one_host, self.wire, self.gloo
+        )
         self.models: dict[str, CostModel] = {}
         self.choices: dict[tuple[str, int, bool], str] = {}
         self.compare_always = False
@@ -104,6 +106,10 @@ class Communicator:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Work | None = None
+        self._closed = threading.Event()
+        if not here.one_host:
+            watch = partial(_watch, weakref.ref(self), self._closed)
+            threading.Thread(target=watch, daemon=True, name="collectives watch").start()
 
     def run(
         self, call: Call, brought: Tensor | Sequence[Tensor], body: Callable[[bytes], None], *,
@@ -165,9 +171,8 @@ class Communicator:
             return False
         with self._lock:
             self._count(False, call.packed)
-            seconds = MESSAGES_PART * self.timeout
             try:
-                self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, seconds)
+                self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, self.timeout)
             except BaseException as error:
                 self._fail(error)
         return True
@@ -225,12 +230,18 @@ class Communicator:
 
     def close(self) -> None:
         """Stop the thread and release what the kernel holds."""
+        self._closed.set()
         self._put(None)
         self.topology.close()
 
+    @property
+    def busy_with(self) -> Operation | None:
+        """What is being done now, if anything is."""
+        return self.operation if self._lock.locked() and self.faults.broken is None else None
+
     def _begin(self, compare: bool, packed: bytes) -> None:
         self._count(compare, packed)
-        self.wire.finish_within(MESSAGES_PART * self.timeout)
+        self.wire.finish_within(self.timeout)
         self.wire.speak_of(b"")
 
     def _count(self, compare: bool, packed: bytes) -> None:
@@ -248,6 +259,22 @@ class Communicator:
             self.timeout = seconds
             if self.topology.arena is not None:
                 self.topology.arena.timeout = seconds
+
+
+def _watch(of: weakref.ref[Communicator], closed: threading.Event) -> None:
+    """Note it where the same call is met at two looks: the rank waits, and is not late."""
+    seen: Operation | None = None
+    noted: Operation | None = None
+    seconds = 0.0
+    while not closed.wait(seconds):
+        if (comm := of()) is None:
+            return
+        seconds, before, seen = max(SHORTEST_LOOK, LOOKS_PART * comm.timeout), seen, comm.busy_with
+        waits = seen if seen is before else None
+        if waits is not noted:
+            comm.faults.note(waits)
+            noted = waits
+        del comm
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:

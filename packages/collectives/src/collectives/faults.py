@@ -2,12 +2,15 @@
 
 When messages fail, every rank that still runs signs a roll in the group's store, with the call that
 it was in and, if it knows, who is to blame; then it hangs up, which makes the messages of the
-others fail too. Whoever has not signed soon after is lost, and is whom all the others name; if all
-have signed, their calls are compared. Ranks that share memory tell each other by their clocks.
+others fail too. Whoever does not sign is lost if its connections have ended, else at the group's
+timeout: a rank that is slow is no fault before that. If all have signed, their calls are compared.
+Ranks that share memory tell each other by their clocks.
 
 Notable:
-- everything ends within the group's timeout and two seconds: a host's ranks wait for each other up
-  to 0.6 of it, messages up to 0.8, and what comes then is for the roll;
+- everything ends within the group's timeout and two seconds: ranks wait for each other up to the
+  timeout, and what comes then is for the roll;
+- whoever waits for long notes for whom, in the store: so who is named is the one that is gone or
+  late, and no rank that waits itself, though for another one than those that have given up;
 - the store may be as dead as what is looked for: unless it is a file, it lives in rank 0's process
   or the launcher's. So it is asked on a thread of its own, which may be left behind.
 """
@@ -20,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -29,10 +32,10 @@ from torch._C._distributed_c10d import Store
 from collectives.errors import UNUSABLE, Mismatch, PeerError, RankLost
 from collectives.shared_memory.fingerprint import Lengths, compare, compare_lengths, names_of
 
-# Of the timeout: a host where a rank is missing must find it before others give up on its speaker.
-HOSTS_PART, MESSAGES_PART = 0.6, 0.8
-# How long survivors are waited for: seconds, and as a part of the timeout.
-SHORTEST_ROLL, LONGEST_ROLL, ROLLS_PART = 1.0, 5.0, 0.15
+# How long survivors are waited for, at least: they see connections end, or wait as long.
+ROLL_SECONDS = 1.0
+# How often a rank looks whether it waits: seconds at least, and as a part of the timeout.
+SHORTEST_LOOK, LOOKS_PART = 0.1, 0.1
 # How long the store may take to note something; beyond that, it is left to do so.
 STORE_SECONDS = 0.4
 T = TypeVar("T")
@@ -44,7 +47,7 @@ class Operation:
 
     `calls` are the last ones, packed, this one at the end; `talking` are the ranks that send and
     receive in it; `comparing` tells that calls are compared before data moves; `lengths` is what
-    this rank brings to an all-to-all.
+    this rank brings to an all-to-all; `begun` is of time.monotonic.
     """
 
     number: int = 0
@@ -52,6 +55,7 @@ class Operation:
     talking: Sequence[int] = ()
     comparing: bool = False
     lengths: Lengths | None = None
+    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Entry:
     """What a survivor says: its last calls, the last one's number, and whom it knows to be lost.
 
     `difference` tells how calls differ, where that is the reason. `lengths` is what it brought to
-    an all-to-all: elements that it sends to each rank, and that it expects from each.
+    an all-to-all: elements that it sends to each rank, and that it expects from each. `waits` is
+    the rank that it waits for, if it knows; `ended` are those whose connections had ended.
     """
 
     rank: int
@@ -68,6 +73,8 @@ class Entry:
     blames: Sequence[int] = ()
     difference: str = ""
     lengths: tuple[list[int], list[int]] | None = None
+    waits: int | None = None
+    ended: Sequence[int] = ()
 
     def call(self, number: int) -> bytes:
         """The call of that number, packed; nothing if it was too long ago."""
@@ -79,15 +86,16 @@ class Faults:
     """What one rank does when a call fails: it finds out why, tells the others, and gives up.
 
     `arena` is the memory that it shares with other ranks, if any; `one_host` says that these are
-    all; `lines` are what it can hang up.
+    all; `wire` is where its messages go, and `gloo` holds gloo's own groups.
     """
 
     def __init__(
-        self, store: Store, rank: int, world: int, arena: Any, one_host: bool, lines: Sequence[Any]
+        self, store: Store, rank: int, world: int, arena: Any, one_host: bool, wire: Any, gloo: Any
     ) -> None:
         self.broken: RankLost | None = None
-        self._store, self._rank, self._world = store, rank, world
-        self._arena, self._one_host, self._lines = arena, one_host, lines
+        # Nobody's long wait for the group's store may keep this one's.
+        self._store, self._rank, self._world = cloned(store), rank, world
+        self._arena, self._one_host, self._wire, self._gloo = arena, one_host, wire, gloo
 
     def reason(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
         """Why the call has failed, as every rank is to say it; the group is given up, if it is."""
@@ -122,12 +130,18 @@ class Faults:
         if self._arena is not None and not found_here:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
 
-    def _sign(self, operation: Operation, blames: Sequence[int] = (), difference: str = "") -> None:
-        """Say that this rank is still there, and what it knows; then hang up."""
-        own, calls = operation.lengths, [call.hex() for call in operation.calls]
+    def _entry(self, operation: Operation, waits: int | None = None, **told: Any) -> Entry:
+        own, calls = operation.lengths, [call.hex() for call in tuple(operation.calls)]
         lengths = (own.sends, own.receives) if own else None
-        entry = Entry(self._rank, operation.number, calls, blames, difference, lengths)
-        text = json.dumps(astuple(entry))
+        return Entry(self._rank, operation.number, calls, lengths=lengths, waits=waits, **told)
+
+    def _sign(
+        self, operation: Operation, blames: Sequence[int] = (), difference: str = "",
+        waits: int | None = None,
+    ) -> None:  # fmt: skip
+        """Say that this rank is still there, and what it knows; then hang up."""
+        told = {"blames": blames, "difference": difference, "ended": self._wire.ended()}
+        text = json.dumps(astuple(self._entry(operation, waits, **told)))
 
         def go() -> None:
             self._store.set(f"roll/{self._rank}", text)
@@ -137,55 +151,77 @@ class Faults:
 
         with suppress(TimeoutError, RuntimeError):
             within(STORE_SECONDS, go)
-        for line in self._lines:
-            line.hang_up()
+        self._wire.hang_up()
+        self._gloo.hang_up()
 
-    def _read(self, ranks: Sequence[int], seconds: float) -> dict[int, Entry]:
-        """The entries of `ranks`, by rank, when all have signed or the time is over.
+    def note(self, operation: Operation | None) -> None:
+        """Say that this rank waits in that operation, and for whom, or that it waits no more."""
+        text, peer = "", self._wire.waits_for
+        if peer is None and self._arena is not None:
+            peer = next(iter(self._arena.late()), None)
+        if operation is not None:
+            text = json.dumps(astuple(self._entry(operation, peer)))
+        with suppress(TimeoutError, RuntimeError):
+            within(STORE_SECONDS, lambda: self._store.set(f"waits/{self._rank}", text))
 
-        Ends at once when somebody has told the reason: then that entry alone.
+    def _told(self, key: str) -> Entry | None:
+        text = self._store.get(key) if self._store.check([key]) else b""
+        return Entry(*json.loads(text)) if text else None
+
+    def _read(
+        self, ranks: Sequence[int], until: float
+    ) -> tuple[dict[int, Entry], dict[int, Entry]]:
+        """The entries of `ranks` that signed, by rank, and the notes of ranks that have not.
+
+        Ends when all have signed, at `until` (of time.monotonic), or as soon as all had their time
+        and connections of some that have not signed have ended; and at once when somebody has told
+        the reason: then that entry alone.
         """
         found: dict[int, Entry] = {}
-        end = time.monotonic() + seconds
+        begun = time.monotonic()
+        until = max(until, begun + ROLL_SECONDS)
 
-        def entry(name: str) -> Entry | None:
-            key, store = f"roll/{name}", self._store
-            return Entry(*json.loads(store.get(key))) if store.check([key]) else None
-
-        def go() -> dict[int, Entry]:
+        def go() -> tuple[dict[int, Entry], dict[int, Entry]]:
             while True:
-                if (reason := entry("reason")) is not None:
-                    return {reason.rank: reason}
+                if (reason := self._told("roll/reason")) is not None:
+                    return {reason.rank: reason}, {}
                 for rank in ranks:
-                    if rank not in found and (signed := entry(str(rank))) is not None:
+                    if rank not in found and (signed := self._told(f"roll/{rank}")) is not None:
                         found[rank] = signed
-                if len(found) == len(ranks) or time.monotonic() > end:
-                    return found
+                now = time.monotonic()
+                gone = ended(found) and now > begun + ROLL_SECONDS
+                if len(found) == len(ranks) or gone or now > until:
+                    break
                 # Every look reads a store that all of them share.
                 time.sleep(0.05)
+            others = set(range(self._world)) - found.keys()
+            told = {r: self._told(f"roll/{r}") or self._told(f"waits/{r}") for r in others}
+            return found, {rank: note for rank, note in told.items() if note is not None}
 
-        return ask(seconds + STORE_SECONDS, go)
+        return ask(until - begun + STORE_SECONDS, go)
 
     def _told_difference(self) -> Mismatch | None:
         """How calls differ, if another host has found that they do."""
         with suppress(RankLost):
-            for entry in {} if self._one_host else self._read([], 0).values():
-                if entry.difference:
-                    return Mismatch(entry.difference, entry.blames)
+            if not self._one_host:
+                reason = ask(STORE_SECONDS, lambda: self._told("roll/reason"))
+                if reason is not None and reason.difference:
+                    return Mismatch(reason.difference, reason.blames)
         return None
 
     def _who_is_lost(
         self, error: PeerError, operation: Operation, timeout: float
     ) -> RankLost | Mismatch:
-        arena, number, talking = self._arena, operation.number, operation.talking
+        arena, number = self._arena, operation.number
+        # A speaker's host waits for it alone, and it is asked who is missing.
+        asked = {*operation.talking, *([] if error.peer is None else [error.peer])}
         if arena is not None and (dead := arena.dead()):
             ranks = [arena.names[i] for i in dead]
             return RankLost(ranks, f"rank {ranks[0]} died (call {number}); {UNUSABLE}")
-        seconds = max(SHORTEST_ROLL, min(LONGEST_ROLL, ROLLS_PART * timeout))
         told = f"messages failed in call {number}: {error}; {UNUSABLE}"
-        self._sign(operation)
+        self._sign(operation, waits=error.peer)
         try:
-            entries = self._read(talking, seconds)
+            entries, notes = self._read(sorted(asked), operation.begun + timeout)
         except RankLost as silent:
             return RankLost(silent.ranks, f"{silent}; {told}")
         for rank, entry in entries.items():
@@ -195,13 +231,20 @@ class Faults:
                 return RankLost(
                     entry.blames, f"lost {names_of(entry.blames)}, says rank {rank}; {told}"
                 )
+        gone = ended(entries)
         # First: a rank that is absent may have had all that it needed of this call.
         try:
-            self._compare(entries)
+            self._compare(entries if gone else entries | notes)
         except Mismatch as difference:
             return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
-        if absent := [rank for rank in talking if rank not in entries]:
-            silence = f"gave no sign of life for {seconds:g} s after"
+        if gone:
+            return RankLost(gone, f"the connections of {names_of(gone)} have ended: {told}")
+        heard = entries | notes
+        # Those who are waited for, and do not wait themselves.
+        awaited = asked | {e.waits for e in heard.values() if e.waits is not None}
+        absent = sorted(awaited - heard.keys()) or sorted(asked - entries.keys())
+        if absent:
+            silence = f"gave no sign of life within the timeout of {timeout:g} s:"
             return RankLost(absent, f"{names_of(absent)} {silence} {told}")
         if error.peer is None:
             return RankLost([], f"a connection broke, and every rank is still there: {told}")
@@ -219,6 +262,19 @@ class Faults:
             compare(list(calls.values()), list(calls))
         same = {e.rank: e.lengths for e in entries.values() if e.lengths and e.number == first}
         compare_lengths({r: Lengths(*told) for r, told in same.items()}, range(self._world))
+
+
+def ended(entries: Mapping[int, Entry]) -> list[int]:
+    """Whose connections have ended, and who have not signed before: who left has hung up."""
+    return sorted({rank for entry in entries.values() for rank in entry.ended} - entries.keys())
+
+
+def cloned(store: Store) -> Store:
+    """The same store over a connection of its own, where it can have one."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):
+        return store
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:

@@ -79,7 +79,7 @@ class Gradients:
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
             mine, theirs = self._slice(piece), view.view(-1).to(self._slice(piece).device)
             if alpha:
-                mine.mul_(alpha).add_(theirs, alpha=1 - alpha)
+                mine.lerp_(theirs, 1 - alpha)
             else:
                 mine.copy_(theirs)
 
@@ -172,8 +172,9 @@ class Changes(Gradients):
             self._unsent[key] = flat - self._compression.decode(data, len(flat))
             return data
         data = torch.zeros_like(change)  # a few elements: better as they are
-        add_flat(self._fragments[server][self._number].shard.views(data), flat)
-        self._unsent[key] = torch.zeros_like(flat)
+        views = self._fragments[server][self._number].shard.views(data)
+        add_flat(views, flat)
+        self._unsent[key] = flat - flatten(views)
         return data
 
 

@@ -31,7 +31,7 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
             rows, elements = gradient.indices()[0].cpu(), gradient.values().cpu()
             inside = _elements(piece, rows)[1]  # [rows, width]
             counts.append(int(inside.any(1).sum()))
-            parts += [rows[inside.any(1)], elements.view(inside.shape)[inside]]
+            parts += [rows[inside.any(1)], elements.reshape(inside.shape)[inside]]
         else:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             counts.append(-1)

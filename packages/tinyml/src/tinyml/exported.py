@@ -51,7 +51,14 @@ def exported(model: nn.Module, inputs: tuple[Any, ...]) -> Exported:
             f"{type(model).__name__} cannot be exported ({error}); "
             "take out of it the part that works on tensors alone"
         ) from error
-    return Exported(program)
+    graph = Exported(program)
+    for node in graph.nodes:
+        if "dropout" in operator_name(node) and node.args[2:3] == (True,):
+            raise ValueError(
+                f"{described(node)} drops values in evaluation mode too; tie it to the mode of its "
+                "module (training=self.training), or take it out"
+            )
+    return graph
 
 
 class _TensorsOnly(nn.Module):

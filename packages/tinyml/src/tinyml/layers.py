@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from tinyml.whole_state import guarded_loading
+
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PRUNABLE: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
@@ -188,11 +190,32 @@ def compress_weights(
             continue
         same = make_dense(model, chosen[name])
         for other in same:
-            parametrize.register_parametrization(other, "weight", compressed, unsafe=True)
+            put_on(other, "weight", compressed)
         first, *rest = (cast(Any, other).parametrizations.weight for other in same)
         for other in rest:
             other.original = first.original
-    return model
+    return guarded_loading(model)
+
+
+def put_on(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
+    """Put a parametrization on a layer, which can be pickled then, as torch's own cannot."""
+    parametrize.register_parametrization(layer, name, stored, unsafe=True)
+    cast(Any, type(layer)).__reduce_ex__ = _reduced
+    return layer
+
+
+def _reduced(layer: Any, _: Any) -> tuple[Any, ...]:
+    return _blank, (type(layer).__bases__[0], list(layer.parametrizations)), layer.__dict__
+
+
+def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    """A layer of the class that torch makes for parametrizations of these names, to be filled."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    for name in names:
+        layer.register_parameter(name, nn.Parameter(torch.empty(0)))
+        put_on(layer, name, nn.Identity())
+    return layer
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
@@ -254,10 +277,10 @@ def with_modules(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Modul
     return model
 
 
-def stamp_of(*tensors: Tensor) -> tuple[int, ...]:
+def stamp_of(*tensors: Tensor) -> list[tuple[int, int]]:
     """What changes whenever one of these holds other numbers."""
     # A tensor that was made in inference mode counts no versions.
-    return tuple(n for t in tensors for n in (t.data_ptr(), -1 if t.is_inference() else t._version))
+    return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
 @contextmanager

@@ -5,10 +5,13 @@ that aborts. So every kind of call (collective, shape, dtype, op, root) has a gl
 in it all ranks can only make the same call, and ranks that disagree are in different groups, where
 they wait for each other until the timeout. Such a group shares the device that the process has, so
 it costs two threads, n-1 connections and about 15 ms, once; there are at most `MOST_GROUPS`.
+It is made on a thread that may be left behind: a connection that comes when gloo itself has given
+up would end the process, so gloo is to wait for ever, and this package for the group's timeout.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -22,9 +25,10 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGro
 from collectives.algorithms.point_to_point import first_line, hang_up
 from collectives.algorithms.reduction import average
 from collectives.errors import PeerError
-from collectives.faults import STORE_SECONDS, within
+from collectives.faults import cloned, within
 
 MOST_GROUPS = 64
+FOR_EVER = timedelta(days=365)
 # What gloo sums as this package does: 16-bit floats it would round at every rank.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 KINDS = {
@@ -74,8 +78,11 @@ class GlooGroups:
             self._seconds, self._limit = seconds, timedelta(seconds=max(1e-3, seconds))
         try:
             if call not in self.groups:
-                group = self._make(call, self._limit)
+                until = time.monotonic() + seconds
+                group = self._make(call, seconds)
                 self.groups[call] = group, starter(group, kind, op, root)
+                self._seconds = max(1e-3, until - time.monotonic())
+                self._limit = timedelta(seconds=self._seconds)
             group, start = self.groups[call]
             # gloo's own waits, inside, go by the group's timeout.
             group._set_default_timeout(self._limit)
@@ -90,17 +97,26 @@ class GlooGroups:
         for group, _ in self.groups.values():
             hang_up(group, set(range(group.size())) - {group.rank()})
 
-    def _make(self, call: bytes, timeout: timedelta) -> Any:
+    def _make(self, call: bytes, seconds: float) -> Any:
         # torch's stubs know neither the options' names nor this constructor.
         gloo: Any = ProcessGroupGloo
         base: Any = self.base
         options = gloo._Options()
         options._devices = base.options._devices
         # Two by default: with one, a worker that has just gone to sleep is waited for.
-        options._threads, options._timeout = base.options._threads, timeout
-        store = PrefixStore(f"gloo/{call.hex()}", self._store)
-        seconds = timeout.total_seconds() + STORE_SECONDS
-        return within(seconds, lambda: gloo(store, base.rank(), base.size(), options))
+        options._threads, options._timeout = base.options._threads, FOR_EVER
+
+        def connect() -> Any:
+            # Of its own: who waits in a store keeps the connection to it.
+            store = cloned(self._store)
+            if store is not self._store:
+                store.set_timeout(FOR_EVER)
+            return gloo(PrefixStore(f"gloo/{call.hex()}", store), base.rank(), base.size(), options)
+
+        try:
+            return within(seconds, connect)
+        except TimeoutError as error:
+            raise TimeoutError(f"gloo did not connect all ranks within {seconds:.3g} s") from error
 
 
 def starter(group: Any, kind: str, op: str, root: int) -> Callable[..., Any]:

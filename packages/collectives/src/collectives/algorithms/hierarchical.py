@@ -15,11 +15,11 @@ from torch import Tensor
 from collectives.algorithms import ring
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.algorithms.reduction import average
-from collectives.faults import HOSTS_PART
 from collectives.shared_memory import protocol
 from collectives.shared_memory.arena import Arena
 
-LEAST_PART = 0.1
+# What is left for ranks that come late from other hosts' messages.
+LEAST_SECONDS = 0.5
 
 
 def all_reduce(
@@ -29,25 +29,23 @@ def all_reduce(
     """Reduce the flat tensor over all ranks, in place."""
     partial = "SUM" if name == "AVG" else name
     speakers = heads(hosts)
-    began, speaks = time.monotonic(), wire.rank in speakers
+    began = time.monotonic()
     if arena is not None:
-        with patient(arena, HOSTS_PART):
-            protocol.all_reduce(arena, flat, partial, call)
-    if speaks:
+        protocol.all_reduce(arena, flat, partial, call)
+    if wire.rank in speakers:
         ring.all_reduce(wire.among(speakers), flat, partial)
         average(name, flat, wire.world)
     if arena is not None:
-        # The others wait for their speaker here, and with it for other hosts; it for them alone.
-        passed = (time.monotonic() - began) / arena.timeout
-        with patient(arena, (HOSTS_PART if speaks else 1.0) - passed):
+        # The others wait for their speaker here, and with it for other hosts.
+        with since(began, arena):
             protocol.broadcast(arena, flat, 0, call)
 
 
 @contextmanager
-def patient(arena: Arena, part: float) -> Iterator[None]:
-    """Inside, ranks of this host wait for one another that part of the timeout, and a little."""
+def since(began: float, arena: Arena) -> Iterator[None]:
+    """Inside, ranks of this host wait for one another for the rest of the timeout, and a little."""
     timeout = arena.timeout
-    arena.timeout *= max(part, LEAST_PART)
+    arena.timeout = max(timeout - (time.monotonic() - began), LEAST_SECONDS)
     try:
         yield
     finally:
@@ -59,12 +57,12 @@ def broadcast(
     source: int, call: bytes,
 ) -> None:  # fmt: skip
     """Give every rank the tensor of rank `source`."""
-    speakers = heads(hosts, source)
+    speakers, began = heads(hosts, source), time.monotonic()
     if wire.rank in speakers:
         ring.broadcast(wire.among(speakers), flat, speakers.index(source))
     if arena is not None:
         head = next(rank for rank in speakers if rank in arena.names)
-        with patient(arena, HOSTS_PART if wire.rank == head else 1.0):
+        with since(began, arena):
             protocol.broadcast(arena, flat, arena.names.index(head), call)
 
 

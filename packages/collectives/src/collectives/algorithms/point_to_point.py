@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 from collectives.algorithms.reduction import COMBINE, in_pieces
 from collectives.errors import PeerError
@@ -48,12 +49,14 @@ class PointToPoint:
         self._deadline = [float("inf"), float("inf")]
         self._sent = [0]
         self._subject = [0]
+        self._peer: list[int | None] = [None]
 
     def among(self, places: Sequence[int]) -> PointToPoint:
         """The same messages between some of the ranks, in another order."""
         ranks = [self._ranks[place] for place in places]
         part = PointToPoint(self._group, ranks, places.index(self.rank), self._direct)
         part._deadline, part._sent, part._subject = self._deadline, self._sent, self._subject
+        part._peer = self._peer
         return part
 
     @property
@@ -65,6 +68,24 @@ class PointToPoint:
     def seconds_left(self) -> float:
         """How long a wait may last from now on."""
         return min(self._deadline[0] - time.monotonic(), 1e6)
+
+    @property
+    def waits_for(self) -> int | None:
+        """The group's rank whose message is waited for now, by any thread; None if none is."""
+        return self._peer[0]
+
+    def ended(self) -> list[int]:
+        """The group's ranks to which connections have ended, but not by this rank's own doing."""
+        found = []
+        others = self._ranks if isinstance(self._direct, ProcessGroupGloo) else []
+        for peer in set(others) - {self._ranks[self.rank]}:
+            try:
+                self._direct.recv([torch.empty(1, dtype=torch.uint8)], peer, 0)
+            except RuntimeError as error:
+                # gloo's word for what follows a wait of this rank's that lasted too long.
+                if "timeout" not in first_line(error):
+                    found.append(peer)
+        return found
 
     def finish_within(self, seconds: float) -> None:
         """From now on, raise PeerError where a wait lasts beyond so many seconds from now."""
@@ -160,11 +181,14 @@ class PointToPoint:
 
     def _wait(self, works: Sequence[tuple[int, Any, Tensor]]) -> None:
         for peer, work, _ in works:
+            self._peer[0] = peer
             left = max(1e-3, self.seconds_left)
             try:
                 work.wait(timedelta(seconds=left))
             except RuntimeError as error:
                 raise PeerError(peer, first_line(error)) from error
+            finally:
+                self._peer[0] = None
 
 
 def hang_up(group: Any, peers: Iterable[int]) -> None:

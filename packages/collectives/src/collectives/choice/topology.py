@@ -61,6 +61,8 @@ class Topology:
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         # Whether all ranks share memory.
         self.one_host = len(self.hosts) == 1 and self.arena is not None
+        if self.arena is not None:
+            self.arena.alone = self.one_host
         self._allocations = 0
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
 

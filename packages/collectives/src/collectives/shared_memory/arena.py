@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.errors import UNUSABLE, RankLost
+from collectives.errors import UNUSABLE, PeerError, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
 from collectives.shared_memory.fingerprint import NAN_AT, Lengths, compare, compare_lengths
@@ -66,6 +66,8 @@ class Arena:
         self.timeout = timeout
         # What to call a rank in an error: its number in the group, not on this host.
         self.names = names
+        # Whether others than these ranks may know who is late.
+        self.alone = True
         self._pids = pids
         self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
@@ -150,7 +152,14 @@ class Arena:
         if any(self._clocks[i][0] < 0 for i in late):
             self._fail_as_reported(late)
         if late and time.monotonic() > deadline:
-            self._fail(late, f"did not arrive within the timeout of {self.timeout:g} s")
+            told = f"did not arrive within the timeout of {self.timeout:g} s"
+            if not self.alone:
+                raise PeerError(self.names[late[0]], told)
+            self._fail(late, told)
+
+    def late(self) -> list[int]:
+        """The ranks, by their numbers in the group, that have not come to this rank's tick."""
+        return [self.names[i] for i in self._others if self._clocks[i][0] < self.tick]
 
     # ----- by the engine -----
 

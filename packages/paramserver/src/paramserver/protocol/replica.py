@@ -58,7 +58,11 @@ class Replica:
                 mine.view(-1).copy_(flat[piece.start : piece.stop])
         make = local.outer if local else optimizer
         self._optimizer = make(self._parameters) if self._parameters else None
+        self._terms = _terms(policy, self._optimizer)
         self.compression = local.compression if local else None
+        for name in (p.name for p in shard.pieces if p.dtype.is_complex and self.compression):
+            text = f"parameter {name} is complex, and {self.compression} is of real numbers"
+            raise ValueError(f"{text}; give LocalSteps without compression")
         # With compression, readers hold `_buffer` plus a rounding error that is made good with the
         # next change: what they hold, and the last fragment of it that changed, and the change.
         self._published = self._buffer.clone() if self.compression else None
@@ -82,10 +86,9 @@ class Replica:
             text = f"worker {push[0]} pushed {data.numel()} elements of {data.dtype}"
             raise ValueError(f"{text}; fill a buffer of the shard: {size} of torch.uint8")
         elif self.compression:
-            numel = sum(piece.stop - piece.start for piece in shard.pieces)
-            flat = self.compression.decode(data, numel)
-            gradients = shard.views(torch.zeros(size, dtype=torch.uint8))
-            add_flat(gradients, flat)
+            numel = [piece.stop - piece.start for piece in shard.pieces]
+            parts = self.compression.decode(data, sum(numel)).split(numel)
+            gradients = [part.view(p.viewed) for part, p in zip(parts, shard.pieces, strict=True)]
         else:
             gradients = sparse.unpack(shard, data)
         if finite:
@@ -207,10 +210,18 @@ class Replica:
             "published": None if self._published is None else self._published.clone(),
             # A change that was not compressed is a part of what readers get.
             "changed": (self._changed, None if raw else self._change),
+            "terms": self._terms,
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
-        """Go on in the log where `snapshot` was made. Promises are void: readers ask again."""
+        """Go on in the log where `snapshot` was made. Promises are void: readers ask again.
+
+        ValueError where it was made under another policy or optimizer, or of another shard.
+        """
+        for what, theirs in state["terms"].items():
+            if (mine := self._terms.get(what)) not in (None, theirs):
+                text = f"the journal was written with {what} {theirs}, this server has {mine}"
+                raise ValueError(f"{text}; give the same, or another folder")
         self.load_state_dict(state)
         self.position, self.base_version = state["position"], state["base_version"]
         self.staleness = Counter(state["staleness"])
@@ -238,15 +249,9 @@ class Replica:
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
         fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
-        # In the order of the workers, the dense ones first: only they can take up the others. The
-        # sum is made in the buffers in which the gradients came: no memory of its own.
         parameters = self._by_fragment[number]
         for parameter, each in zip(parameters, zip(*pushes, strict=True), strict=True):
-            total, *others = sorted(each, key=lambda gradient: gradient.is_sparse)
-            for other in others:
-                total.add_(other)
-            if others:
-                total.div_(len(pushes))
+            total = _mean(each, parameter.dtype)
             parameter.grad = total if keeps or not total.is_sparse else total.to_dense()
         if self._optimizer:
             self._optimizer.step()
@@ -262,10 +267,24 @@ class Replica:
                 self._change = change
 
 
+def _terms(policy: Consistency | None, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """What a log can be followed with, in words that are the same in every process."""
+    rules = [f"{k}={v}" for k, v in getattr(policy, "__dict__", {}).items() if not callable(v)]
+    terms = {"policy": f"{type(policy).__name__}({', '.join(rules)})"}
+    if optimizer:
+        terms["optimizer"] = type(optimizer).__name__
+        plain = bool, int, float, str, tuple, Tensor
+        for i, group in enumerate(optimizer.param_groups):
+            each = {f"group {i}'s {key}": str(x) for key, x in group.items() if type(x) in plain}
+            terms |= each
+    return terms
+
+
 def layout(shard: Shard, policy: Consistency | None) -> str:
     """A text that is equal for those whose shards, and what they send of them, are alike."""
     if isinstance(policy, LocalSteps):
-        return f"{shard.digest()} (changes in {policy.fragments} fragments, {policy.compression})"
+        cut = f"{policy.fragments} {'whole ' * (shard.whole and policy.fragments > 1)}fragments"
+        return f"{shard.digest()} (changes in {cut}, {policy.compression})"
     return f"{shard.digest()} (gradients)"
 
 
@@ -280,6 +299,22 @@ def add_flat(views: Iterable[Tensor], flat: Tensor) -> None:
     for view in views:
         view.view(-1).add_(flat[start : start + view.numel()].to(view.dtype))
         start += view.numel()
+
+
+def _mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Their mean, in `dtype`: of 16 bits it is summed in 32, and rounded once.
+
+    Wider sums are made in the first one's memory: they take none of their own.
+    """
+    # In the order of the workers, the dense ones first: only they can take up the others.
+    total, *others = sorted(gradients, key=lambda gradient: gradient.is_sparse)
+    if others:
+        total = total.to(wide := torch.promote_types(dtype, torch.float32))
+        for other in others:
+            total.add_(other.to(wide) if other.is_sparse else other)
+        total.div_(len(gradients))
+    # A row that came twice is one sum before it is rounded.
+    return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)
 
 
 def _is_finite(gradient: Tensor) -> bool:

@@ -41,6 +41,8 @@ def _process(pipe: Connection, name: str, target: AnyCall, args: Any, tells: boo
         if tells:
             args = (*args, lambda said: pipe.send_bytes(pickle.dumps(said)))
         message = pickle.dumps(Outcome(name, value=target(*args)))
+    except SystemExit:
+        raise  # its code tells how this process ended, not how the one that started it is to end
     except BaseException as error:
         message = _pickled_failure(name, error)
     pipe.send_bytes(message)

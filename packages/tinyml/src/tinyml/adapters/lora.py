@@ -3,6 +3,8 @@
 Notable (Hu et al., "LoRA", 2021; names and initialization are those of the peft library):
 - A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
   is a point where both gradients vanish; neither zero would change the function from the start;
+- A and B have 32 bits beside a base of 16, which could not hold the small steps of their training;
+  what is added to the base's outputs is rounded to its type once, at the end;
 - `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back
   every bit (adding and then subtracting a product does not), and a tied weight stays elsewhere;
 - a state dict holds the base without the update, merged or not: loaded anywhere, the update is
@@ -47,6 +49,8 @@ class LoRA(Replacement):
         super().__init__()
         if not is_of(base, (nn.Linear, nn.Embedding)):
             raise TypeError(f"LoRA adapts nn.Linear and nn.Embedding, not {type(base).__name__}")
+        if getattr(base, "max_norm", None) is not None:
+            raise TypeError("an embedding with max_norm rewrites its weight, which is frozen here")
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
@@ -61,8 +65,9 @@ class LoRA(Replacement):
         self.rank = rank
         self.scaling = (rank if alpha is None else alpha) / rank
         self.dropout = nn.Dropout(dropout)
-        self.lora_A = nn.Parameter(weight.new_empty(rank, inputs))
-        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank))
+        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        self.lora_A = nn.Parameter(weight.new_empty(rank, inputs, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         if isinstance(base, nn.Embedding):
             # One column of A is read at a time: A starts at zero and B does not.
@@ -91,7 +96,7 @@ class LoRA(Replacement):
     def weight(self) -> Tensor:
         """The weight that the layer acts with."""
         weight = cast(Tensor, self.base.weight)
-        return weight if self.merged else weight + self.update
+        return weight if self.merged else (weight + self.update).to(weight)
 
     def __getattr__(self, name: str) -> Any:
         # Code that computes with a layer's tensors itself, as attention does, reads these too.
@@ -106,16 +111,20 @@ class LoRA(Replacement):
             return outputs
         if isinstance(self.base, nn.Embedding):
             rows = F.embedding(input, self.lora_A.t(), self.base.padding_idx)
-            return outputs + self.scaling * (rows @ self.lora_B.t())
-        low = F.linear(self.dropout(input), self.lora_A)
-        return outputs + self.scaling * F.linear(low, self.lora_B)
+            change = self.scaling * (rows @ self.lora_B.t())
+            if (scale := getattr(self.base, "embed_scale", None)) is not None:
+                change = change * torch.as_tensor(scale).to(change)  # Gemma's, of all its rows
+        else:
+            low = F.linear(self.dropout(input.to(self.lora_A.dtype)), self.lora_A)
+            change = self.scaling * F.linear(low, self.lora_B)
+        return (outputs + change).to(outputs.dtype)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
         self.check_mergeable()
         before = cast(nn.Parameter, self.base.weight)
-        self.base.weight = nn.Parameter((before + self.update).to(before), requires_grad=False)
+        self.base.weight = nn.Parameter(self.weight, requires_grad=False)
         self._before = (before,)
 
     @torch.no_grad()

@@ -89,7 +89,17 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     stored = load_file(folder / _WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
     for key, tensor in stored.items():
+        base = re.fullmatch(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight", key)
+        if base is not None and ".lora_" not in key:
+            own = getattr(modules.get(base[1]), "weight", None)
+            if own is None or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
+                raise ValueError(
+                    f"{folder} holds {key!r}, a weight of the base that is not the model's; load "
+                    "that weight into the model first"
+                )
+            continue
         match = re.fullmatch(
             r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
         )
@@ -97,7 +107,6 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
             raise ValueError(f"{folder} holds {key!r}, which is no factor of a LoRA update")
         check_finite(key, tensor)
         pairs.setdefault(match[1], {})[match[2]] = tensor
-    modules = dict(model.named_modules(remove_duplicate=False))
     if held := sorted(name for name, module in modules.items() if isinstance(module, LoRA)):
         raise ValueError(f"the model has adapters already, at {held[:3]}")
     if unknown := sorted(pairs.keys() - modules.keys()):

@@ -19,16 +19,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from tinyml.export.whole_file import whole_file
-from tinyml.layers import compressed_weight
+from tinyml.layers import compressed_weight, put_on
 from tinyml.quantization.fastest import FastestLinear, TiedEmbedding
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from tinyml.quantization.kmeans import Palette
 from tinyml.quantization.pack import pack, unpack
+from tinyml.whole_state import guarded_loading
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
@@ -93,7 +93,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if not t.numel() or name.endswith(_FORMAT_OF_WEIGHT)
     }
     model.load_state_dict(state | empty)
-    return model
+    return guarded_loading(model)
 
 
 def _describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -158,7 +158,7 @@ def _as_stored(
             made[first] = Int4Linear(cast(GridWeight, made[first]), layer.bias)
     if kind == "int4":
         return made[first]
-    parametrize.register_parametrization(layer, "weight", made[first], unsafe=True)
+    put_on(layer, "weight", made[first])
     if first != name:
         other: Any = model.get_submodule(first)
         layer.parametrizations.weight.original = other.parametrizations.weight.original

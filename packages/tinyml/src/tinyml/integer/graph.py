@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -98,6 +99,36 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
     return _folded(walk.steps, walk.output)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """An operator on one tensor, by its name, which can be pickled."""
+
+    name: str
+    rest: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        operator_of: Any = reduce(getattr, self.name.split("."), torch.ops)
+        result: Tensor = operator_of(x, *self.rest, **self.options)
+        return result
+
+
+@dataclass(frozen=True)
+class _Affine:
+    """factor x + shift, two numbers."""
+
+    factor: Any
+    shift: Any = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        result: Tensor = self.factor * x + self.shift
+        return result
+
+
+def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
+    return weight.double() * factor.view(-1, *(1,) * (weight.dim() - 1))
+
+
 class _Walk:
     """Goes through an exported graph; every node becomes a step or a constant."""
 
@@ -142,8 +173,7 @@ class _Walk:
         make = getattr(self, f"_{_SAME.get(name, name)}", None)
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
         if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
-            rest: Any = arguments[1:]
-            function = lambda x, f=node.target, r=rest, o=options: f(x, *r, **o)  # noqa: E731
+            function = _Call(str(node.target), arguments[1:], options)
             return self._step("table", node, [arguments[0]], function=function, operator=name)
         if make is None:
             raise self._unknown(node)
@@ -187,6 +217,22 @@ class _Walk:
             raise self._unknown(node, "the weight depends on the input")
         return self._step("product", node, [x], weight=weight, bias=bias)
 
+    def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
+        return self._addmm(node, None, x, weight)
+
+    def _addmm(
+        self, node: fx.Node, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1
+    ) -> Step:
+        """x w, of a constant matrix (inputs, outputs), plus a constant of the outputs."""
+        if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise self._unknown(node, "only x w is, of a constant matrix w")
+        weight = (weight * alpha).t()
+        if bias is not None:
+            if not isinstance(bias, Tensor) or bias.shape[:-1].numel() != 1:
+                raise self._unknown(node, "what is added is not one number for each output")
+            bias = (bias * beta).reshape(-1).expand(len(weight))
+        return self._step("product", node, [x], weight=weight, bias=bias)
+
     def _batch_norm(
         self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
     ) -> Step:
@@ -210,7 +256,7 @@ class _Walk:
         step = self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
         # Signs mark it until it is folded into the product before, where there is one.
         step.signs = (1.0,)
-        step.function = lambda w, f=factor: w.double() * f.view(-1, *(1,) * (w.dim() - 1))
+        step.function = partial(_rows_times, factor)
         return step
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
@@ -238,7 +284,7 @@ class _Walk:
         if _several(constant):
             shift = theirs * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, ours), shift)
-        return self._step("table", node, [value], function=lambda x: ours * x + theirs * constant)
+        return self._step("table", node, [value], function=_Affine(ours, theirs * constant))
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
@@ -249,7 +295,7 @@ class _Walk:
         if _several(constant):
             factor = self._constant(node, value, constant)
             return self._by_channel(node, value, factor, torch.zeros_like(factor))
-        return self._step("table", node, [value], function=lambda x: x * constant)
+        return self._step("table", node, [value], function=_Affine(constant))
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
@@ -308,6 +354,7 @@ class _Walk:
 _SAME = {
     "flatten": "reshape", "view": "reshape", "_unsafe_view": "reshape", "squeeze": "reshape",
     "unsqueeze": "reshape", "dropout": "same", "feature_dropout": "same", "clone": "same",
+    "native_dropout": "same", "alpha_dropout": "same", "mm": "matmul",
     "contiguous": "same", "alias": "same", "detach": "same", "_to_copy": "same", "to": "same",
     "max_pool2d_with_indices": "max_pool2d", "concat": "cat", "concatenate": "cat",
     "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",

@@ -22,6 +22,7 @@ from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
 from tinyml.layers import check_bits, some
 from tinyml.quantization.grid import Observer, grid_of
+from tinyml.whole_state import guarded_loading
 
 
 class IntegerModel(nn.Module):
@@ -66,6 +67,7 @@ class IntegerModel(nn.Module):
                 raise ValueError(f"{step.name}: {error}") from error
             self.sources.append([number[source] for source in step.sources])
         self._last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
+        guarded_loading(self)
 
     @property
     def input(self) -> Scale:

@@ -26,6 +26,7 @@ from tinyml.layers import (
     with_modules,
 )
 from tinyml.timing import Timing, measure
+from tinyml.whole_state import guarded_loading
 
 SHOWN_TOKENS = (1, 32, 512)
 """One token of a decoder, a small batch, a prompt."""
@@ -51,7 +52,7 @@ class FastestLinear(Replacement):
         super().__init__()
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
         self._kept: dict[str, Any] = {}
-        self._stamp: tuple[Any, ...] = ()
+        self._stamp: list[tuple[int, int]] = []
         self._taken: dict[Any, str] = {}
 
     @property
@@ -116,27 +117,35 @@ class FastestLinear(Replacement):
         # A state dict that is loaded, a device or a type: each leaves another tensor or version.
         if self._stamp != (stamp := stamp_of(*self.stored())):
             self._kept, self._stamp = {}, stamp
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
+        if (kept := self._kept.get(name)) is None:
+            kept = self._kept[name] = make()
+        return kept
 
     def _by_dense_weight(self, inputs: Tensor) -> Tensor:
-        dense = self.dense_kept()
+        dense = self.kept("float", self._dense)
         dense = dense if dense.dtype is inputs.dtype else dense.to(inputs.dtype)
         return F.linear(inputs, dense, self._buffers["bias"])
 
     def dense_kept(self) -> Tensor:
         """The dense weight, which stays in memory once it was needed."""
-        dense: Tensor = self.kept("float", lambda: self.weight.contiguous())
+        dense: Tensor = self.kept("float", self._dense)
         return dense
+
+    def _dense(self) -> Tensor:
+        return self.weight.contiguous()
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, as an embedding reads them."""
         return F.embedding(index, self.dense_kept())
 
     def divided(self, inputs: Tensor, divide: Tensor | None) -> Tensor:
-        """The tokens (n, in), each input over its own number where the weights are times it."""
-        return (inputs if divide is None else inputs / divide).reshape(-1, self.in_features)
+        """The tokens (n, in), each input over its own number where the weights are times it.
+
+        The quotient is not rounded to the 16 bits of its parts: what follows rounds it, once.
+        """
+        if divide is not None:
+            inputs = inputs.float() / divide.float()
+        return inputs.reshape(-1, self.in_features)
 
     def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """With the bias, in the inputs' type and shape."""
@@ -163,7 +172,7 @@ class FastestLinear(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is prepared for speed is made anew by whoever copies or unpickles the layer.
-        return self.__dict__ | {"_kept": {}, "_stamp": (), "_taken": {}}
+        return self.__dict__ | {"_kept": {}, "_stamp": [], "_taken": {}}
 
 
 class TiedEmbedding(Replacement):
@@ -230,7 +239,7 @@ def with_fastest_linears(
             table = by_weight.get(identity(module))
             if table is not None and cast(nn.Embedding, module).max_norm is None:
                 made[module] = TiedEmbedding(table)
-    return with_modules(model, made)
+    return guarded_loading(with_modules(model, made))
 
 
 def is_linear_alike(module: nn.Module) -> bool:

@@ -30,7 +30,16 @@ from tinyml.layers import (
     some,
     weight_of,
 )
-from tinyml.quantization.grid import Granularity, Grid, Observer, as_rows, granularity_of, grid_of
+from tinyml.quantization.grid import (
+    Granularity,
+    Grid,
+    Observer,
+    as_rows,
+    granularity_of,
+    grid_of,
+    kept_in,
+    wide,
+)
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.in_step import second_moment, visit_in_step
 from tinyml.quantization.int8 import with_int8_linears
@@ -85,22 +94,25 @@ def awq(
     """A copy of `model` whose linear weights are rounded after each input was scaled by its size.
 
     Inputs that are large on `batches` matter more, so their weights are multiplied by
-    s = rms(x)^a before rounding and divided by it when read, which makes their error smaller (Lin
-    et al., "AWQ", 2023, section 3.2). The share a of [0, 1] is the one of `steps` for which the
-    layer's outputs change least; a = 0 is rounding to the nearest. Batches run as in `gptq`.
+    s = mean(|x|)^a before rounding and divided by it when read, which makes their error smaller
+    (Lin et al., "AWQ", 2023, section 3.2). The share a of [0, 1) is the one of `steps` for which
+    the layer's outputs change least; a = 0 is rounding to the nearest. Batches run as in `gptq`.
     """
 
     def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
         first = outputs_first(layer, weight).float()
         hessian = second_moment(inputs) if inputs else _identity(first)
-        size = hessian.diagonal().sqrt().float()
+        check_finite("what a layer is given", hessian)
+        tokens = torch.cat(inputs) if inputs else torch.ones_like(first[:1])
+        size = tokens.float().abs().sum(0) / max(1, len(tokens))
         size = size.clamp(min=1e-4 * float(size.max()) + 1e-12)
         best, least = None, torch.inf
         for step in range(steps):
             divide = size ** (step / steps)
-            divide = divide / (divide.max() * divide.min()).sqrt()
-            rows = as_rows(first * divide, kind, group_size)
+            # As it is kept: the weights are divided by the very numbers that they were times.
+            divide = kept_in(weight.dtype, divide / (divide.max() * divide.min()).sqrt())
+            rows = as_rows(first * wide(divide), kind, group_size)
             grid = grid_of(rows, bits, symmetric=symmetric, observer=observer)
             grid = grid.stored_as(weight.dtype)
             made = GridWeight(

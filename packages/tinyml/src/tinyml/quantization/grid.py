@@ -46,6 +46,17 @@ class Grid:
         return Grid(scale, self.zero, self.low, self.high)
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """In 32 bits if it has 16: what is computed from it is rounded once, at the end."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
+def kept_in(dtype: torch.dtype, factors: Tensor) -> Tensor:
+    """Positive factors as `dtype` holds them, none of them 0 or infinite."""
+    limits = torch.finfo(dtype)
+    return factors.to(dtype).clamp(limits.tiny, limits.max)
+
+
 def grid_of(
     rows: Tensor,
     bits: int,

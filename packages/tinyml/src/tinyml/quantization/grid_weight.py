@@ -7,13 +7,15 @@ codes whenever the weight is read, so any layer that holds a weight can be compr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinyml.layers import CompressedWeight, empty_like_nothing
-from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.grid import Grid, grid_of, wide
 from tinyml.quantization.pack import pack, unpack
+from tinyml.whole_state import take_optional
 
 
 class GridWeight(CompressedWeight):
@@ -68,8 +70,9 @@ class GridWeight(CompressedWeight):
     def rounded(self, weight: Tensor) -> Tensor:
         """On the best grid of this form."""
         first = (weight.t() if self.transposed else weight).float()
-        first = first if self.divide is None else first * self.divide
+        first = first if self.divide is None else first * wide(self.divide)
         grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
+        grid = grid.stored_as(self.scale.dtype)
         made = GridWeight(
             grid.quantize(first.reshape(self.rows)), grid, weight, self.bits,
             transposed=self.transposed, divide=self.divide,
@@ -91,6 +94,12 @@ class GridWeight(CompressedWeight):
         codes = self.whole_numbers()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
-        dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
-        dense = dense if self.divide is None else dense / self.divide
+        scale = self.scale if self.divide is None else wide(self.scale)
+        dense = (scale * codes).view(self.shape[::-1] if self.transposed else self.shape)
+        if self.divide is not None:
+            dense = (dense / wide(self.divide)).to(self.scale)
         return dense.t() if self.transposed else dense
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        take_optional(self, state, prefix, "codes")
+        super()._load_from_state_dict(state, prefix, *rest)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from tinyml.layers import is_conv1d, outputs_first, weight_of
 from tinyml.quantization.fastest import SHOWN_TOKENS, FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import Observer, grid_of
+from tinyml.quantization.grid import Observer, grid_of, kept_in, wide
 from tinyml.quantization.products import Int8Weights
+from tinyml.whole_state import take_optional
 
 _LEAST = 128 * torch.finfo(torch.float32).tiny
 
@@ -44,9 +45,10 @@ class Int8Linear(FastestLinear):
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
         self.transposed = is_conv1d(linear)
-        weight = weight.float() if divide is None else weight.float() * divide
-        # Each input over its own number, the weights times it: the same product (SmoothQuant).
-        self.register_buffer("divide", None if divide is None else divide.to(self.dtype))
+        # Each input over its own number, the weights times it: the same product (SmoothQuant). The
+        # weights are multiplied by what is kept to divide by, as it is after it was rounded.
+        self.register_buffer("divide", None if divide is None else kept_in(self.dtype, divide))
+        weight = weight.float() if self.divide is None else weight.float() * wide(self.divide)
         grid = grid_of(weight, 8, observer=observer)
         self.register_buffer("weight_codes", grid.quantize(weight).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
@@ -55,11 +57,15 @@ class Int8Linear(FastestLinear):
     def weight(self) -> Tensor:
         """The dense weight that the codes stand for."""
         dense = self.weight_codes * self.scale[:, None]
-        return (dense if self.divide is None else dense / self.divide).to(self.dtype)
+        return (dense if self.divide is None else dense / wide(self.divide)).to(self.dtype)
 
     def stored(self) -> tuple[Any, Any]:
         """The codes and their scales."""
         return self._buffers["weight_codes"], self._buffers["scale"]
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        take_optional(self, state, prefix, "weight_codes")
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the weight, as an embedding reads them."""

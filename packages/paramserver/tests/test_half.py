@@ -1,0 +1,126 @@
+"""Models of 16 bits: a mean over workers is rounded once, whoever carries what it is of."""
+
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` starts import it by name
+
+from paramserver import BulkSynchronous, LocalSteps, Server, Worker, partition, run
+from paramserver.compression import Integers, TopK
+
+ONE = partial(torch.optim.SGD, lr=1.0)
+HALVES = [torch.bfloat16, torch.float16]
+WORKERS = 7
+
+
+class Table(nn.Module):
+    """300 elements, zero at first."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(60, 5, dtype=dtype))
+
+
+def pushed(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(60, 5, generator=generator).to(dtype)
+
+
+def push_once(worker):
+    worker.pull()
+    worker.module.x.grad = pushed(worker.rank, worker.module.x.dtype)
+    worker.push()
+
+
+def rounded_once(gradients):
+    """What one step of SGD from zero leaves: the mean in float64, rounded once, is taken away."""
+    return -(sum(g.double() for g in gradients) / len(gradients)).to(gradients[0].dtype)
+
+
+def a_step_in_threads(dtype, policy, push, servers=2):
+    """The parameters that servers hold after one push of each worker, flat."""
+    start = dict(Table(dtype).named_parameters())
+    shards = partition(start, servers)
+    hosts = [Server(start, ONE, policy, workers=WORKERS, shard=shard) for shard in shards]
+    group = [Worker(Table(dtype), hosts, rank=rank, optimizer=ONE) for rank in range(WORKERS)]
+
+    def work(worker):
+        push(worker)
+        worker.finish()
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    views = [host.shard.views(host.state_dict()["parameters"]) for host in hosts]
+    return torch.cat([view.view(-1) for some in views for view in some])
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "distributed", "zeromq"])
+@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(1, ONE)], ids=["bulk", "local"])
+def test_a_mean_is_rounded_once_over_every_transport(policy, transport):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    result = run(
+        push_once, Table(torch.bfloat16), ONE, policy, workers=3, servers=2, transport=transport
+    )
+    expected = rounded_once([pushed(rank, torch.bfloat16) for rank in range(3)])
+    assert torch.equal(result.parameters["x"], expected)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(1, ONE)], ids=["bulk", "local"])
+def test_a_mean_of_many_is_rounded_once(policy, dtype):
+    held = a_step_in_threads(dtype, policy, push_once)
+    expected = rounded_once([pushed(rank, dtype) for rank in range(WORKERS)])
+    assert torch.equal(held, expected.view(-1))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("compression", [Integers(8), Integers(4), TopK(0.25)], ids=repr)
+def test_of_what_was_compressed_too(compression, dtype):
+    held = a_step_in_threads(dtype, LocalSteps(1, ONE, compression), push_once, servers=1)
+    changes = [pushed(rank, dtype).view(-1).float() for rank in range(WORKERS)]
+    came = [compression.decode(compression.encode(each), len(each)) for each in changes]
+    assert torch.equal(held, -(sum(each.double() for each in came) / WORKERS).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_of_sparse_and_dense_gradients_too(dtype):
+    def rows_of(rank):
+        return torch.tensor([rank, 7, 30 + rank, 50])
+
+    def some_rows(worker):
+        worker.pull()
+        gradient, rows = pushed(worker.rank, dtype), rows_of(worker.rank)
+        sparse = torch.sparse_coo_tensor(rows[None], gradient[rows], gradient.shape)
+        worker.module.x.grad = sparse if worker.rank else sparse.to_dense()
+        worker.push()
+
+    masked = [torch.zeros(60, 5, dtype=dtype) for _ in range(WORKERS)]
+    for rank, each in enumerate(masked):
+        each[rows_of(rank)] = pushed(rank, dtype)[rows_of(rank)]
+    with torch.sparse.check_sparse_tensor_invariants():
+        held = a_step_in_threads(dtype, BulkSynchronous(), some_rows)
+    assert torch.equal(held, rounded_once(masked).view(-1))
+
+
+def test_error_feedback_knows_what_16_bits_round_away():
+    module = nn.Linear(32, 1, bias=False).bfloat16()
+    nn.init.zeros_(module.weight)
+    # A quarter of them with their places takes as much as all: they go as they are, rounded.
+    server = Server(dict(module.named_parameters()), ONE, LocalSteps(1, ONE, TopK(0.25)), workers=1)
+    worker = Worker(module, server, optimizer=ONE)
+    worker.pull()
+    owed = worker._payload._residuals
+    owed[0, 0] = torch.full([32], 2.0**-12)
+    module.weight.grad = torch.ones_like(module.weight)
+    worker.push()
+    assert owed[0, 0].tolist() == [2.0**-12] * 32  # 1 + 2**-12 is 1 in bfloat16
