@@ -45,6 +45,14 @@ def compressed(method, column):
     return result("llmsys-suite", "measured", case="compress", method=method)[column]
 
 
+def optimum(fit, compute):
+    return row("isoflop", fit=fit, compute=compute)["parameters"]
+
+
+def sharded(name, column):
+    return result("zero", "two-hosts", case="step", name=name)[column]
+
+
 def rates(optimizer, steps, noise, task="linear"):
     return row("rates", task=task, optimizer=optimizer, steps=steps, label_noise=noise)
 
@@ -190,6 +198,18 @@ SAID = {
     ),
     "layers lie between a flat distribution and a normal one": lambda: all(
         0.289 < each["within_half_std"] < 0.383 for each in rows("digits", case="histogram")
+    ),
+    "the best run of each budget is off by a third at 1e24, and its sizes fall once": lambda: (
+        optimum("best run of each", 1e24) / optimum("a parabola each", 1e24)
+        == NEAR(2 / 3, abs=0.05)
+        and optimum("best run", 6e20) > optimum("best run", 1e21)
+        and optimum("the same, with an offset", 1e24) < optimum("best run of each", 1e24)
+    ),
+    "stages 1 and 2 cost no time over data parallelism, stage 3 some": lambda: (
+        sharded("stage1", "time_ms") == NEAR(sharded("ddp", "time_ms"), rel=0.05)
+        and sharded("stage2", "time_ms") == NEAR(sharded("ddp", "time_ms"), rel=0.05)
+        and sharded("stage3", "time_ms") > 1.05 * sharded("ddp", "time_ms")
+        and sharded("stage3", "sent_over_parameters") < 1.51
     ),
     "SGD has no surge, with noise or without": lambda: all(
         rates("sgd", 10, noise)[f"batch_{2**k}"] < rates("sgd", 10, noise)[f"batch_{2 ** (k + 1)}"]
