@@ -99,7 +99,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield from (f"FAILED {name}" for name in audit.red)
     if isinstance(train := results.get("train"), of.Train):
         losses = train.losses[SINGLE]
-        yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in {_steps(len(losses))} of every way"
+        yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
         yield fastest(folder) or "One way alone was trained: none is the fastest."
     if isinstance(learn := results.get("learn"), of.Learn):
         steps, loss = learn.heldout[-1]
