@@ -256,6 +256,21 @@ def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
     assert lost(8.0)
 
 
+@pytest.mark.parametrize("drop_after", [None, 3.0])
+def test_who_waits_may_beat_and_yet_the_silent_one_is_lost(drop_after):
+    server, workers = pair(timeout=5.0, on_worker_loss="continue", drop_after=drop_after)
+    push(workers[0])
+    now = time.monotonic()
+    pull = Message(Kind.PULL, clock=1, number=1)
+    for second in range(7):
+        server.core.handle(0, Message(Kind.BEAT), None, now + second)
+        if server.core.handle(0, pull, None, now + second):
+            break
+        assert second <= (drop_after or 5.0)
+        server.core.check(now + second + 0.9)
+    assert list(server.core.ledger.active) == [0]
+
+
 def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     _, workers = pair(BulkSynchronous(), timeout=20.0)
     workers[0].pull()
