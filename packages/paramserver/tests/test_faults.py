@@ -25,6 +25,7 @@ from paramserver import (
     run,
 )
 from paramserver.protocol.messages import Kind, Message
+from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
 from paramserver.worker import trainable
@@ -96,6 +97,40 @@ def test_training_can_go_on_without_a_lost_worker():
     assert result.versions == [2 * 5 + 2]
     assert result.values[1] is None
     assert len(result.values[0]) == 3
+
+
+def lose_one_and_go_on(worker, seconds):
+    train(worker, 2)
+    if worker.rank == 1:
+        os._exit(3)
+    for _ in range(10):
+        time.sleep(seconds / 10)
+        worker.pull()
+        worker.push()
+    return "well"
+
+
+def test_the_others_may_train_for_long_after_a_loss(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    result = run(
+        lose_one_and_go_on, model(), SGD, Asynchronous(), args=(4.0,), workers=3, servers=2,
+        on_worker_loss="continue", timeout=2.0,
+    )  # fmt: skip
+    assert result.values == ["well", None, "well"]
+    assert result.lost == {1: "worker 1 died with exit code 3"}
+
+
+def raise_beside_a_sleeper(worker):
+    worker.pull()
+    if worker.rank == 1:
+        raise ZeroDivisionError("seven")
+    time.sleep(300)
+
+
+def test_the_cause_is_raised_also_where_another_has_to_be_killed(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    with pytest.raises(ZeroDivisionError, match="seven"):
+        run(raise_beside_a_sleeper, model(), SGD, workers=2, timeout=2.0)
 
 
 class StopsServing(torch.optim.SGD):
