@@ -25,6 +25,7 @@ from paramserver import (
     run,
 )
 from paramserver.protocol.messages import Kind, Message
+from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
 from paramserver.worker import trainable
@@ -96,6 +97,40 @@ def test_training_can_go_on_without_a_lost_worker():
     assert result.versions == [2 * 5 + 2]
     assert result.values[1] is None
     assert len(result.values[0]) == 3
+
+
+def lose_one_and_go_on(worker, seconds):
+    train(worker, 2)
+    if worker.rank == 1:
+        os._exit(3)
+    for _ in range(10):
+        time.sleep(seconds / 10)
+        worker.pull()
+        worker.push()
+    return "well"
+
+
+def test_the_others_may_train_for_long_after_a_loss(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    result = run(
+        lose_one_and_go_on, model(), SGD, Asynchronous(), args=(4.0,), workers=3, servers=2,
+        on_worker_loss="continue", timeout=2.0,
+    )  # fmt: skip
+    assert result.values == ["well", None, "well"]
+    assert result.lost == {1: "worker 1 died with exit code 3"}
+
+
+def raise_beside_a_sleeper(worker):
+    worker.pull()
+    if worker.rank == 1:
+        raise ZeroDivisionError("seven")
+    time.sleep(300)
+
+
+def test_the_cause_is_raised_also_where_another_has_to_be_killed(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    with pytest.raises(ZeroDivisionError, match="seven"):
+        run(raise_beside_a_sleeper, model(), SGD, workers=2, timeout=2.0)
 
 
 class StopsServing(torch.optim.SGD):
@@ -254,6 +289,21 @@ def test_a_beat_keeps_a_slow_worker_unless_it_is_to_be_dropped():
     assert not lost(None)
     assert not lost(9.0)
     assert lost(8.0)
+
+
+@pytest.mark.parametrize("drop_after", [None, 3.0])
+def test_who_waits_may_beat_and_yet_the_silent_one_is_lost(drop_after):
+    server, workers = pair(timeout=5.0, on_worker_loss="continue", drop_after=drop_after)
+    push(workers[0])
+    now = time.monotonic()
+    pull = Message(Kind.PULL, clock=1, number=1)
+    for second in range(7):
+        server.core.handle(0, Message(Kind.BEAT), None, now + second)
+        if server.core.handle(0, pull, None, now + second):
+            break
+        assert second <= (drop_after or 5.0)
+        server.core.check(now + second + 0.9)
+    assert list(server.core.ledger.active) == [0]
 
 
 def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():

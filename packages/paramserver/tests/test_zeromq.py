@@ -28,6 +28,7 @@ from paramserver import (
     StaleSynchronous,
     run,
 )
+from paramserver.running import supervise
 from paramserver.running.supervise import final, join_servers, open_server
 from paramserver.transport.zeromq import Keys
 from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
@@ -110,6 +111,22 @@ def test_bulk_synchronous_training_survives_a_kill():
     x = result.parameters["x"]
     assert (x == x[0]).all()
     assert x[0].sum() == pytest.approx(result.versions[0])  # each update is a mean of ones
+
+
+@pytest.mark.parametrize("name", ["server 0", "server 1"])
+def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeypatch, name):
+    def kill_and_ask(*asked):
+        (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
+        os.kill(victim.pid, signal.SIGKILL)
+        return final(*asked)
+
+    monkeypatch.setattr(supervise, "final", kill_and_ask)
+    result = run(
+        count, Vector(2), ONE, Asynchronous(), args=(3, 0.0), workers=2, servers=2,
+        transport="zeromq", restarts=1, timeout=30.0,
+    )  # fmt: skip
+    assert result.versions == [6, 6]
+    assert result.parameters["x"].unique().tolist() == [3.0]
 
 
 @pytest.mark.exhaustive

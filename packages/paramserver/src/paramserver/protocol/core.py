@@ -88,7 +88,8 @@ class Core:
         `finite`: it is known that the data are. None if it has to wait. Raises what is wrong with
         it; then nothing has changed.
         """
-        waited = self._waiting.pop(worker, None)
+        beat = message.kind is Kind.BEAT  # of a thread: its worker may wait on, as long as it has
+        waited = None if beat else self._waiting.pop(worker, None)
         self._admit(worker, message)
         self._heard[worker] = now
         reply = self._answer(worker, message, data, finite)

@@ -89,7 +89,8 @@ def run(
         for end in (*ends[0], *ends[1]):
             for channel in end if isinstance(end, tuple) else ():
                 channel.close()
-        outcomes = collect(running, timeout + GRACE, progress)
+        survives = on_worker_loss == "continue"
+        outcomes = collect(running, timeout + GRACE, progress, survives=survives)
     return assemble(job, shards, outcomes)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Outcome
 from paramserver.running.progress import Progress
 
@@ -80,17 +81,28 @@ def ends(running: Running, seconds: float | None, progress: Tell | None) -> Iter
             progress(said)
 
 
-def collect(running: Running, patience: float, progress: Tell | None) -> dict[str, Outcome]:
-    """How each process ended. After a failure, those still there in `patience` s are killed."""
+def collect(
+    running: Running, patience: float, progress: Tell | None, *, survives: bool
+) -> dict[str, Outcome]:
+    """How each process ended. After a failure, those still there in `patience` s are killed.
+
+    If the run `survives` a lost worker, that is no failure until one of the others has finished.
+    """
     outcomes: dict[str, Outcome] = {}
     processes = [process for process, _ in running.values()]
-    deadline = math.inf
+    deadline, failed, killed = math.inf, False, False
     while running:
         for outcome in ends(running, min(1.0, max(0.0, deadline - time.monotonic())), progress):
+            if killed and outcome.exit_code is not None:  # an echo: the cause came before
+                text = f"it had not ended {patience:g} s after another's failure, and was killed"
+                outcome = Outcome(outcome.name, error=PeerLost(text))
             outcomes[outcome.name] = outcome
-            if outcome.failed:
+            failed = failed or outcome.failed
+            goes_on = survives and outcome.failed and outcome.name.startswith("worker")
+            if failed and not goes_on:
                 deadline = min(deadline, time.monotonic() + patience)
         if time.monotonic() >= deadline:
+            killed = True
             for process, _ in running.values():
                 process.kill()
     for process in processes:

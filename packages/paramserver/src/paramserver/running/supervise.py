@@ -12,6 +12,7 @@ import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -110,9 +111,11 @@ def run_on_zeromq(
         running: Running = {name: begin(name) for name in calls}
         ended: dict[str, Outcome] = {}
         workers = [name for name in calls if name.startswith("worker")]
+        asked: Future[list[ServerReport]] | None = None
+        courier = ThreadPoolExecutor(1)  # asks for the end, before which a server may still die
         try:
-            while any(name not in ended for name in workers):
-                for outcome in ends(running, 0.5, progress):
+            while not (asked and asked.done()):
+                for outcome in ends(running, 0.02 if asked else 0.5, progress):
                     if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
                         running[outcome.name] = begin(outcome.name)
@@ -121,13 +124,16 @@ def run_on_zeromq(
                     needed = job.on_worker_loss == "stop" or outcome.name not in workers
                     if outcome.failed and needed:
                         return assemble(job, shards, ended)
-            for i, held in enumerate(final(job, addresses)):
+                if not asked and all(name in ended for name in workers):
+                    asked = courier.submit(final, job, addresses)
+            for i, held in enumerate(asked.result()):
                 ended[f"server {i}"] = Outcome(f"server {i}", value=held)
         finally:
             for process, pipe in running.values():
                 process.kill()
                 process.join()
                 pipe.close()
+            courier.shutdown(wait=False)
         return assemble(job, shards, ended)
 
 
