@@ -7,8 +7,6 @@ Notable:
   (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

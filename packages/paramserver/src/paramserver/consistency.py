@@ -10,8 +10,6 @@ Notable:
   optimizer have changed: DiLoCo.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

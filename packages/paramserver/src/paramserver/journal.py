@@ -9,8 +9,6 @@ Notable:
   wrote, was never answered, and is cut off.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

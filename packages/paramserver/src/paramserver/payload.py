@@ -3,8 +3,6 @@
 Notable: what local steps have changed is taken down at once; with overlap a thread encodes it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial

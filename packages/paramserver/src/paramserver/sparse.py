@@ -4,8 +4,6 @@ Notable: a shard's piece may begin and end in the middle of a row, since shards 
 bytes fall: of a row, what lies in the piece is sent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ Rows `exchange`: one worker, one server, a push and a pull of the whole model, i
 peer, RPC. What needs more: tests/paramserver_study.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -8,8 +8,6 @@ Notable:
 - with a journal, what an answer tells is written down before it is given.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

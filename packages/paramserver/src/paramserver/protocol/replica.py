@@ -6,8 +6,6 @@ Notable:
 - a push is known by its name (worker, epoch, clock): one that comes twice or late is void.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

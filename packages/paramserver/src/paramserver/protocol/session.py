@@ -8,8 +8,6 @@ Notable:
   pull: the first promises a version, then all send that one. With one server, one message does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """What every process of a run is told, and one result from what they all return."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Notable: the cause is reported, not its echo: a process that died before the one
 error of the training function before the PeerLost of the others.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import tempfile

@@ -1,7 +1,5 @@
 """Processes of this machine, and how each of them ended."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import time

@@ -1,7 +1,5 @@
 """How far a run is, in a line."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

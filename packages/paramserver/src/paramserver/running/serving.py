@@ -3,8 +3,6 @@
 Notable: one thread a worker, because a request waits until it can be answered.
 """
 
-from __future__ import annotations
-
 from threading import Thread
 
 from paramserver.protocol.messages import Kind, Message, failure

@@ -3,8 +3,6 @@
 Notable: nobody is told of a death: a new server has its journal and address, a new worker joins.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import pickle

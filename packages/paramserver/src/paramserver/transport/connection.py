@@ -5,8 +5,6 @@ Notable:
 - a worker that is kept waiting is told so every few seconds: it blames only a server that hangs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress

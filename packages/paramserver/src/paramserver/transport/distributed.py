@@ -8,8 +8,6 @@ Notable:
 - each direction of each pair has its own tag: a rank may be a worker and a server at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ Notable:
 - only the piece that is awaited is taken: one that is lost, comes twice or is none changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterator

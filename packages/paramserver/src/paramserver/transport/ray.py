@@ -4,8 +4,6 @@ Notable: a request is a call of the server's actor, with the gradients as a nump
 puts in its own shared memory. A server runs one thread for each worker, since a request waits.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from typing import Any

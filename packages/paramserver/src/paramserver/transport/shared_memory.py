@@ -7,8 +7,6 @@ Notable:
   not done, and says so: then the copy is read. Of gradients one piece is checked as the next comes.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os
