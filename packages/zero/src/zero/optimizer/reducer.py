@@ -372,6 +372,9 @@ class Reducer:
         parameter.grad = AveragedGradient(parameter, self, key, used=used)
 
     def _launch(self, bucket: Bucket) -> None:
+        if not (bucket.data.is_floating_point() or bucket.data.is_complex()):
+            # Autograd gives these no gradients.
+            return
         while len(self._flying) >= self.in_flight:
             self._retire()
         buffer = bucket.buffer
@@ -392,8 +395,15 @@ class Reducer:
     def _retire(self) -> None:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
-        output /= self.wire.copies
-        if bucket.gradient is not None:
+        # Eight bits have no arithmetic of their own.
+        narrow = output.itemsize == 1
+        if narrow:
+            output.copy_(output.float() / self.wire.copies)
+        else:
+            output /= self.wire.copies
+        if bucket.gradient is not None and narrow:
+            bucket.gradient.copy_(bucket.gradient.float() + output.float())
+        elif bucket.gradient is not None:
             bucket.gradient += output
         elif self.release:
             bucket.gradient = output
