@@ -166,7 +166,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
         optimizer.zero_grad()
 
     steps = {name: partial(train, *trained) for name, trained in built.items()} | bare
-    takes = {name: rivals.payload_of(trained) for name, trained in built.items()}
+    takes = {name: rivals.payload_of(built[name]) for name in rivals.NAMES}
     for turn in range(rounds + 2):
         for name in names:
             dist.barrier()
