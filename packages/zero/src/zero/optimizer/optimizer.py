@@ -243,7 +243,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     values = values.view(parameter.shape)
                 if self.cpu_offload:
                     self._device_values.append(values)
-                shard = nn.Parameter(to_host(values) if self.cpu_offload else values)
+                trainable = values.is_floating_point() or values.is_complex()
+                kept = to_host(values) if self.cpu_offload else values
+                shard = nn.Parameter(kept, requires_grad=trainable)
                 self._pieces.append((parameter, piece, shard, bucket))
                 mine.append(shard)
         return mine
