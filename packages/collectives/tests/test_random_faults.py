@@ -141,7 +141,9 @@ def any_model(kind, call, hosts, wire, agree, *, native):
     """What a measurement could have said: so that each algorithm is met now and then."""
     names = (*candidates(kind, hosts, shared=False), *[NATIVE] * native)
     samples = [
-        Sample(kind, n, size, tuple(hosts), random.random()) for n in names for size in SIZES
+        Sample(kind, n, size, tuple(hosts), random.random(), random.choice((0.5, 1.0)))
+        for n in names
+        for size in SIZES
     ]
     return TunedModel.from_json(agree(TunedModel.fit(samples).to_json()))
 
