@@ -115,6 +115,26 @@ def test_a_rank_that_is_late_is_no_fault_before_the_timeout():
     assert run_ranks(one_is_slow, 3, "only", backend="") == [9000.0] * 3
 
 
+def a_speaker_hangs():
+    """Rank 2, the speaker of ranks 2 and 3, hangs: others wait for it, or for one that does."""
+    start(TIMEOUT)
+    place("pairs")
+    tensor = torch.ones(1000)
+    collectives.all_reduce(tensor, algorithm="hierarchical")
+    if dist.get_rank() == 2:
+        time.sleep(2.5 * TIMEOUT)
+        os._exit(1)
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.all_reduce(tensor, algorithm="hierarchical")
+    time.sleep(3)
+    return caught.value.ranks
+
+
+def test_whoever_waits_for_a_speaker_is_not_blamed_for_the_one_it_waits_for():
+    outcomes = try_ranks(a_speaker_hangs, 4, backend="")
+    assert [outcomes[rank].value for rank in (0, 1, 3)] == [(2,)] * 3, outcomes
+
+
 def one_connects_late(seconds_late):
     """Rank 1 connects gloo's own group when the others have given up waiting for it."""
     start(TIMEOUT / 2)
