@@ -152,6 +152,9 @@ def sequences(world_seed, first, most, timeout):
     """Sequences until one of them ends a process; what this rank found out in each."""
     import collectives.backend  # noqa: F401
 
+    # The first fit imports it: on a busy machine for longer than a short timeout lasts.
+    import scipy.optimize  # noqa: F401
+
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control = dist.FileStore(os.environ["STORE_FILE"], world)
     dispatch.tune = any_model
