@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from collectives.choice.cost import CostModel, Sample, candidates, terms
-from collectives.choice.tuning import TunedModel
+from collectives.choice.tuning import TunedModel, _is_close
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 PRICES = CostModel(2e-4, 1e-9, 2e-10, 4e-5)
@@ -102,6 +102,38 @@ def test_a_tuned_model_says_what_was_measured_and_interpolates_between_sizes():
     assert factor("ring", 1 << 10, kind="all_gather") == 1.0
     assert tuned.choose("all_reduce", 1 << 10, hosts) == "tree"
     assert TunedModel.from_json(tuned.to_json()) == tuned
+
+
+def test_gloos_own_is_left_only_for_what_won_three_of_four_turns():
+    hosts, sizes = (1, 1), (1 << 10, 1 << 20)
+
+    def tuned(ring, tree):
+        """`tree` takes least of all, then `ring`; the parts of the turns that they won, by size."""
+        seconds = {"tree": 1.0, "ring": 2.0, "halving_doubling": 9.0, "gloo": 3.0}
+        wins = {"tree": tree, "ring": ring, "halving_doubling": (0, 0), "gloo": (0, 0)}
+        samples = [
+            Sample("all_reduce", name, size, hosts, seconds[name], won)
+            for name in seconds
+            for size, won in zip(sizes, wins[name], strict=True)
+        ]
+        return TunedModel.from_json(TunedModel.fit(samples).to_json())
+
+    def picks(model, *sizes, **native):
+        return [model.choose("all_reduce", size, hosts, **native) for size in sizes]
+
+    assert picks(tuned((1, 1), (0.75, 0.75)), 1, 1 << 15, 1 << 30) == ["tree"] * 3
+    assert picks(tuned((1, 1), (0.74, 0.74)), 1, 1 << 15, 1 << 30) == ["ring"] * 3
+    # Between two measured sizes it must have won at both.
+    mixed = tuned((0.5, 1), (0.5, 0.5))
+    assert picks(mixed, *sizes, 1 << 15) == ["gloo", "ring", "gloo"]
+    assert picks(mixed, *sizes, native=False) == ["tree", "tree"]
+
+
+def test_a_call_that_is_close_is_measured_for_longer():
+    # Of each turn: another one, and gloo's own.
+    assert _is_close([[1.0, 2.0], [1.0, 2.0], [3.0, 2.0]])
+    assert not _is_close([[1.0, 2.0]] * 20)
+    assert not _is_close([[3.0, 2.0]] * 20)
 
 
 def test_what_cannot_be_predicted_is_refused():

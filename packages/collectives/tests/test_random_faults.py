@@ -141,7 +141,9 @@ def any_model(kind, call, hosts, wire, agree, *, native):
     """What a measurement could have said: so that each algorithm is met now and then."""
     names = (*candidates(kind, hosts, shared=False), *[NATIVE] * native)
     samples = [
-        Sample(kind, n, size, tuple(hosts), random.random()) for n in names for size in SIZES
+        Sample(kind, n, size, tuple(hosts), random.random(), random.choice((0.5, 1.0)))
+        for n in names
+        for size in SIZES
     ]
     return TunedModel.from_json(agree(TunedModel.fit(samples).to_json()))
 
@@ -149,6 +151,9 @@ def any_model(kind, call, hosts, wire, agree, *, native):
 def sequences(world_seed, first, most, timeout):
     """Sequences until one of them ends a process; what this rank found out in each."""
     import collectives.backend  # noqa: F401
+
+    # The first fit imports it: on a busy machine for longer than a short timeout lasts.
+    import scipy.optimize  # noqa: F401
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control = dist.FileStore(os.environ["STORE_FILE"], world)

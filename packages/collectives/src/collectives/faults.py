@@ -168,35 +168,34 @@ class Faults:
         text = self._store.get(key) if self._store.check([key]) else b""
         return Entry(*json.loads(text)) if text else None
 
-    def _read(
-        self, ranks: Sequence[int], until: float
-    ) -> tuple[dict[int, Entry], dict[int, Entry]]:
-        """The entries of `ranks` that signed, by rank, and the notes of ranks that have not.
+    def _read(self, ranks: set[int], until: float) -> tuple[dict[int, Entry], dict[int, Entry]]:
+        """The entries of those who signed, by rank, and the notes of those who have not.
 
-        Ends when all have signed, at `until` (of time.monotonic), or as soon as all had their time
-        and connections of some that have not signed have ended; and at once when somebody has told
-        the reason: then that entry alone.
+        Ends when `ranks` have signed, at `until` (of time.monotonic), or as soon as all had their
+        time and connections of some that have not signed have ended; and at once when somebody has
+        told the reason: then that entry alone.
         """
-        found: dict[int, Entry] = {}
+        found, notes = dict[int, Entry](), dict[int, Entry]()
         begun = time.monotonic()
         until = max(until, begun + ROLL_SECONDS)
+
+        def look(where: str, into: dict[int, Entry]) -> None:
+            for rank in set(range(self._world)) - found.keys():
+                if (told := self._told(f"{where}/{rank}")) is not None:
+                    into[rank] = told
 
         def go() -> tuple[dict[int, Entry], dict[int, Entry]]:
             while True:
                 if (reason := self._told("roll/reason")) is not None:
                     return {reason.rank: reason}, {}
-                for rank in ranks:
-                    if rank not in found and (signed := self._told(f"roll/{rank}")) is not None:
-                        found[rank] = signed
+                look("roll", found)
                 now = time.monotonic()
                 gone = ended(found) and now > begun + ROLL_SECONDS
-                if len(found) == len(ranks) or gone or now > until:
-                    break
+                if found.keys() >= ranks or gone or now > until:
+                    look("waits", notes)
+                    return found, notes
                 # Every look reads a store that all of them share.
                 time.sleep(0.05)
-            others = set(range(self._world)) - found.keys()
-            told = {r: self._told(f"roll/{r}") or self._told(f"waits/{r}") for r in others}
-            return found, {rank: note for rank, note in told.items() if note is not None}
 
         return ask(until - begun + STORE_SECONDS, go)
 
@@ -221,7 +220,7 @@ class Faults:
         told = f"messages failed in call {number}: {error}; {UNUSABLE}"
         self._sign(operation, waits=error.peer)
         try:
-            entries, notes = self._read(sorted(asked), operation.begun + timeout)
+            entries, notes = self._read(asked, operation.begun + timeout)
         except RankLost as silent:
             return RankLost(silent.ranks, f"{silent}; {told}")
         for rank, entry in entries.items():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 # The operation itself says at the timeout who is lost, which is the better error.
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 3.0
 # Whoever looks too early gives the core to who is at it, where cores are as few as ranks.
 GIVE_WAY = getattr(os, "sched_yield", lambda: None)
 
