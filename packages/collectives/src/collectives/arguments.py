@@ -1,7 +1,5 @@
 """What is checked of a call's arguments before anything moves, and how a tensor lies in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any

@@ -3,8 +3,6 @@
 Each takes `algorithm`: "auto" lets the cost model pick; "shared_memory", "ring", ... insist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What a group has found out about itself, in words: who shares memory, and what `auto` picks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,7 +1,5 @@
 """The errors of a group, which name the ranks that are the reason by their numbers in the group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -15,8 +15,6 @@ Notable:
   or the launcher's. So it is asked on a thread of its own, which may be left behind.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -8,8 +8,6 @@
 So they are compared, end at the timeout and name the odd rank as the others do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A call picks its algorithm, compares itself with the other ranks' where that is due, and goes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

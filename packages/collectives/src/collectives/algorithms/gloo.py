@@ -9,8 +9,6 @@ It is made on a thread that may be left behind: a connection that comes when glo
 up would end the process, so gloo is to wait for ever, and this package for the group's timeout.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -14,8 +14,6 @@ it hands its data to the other side's last rank, and gets that side's result fro
 size needs extra steps before or after, as folding to a power of two does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

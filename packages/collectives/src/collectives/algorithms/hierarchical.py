@@ -4,8 +4,6 @@ The link between hosts carries each tensor once per host, not once per rank: for
 rank sends 2(H-1)/H S and all others nothing. Sums of 16-bit floats are rounded once per level.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

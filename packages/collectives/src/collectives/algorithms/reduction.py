@@ -6,8 +6,6 @@ Notable:
   result does not depend on the size of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 

@@ -13,8 +13,6 @@ hop. Such a reduce-scatter sends each slice straight to its owner instead (`dire
 bytes and steps, and one rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ so on. Broadcast sends from root to middle, from the top; reduce the other way, 
 Few messages, each of them long: the choice for short tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

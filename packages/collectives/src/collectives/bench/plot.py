@@ -1,7 +1,5 @@
 """Bandwidth against size (needs matplotlib)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -10,8 +10,6 @@ for all-reduce). `wire_bytes` are the bytes that a rank hands to TCP in a call, 
 ranks'; `runs` is the algorithm that ran. A rank holds twice the largest size in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -9,8 +9,6 @@ Notable:
   on the interface do not matter. Shared memory and NCCL's own transports are not counted.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -4,8 +4,6 @@ Every rank makes a segment and tries to open all the others'. Ranks that can all
 are a host. Nothing is assumed: not LOCAL_RANK, not a host's name.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import time

@@ -15,8 +15,6 @@ Notable:
 - a wait looks at the peers' process handles: a dead peer ends it, a late one does at the deadline.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import platform

@@ -10,8 +10,6 @@ Notable: a function returns when it is done or when a peer lets it wait. Who is 
 said of it, is decided in one place (`Arena._check_peers`).
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

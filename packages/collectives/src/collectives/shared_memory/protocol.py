@@ -14,8 +14,6 @@ Notable:
   go by the same answer.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ Notable:
   opening: device and inode must be the published ones and the first bytes the published token.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets
