@@ -14,8 +14,6 @@ Notable:
 - an asynchronous call from torch (DDP's buckets, FSDP2's prefetch) runs on the progress thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +45,7 @@ def _by_device(method: _Method) -> _Method:
     name = method.__name__
 
     @wraps(method)
-    def call(self: CollectivesProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> Any:
         tensor = _first_tensor(args)
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
@@ -63,7 +61,7 @@ def _on_gloo(name: str) -> _Method:
     for its own thread, and that for the interpreter, to drop the tensors of an earlier call.
     """
 
-    def forward(self: CollectivesProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: "CollectivesProcessGroup", *args: Any, **kwargs: Any) -> Any:
         return getattr(self._gloo, name)(*args, **kwargs)
 
     forward.__name__ = name
@@ -77,7 +75,7 @@ def _ours(name: str, tensors: int, others: list[str], function: Callable[..., An
     what stands in it for `others`, in that order or by torch's names; all may be left out.
     """
 
-    def call(self: CollectivesProcessGroup, *args: Any, opts: Any = None, **named: Any) -> Any:
+    def call(self: "CollectivesProcessGroup", *args: Any, opts: Any = None, **named: Any) -> Any:
         lists, rest = [_list(each) for each in args[:tensors]], args[tensors:]
         if name == "allreduce" and lists[0][0].is_sparse:
             return self._gloo.allreduce(*args)
@@ -106,7 +104,7 @@ def _ones(function: Callable[..., Any]) -> Callable[..., Any]:
 def _coalesced(name: str) -> _Method:
     """One call of that method after the other, for lists of what one takes."""
 
-    def call(self: CollectivesProcessGroup, *args: Any) -> Any:
+    def call(self: "CollectivesProcessGroup", *args: Any) -> Any:
         tensors = [each for each in args if isinstance(each, (list, tuple))]
         opts, work = args[len(tensors) :], Work.done([])
         # Calls are done in order, so the last one's end is the end of all.

@@ -11,8 +11,6 @@ Notable:
   a mismatch that is found before data moves.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -43,12 +41,12 @@ from collectives.work import Work
 
 # A rank that had all it needed of a call goes on: so far it is remembered what that was.
 CALLS_REMEMBERED = 16
-_known: dict[Any, Communicator] = {}
+_known: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at once; one for all groups could wait in a circle.
 _making: dict[Any, threading.Lock] = {}
 
 
-def communicator(group: Any = None) -> Communicator:
+def communicator(group: Any = None) -> "Communicator":
     """The communicator of a process group (torch's default one if None)."""
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:

@@ -6,8 +6,6 @@ Notable:
 - `wait` ends: an operation that is not done a while after the group's timeout is an error.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -45,7 +43,7 @@ class Work(dist.Work):
         self._lock = threading.Lock()
 
     @classmethod
-    def done(cls, result: Any = None) -> Work:
+    def done(cls, result: Any = None) -> "Work":
         """The handle of something that has been done already."""
         work = cls(lambda: None, result)
         work.run()

@@ -7,8 +7,6 @@
 same for all. Addresses stand in the order of the servers. `keys FILE` writes a pair of CURVE keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

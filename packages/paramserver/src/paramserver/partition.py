@@ -6,8 +6,6 @@ Notable:
 - a shard is one flat buffer of bytes, in which pieces are views: a pull or push is one message.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
@@ -72,7 +70,7 @@ class Shard:
         parts = [(p, buffer.numpy()[p.offset : p.offset + p.nbytes]) for p in self.pieces]
         return [torch.from_numpy(part).view(p.dtype).view(p.viewed) for p, part in parts]
 
-    def fragments(self, count: int) -> list[Fragment]:
+    def fragments(self, count: int) -> list["Fragment"]:
         """The buffer in `count` parts, equal in bytes but for alignment, each a shard by itself.
 
         ValueError if there is not enough for each to have something.

@@ -7,8 +7,6 @@ Notable:
   goes on is waited for as long as it takes.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -86,7 +84,7 @@ class Server:
         """How many gradients were applied that came in so many bytes."""
         return self.core.replica.push_bytes
 
-    def connect(self, worker: int) -> LocalConnection:
+    def connect(self, worker: int) -> "LocalConnection":
         """How a worker in this process speaks to this server."""
         return LocalConnection(self, worker)
 

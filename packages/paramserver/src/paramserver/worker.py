@@ -5,8 +5,6 @@ Notable:
 - a worker may be many ranks: the first one of its `site` speaks to the servers for all.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import secrets
@@ -104,7 +102,7 @@ class Worker:
         """The version that this worker last pulled."""
         return self._session.version
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

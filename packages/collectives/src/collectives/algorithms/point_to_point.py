@@ -11,8 +11,6 @@ Notable:
 - NCCL must be told of sends and receives that happen together, so there they go as one batch.
 """
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -51,7 +49,7 @@ class PointToPoint:
         self._subject = [0]
         self._peer: list[int | None] = [None]
 
-    def among(self, places: Sequence[int]) -> PointToPoint:
+    def among(self, places: Sequence[int]) -> "PointToPoint":
         """The same messages between some of the ranks, in another order."""
         ranks = [self._ranks[place] for place in places]
         part = PointToPoint(self._group, ranks, places.index(self.rank), self._direct)

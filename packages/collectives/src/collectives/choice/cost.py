@@ -14,8 +14,6 @@ longer. Memory that ranks share costs less than messages at every size, and is n
 Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -63,7 +61,7 @@ class CostModel:
     operation_seconds: float = 5e-5
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> CostModel:
+    def fit(cls, samples: Sequence[Sample]) -> "CostModel":
         """The prices, none below zero, that make the relative errors smallest (least squares).
 
         scipy's active set is that of Lawson and Hanson, 1974, chapter 23.

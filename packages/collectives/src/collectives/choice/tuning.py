@@ -6,8 +6,6 @@ median of the turns. Another algorithm than gloo's own is taken only where it wo
 so what is neither clearly ahead nor clearly behind is measured for longer.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +41,7 @@ class TunedModel(CostModel):
     samples: tuple[Sample, ...] = ()
 
     @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> TunedModel:
+    def fit(cls, samples: Sequence[Sample]) -> "TunedModel":
         """The prices of `CostModel.fit`, and the samples."""
         return cls(**asdict(CostModel.fit(samples)), samples=tuple(samples))
 
@@ -83,7 +81,7 @@ class TunedModel(CostModel):
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> TunedModel:
+    def from_json(cls, text: str | bytes) -> "TunedModel":
         """What `to_json` said."""
         told = json.loads(text)
         samples = [Sample(**{**s, "hosts": tuple(s["hosts"])}) for s in told.pop("samples")]

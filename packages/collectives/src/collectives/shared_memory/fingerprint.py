@@ -6,8 +6,6 @@ it costs ceil(log2 n) short messages a call, and is on inside `checked`. Outside
 disagree do not find each other's messages (see `point_to_point`), and compare when the wait ends.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,7 +65,7 @@ class Call:
         )  # fmt: skip
 
     @staticmethod
-    def unpack(raw: bytes) -> Call:
+    def unpack(raw: bytes) -> "Call":
         """The call that `packed` tells."""
         kind, dtype, op, algorithm, has_nan, ndim, root, *dims = _LAYOUT.unpack(raw)
         names = KINDS[kind], tuple(dims[:ndim]), DTYPES[dtype], OPS[op], root, ALGORITHMS[algorithm]

@@ -10,8 +10,6 @@ Notable:
 - a worker that joins again begins a new epoch. What an older one still sends is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -80,7 +78,7 @@ class Log:
         """The number of the entry that comes next."""
         return self.start + len(self.entries)
 
-    def after(self, position: int) -> Log:
+    def after(self, position: int) -> "Log":
         """The part from `position` on."""
         return Log(max(position, self.start), self.entries[max(0, position - self.start) :])
 
@@ -89,7 +87,7 @@ class Log:
         return json.dumps([self.start, *map(_to_list, self.entries)], separators=(",", ":"))
 
     @staticmethod
-    def from_text(text: str) -> Log:
+    def from_text(text: str) -> "Log":
         """The log that `to_text` wrote."""
         start, *entries = json.loads(text)
         return Log(start, tuple(map(_from_list, entries)))

@@ -7,8 +7,6 @@ Notable:
   twice, because a push has a name (worker, epoch, clock) and a read a number.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from enum import IntEnum
@@ -72,12 +70,12 @@ class Message:
         return json.dumps(self.fields(), separators=(",", ":"))
 
     @staticmethod
-    def from_text(text: str | bytes) -> Message:
+    def from_text(text: str | bytes) -> "Message":
         """The message that `to_text` wrote; ValueError for anything else."""
         return Message.from_fields(json.loads(text))
 
     @staticmethod
-    def from_fields(fields: Any) -> Message:
+    def from_fields(fields: Any) -> "Message":
         """The message with these `fields()`; ValueError for anything else."""
         whole = isinstance(fields, list) and len(fields) == 8 and isinstance(fields[7], str)
         if not whole or not all(type(field) is int for field in fields[:7]):

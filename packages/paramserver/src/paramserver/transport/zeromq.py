@@ -10,8 +10,6 @@ Notable:
 - a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -150,7 +148,7 @@ class ZeroMQServer:
         self._attempt(worker)
         return True
 
-    def _still_well(self, request: _Request, now: float) -> None:
+    def _still_well(self, request: "_Request", now: float) -> None:
         if now - request.said > _SIGN_OF_LIFE:
             request.said = now
             self._send(request, Message(Kind.WAIT))
@@ -180,7 +178,7 @@ class ZeroMQServer:
             else:
                 self._still_well(request, now)
 
-    def _send(self, request: _Request, reply: Message) -> None:
+    def _send(self, request: "_Request", reply: Message) -> None:
         out = self._buffers.take() if reply.size else None
         for start, stop in cuts(reply.size):
             head = [*request.number, start, *(() if start else reply.fields())]
