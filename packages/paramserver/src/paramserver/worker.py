@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -195,8 +195,7 @@ class Worker:
             try:
                 requests = next(steps) if answers is None else steps.send(answers)
             except StopIteration as end:
-                result: T = end.value
-                return result
+                return cast(T, end.value)
             answers, pushed = zip(*self._ask_all(requests), strict=True)  # type: ignore[assignment]
             self.bytes_pushed += sum(pushed)
             self.bytes_pulled += sum(answer.size for answer in answers or ())

@@ -273,8 +273,7 @@ def _terms(policy: Consistency | None, optimizer: torch.optim.Optimizer | None) 
         terms["optimizer"] = type(optimizer).__name__
         plain = bool, int, float, str, tuple, Tensor
         for i, group in enumerate(optimizer.param_groups):
-            each = {f"group {i}'s {key}": str(x) for key, x in group.items() if type(x) in plain}
-            terms |= each
+            terms |= {f"group {i}'s {k}": str(x) for k, x in group.items() if type(x) in plain}
     return terms
 
 

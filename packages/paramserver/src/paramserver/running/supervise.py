@@ -136,8 +136,7 @@ def run_on_zeromq(
 
 
 def _serve(packed: bytes, number: int, address: str, journal: str | None, *tell: Tell) -> None:
-    server = open_server(pickle.loads(packed), number, address, journal=journal)
-    server.serve(*tell)
+    open_server(pickle.loads(packed), number, address, journal=journal).serve(*tell)
 
 
 def _work(packed: bytes, rank: int, addresses: Sequence[str]) -> Any:
