@@ -46,7 +46,7 @@ def _exchange(mebibytes: int, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for name, pairs in times.items():
         ratios = sorted(sum(r) / sum(p) for r, p in zip(times["rpc"], pairs, strict=True))
-        row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
+        row: Row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
         push, pull = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
         rows.append(row | {"push_ms": push, "pull_ms": pull})
         for p in (50, 10, 90):
