@@ -65,8 +65,7 @@ class Shard:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Each piece as a tensor that shares the buffer's memory; whole parameters are shaped."""
-        # Each the beginning of a storage, which numpy makes: where a view has an offset in its own,
-        # torch counts it twice when it adds a sparse vector.
+        # Each begins a storage: torch counts a view's offset twice when it adds a sparse vector.
         parts = [(p, buffer.numpy()[p.offset : p.offset + p.nbytes]) for p in self.pieces]
         return [torch.from_numpy(part).view(p.dtype).view(p.viewed) for p, part in parts]
 

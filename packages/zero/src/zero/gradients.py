@@ -15,14 +15,13 @@ Notable:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from math import inf
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero.wire import Wire
 
@@ -255,9 +254,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
         for piece in pieces_of([gradient]):
             if not piece.numel():
                 continue
-            values = plain(piece)
-            wide = torch.complex128 if values.is_complex() else torch.float64
-            norm = torch.linalg.vector_norm(values.to(wide), ord)
+            norm = torch.linalg.vector_norm(plain(piece).double(), ord)
             powers[i] = torch.maximum(powers[i], norm) if ord == inf else powers[i] + norm**ord
     everyone = _everyones(powers, wire_of(gradients))
     total = everyone.amax(0) if ord == inf else everyone.sum(0) ** (1 / ord)
@@ -265,8 +262,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     alone = powers if ord == inf else powers ** (1 / ord)
     here = torch.tensor([_sharded(g) for g in gradients], device=powers.device)
     roots = torch.where(here, total, alone).unbind()
-    kinds = (dtype or g.dtype for g in gradients)
-    return [root.to(kind.to_real()) for root, kind in zip(roots, kinds, strict=True)]
+    return [root.to(dtype or g.dtype) for root, g in zip(roots, gradients, strict=True)]
 
 
 def _everyones(values: Tensor, wire: Wire) -> Tensor:
@@ -313,11 +309,6 @@ def reduce_elements(
     name: str, pieces: Sequence[Tensor], gradient: Any, dtype: torch.dtype | None
 ) -> Tensor:
     """A sum, mean, extreme, any or all over the elements of all ranks."""
-    if gradient.dtype.is_complex:
-        raise RuntimeError(
-            f"{name} of a sharded complex gradient: p.grad.full_tensor(), called by every rank, "
-            "gathers it; norms, and sums of its abs(), work"
-        )
     lowest = {"max": -inf, "amax": -inf, "min": inf, "amin": inf, "all": 1.0}.get(name, 0.0)
     kind = {"mean": "sum", "amax": "max", "amin": "min"}.get(name, name)
     here = torch.tensor([lowest, 0.0], dtype=torch.float64, device=gradient.device)
@@ -340,12 +331,9 @@ def plain(tensor: Tensor) -> Tensor:
 class ShardGradient(Tensor):
     """`.grad` of one of FSDP's shards: its elements, and norms, sums and extremes over all ranks.
 
-    While an optimizer steps it is the plain tensor of this rank's elements for everything else,
-    which a trial has shown to be right; at other times what needs elements of others raises.
+    For everything else it is the plain tensor of this rank's elements, at a plain tensor's speed.
     """
 
-    # Whether an optimizer of shards steps.
-    stepping: ClassVar[bool] = False
     wire: Wire
     # Which elements of what they are.
     place: tuple[int, int, torch.Size]
@@ -357,11 +345,9 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do `func` on this rank's elements, or over all ranks, or refuse."""
+        """Do `func` on this rank's elements, or over all ranks."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":
-            name = func.__self__.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name == UNSCALE:
                 return unscale([plain(g) for g in args[0]], wire_of(args[0]), *args[1:])
@@ -376,86 +362,22 @@ class ShardGradient(Tensor):
                 if "norm" in name:
                     return _reduce(name, args, kwargs)
                 return reduce_elements(name, [plain(args[0])], args[0], kwargs.get("dtype"))
-            if name.startswith("_foreach_"):
-                _check_alike(name, _is_elementwise(name[9:]), ())
-                return _kept_each(func(*args, **kwargs), args[0])
-            kept = _is_elementwise(name) or (
-                name == "__setitem__" and isinstance(args[1], ShardGradient)
-            )
-            changes = name.rstrip("_") + "_" == name and name not in UNCHANGED
-            leaves = tree_leaves((args, kwargs))
-            if kept:
-                _check_alike(name, True, leaves)
-            elif changes or name in LOOKS:
-                _check_alike(name, False, leaves)
             result = func(*args, **kwargs)
-            if type(result) is Tensor and kept:
-                given = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-                _check_alike(name, given.shape == result.shape, ())
-                return shard_gradient(result, given.wire, given.place)
-            several = result if isinstance(result, list | tuple) else [result]
-            if any(type(each) is Tensor for each in several) and not name.startswith("new_"):
-                _check_alike(name, False, ())
+            if name in KEPT and type(result) is Tensor:
+                given = next((arg for arg in args if isinstance(arg, ShardGradient)), None)
+                if given is not None and given.shape == result.shape:
+                    return shard_gradient(result, given.wire, given.place)
             return result
 
 
-def _check_alike(name: str, right: bool, leaves: Sequence[Any]) -> None:
-    """Raise unless `name` is right on each rank's elements of these alone."""
-    if ShardGradient.stepping:
-        return
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    ours = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
-    others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
-    if (
-        not right
-        or any(tensor.shape != ours[0].shape for tensor in others)
-        or any(tensor.place != ours[0].place for tensor in ours)
-    ):
-        raise RuntimeError(
-            f"{name} needs other elements of a gradient than this rank's, or mixes those with a "
-            "tensor that is held otherwise: element-wise operations, norms, sums, means and "
-            "extremes work; p.grad.full_tensor(), called by every rank, gathers it"
-        )
-
-
-def _kept_each(results: Any, given: Sequence[Tensor]) -> Any:
-    if not isinstance(results, list | tuple):
-        return results
-    return [
-        shard_gradient(result, g.wire, g.place)
-        if isinstance(g, ShardGradient) and type(result) is Tensor
-        else result
-        for result, g in zip(results, given, strict=True)
-    ]
-
-
-# Element-wise as well, though torch does not tag them so.
+# What comes of these is reduced over all ranks too: `p.grad.isfinite().all()`. Not what optimizers
+# keep as their state: a clone is a plain tensor.
 KEPT = {
-    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
-    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
-    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
-    "true_divide", "square", "clamp", "masked_fill",
+    "isnan", "isinf", "isfinite", "abs", "square", "pow", "__pow__", "double", "float", "to",
+    "eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__",
+    "add", "sub", "mul", "div", "neg", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__",
+    "__truediv__", "__neg__", "clamp", "clip", "nan_to_num", "where",
 }  # fmt: skip
-# What ends like a change of elements and is none.
-UNCHANGED = {"requires_grad_", "detach_", "share_memory_"}
-# Numbers out of elements.
-LOOKS = {"item", "tolist", "numpy", "equal", "allclose", "__array__", "__bool__", "__float__",
-         "__int__", "is_nonzero", "__contains__", "__iter__", "__setitem__"}  # fmt: skip
-OPERATORS = {"truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide",
-             "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or"}  # fmt: skip
-
-
-@cache
-def _is_elementwise(name: str) -> bool:
-    core = name.strip("_")
-    cores = [core, core[1:]] if name.startswith("__") else [core]
-    for bare in (OPERATORS.get(core, core) for core in cores):
-        packet = getattr(aten, bare, None) if bare else None
-        overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
-        tagged = any(torch.Tag.pointwise in overload.tags for overload in overloads)
-        if tagged or not {bare, name, bare + "_"}.isdisjoint(KEPT | ELEMENTWISE):
-            return True
-    return False
 
 
 def shard_gradient(values: Tensor, wire: Wire, place: tuple[int, int, torch.Size]) -> ShardGradient:

@@ -47,8 +47,7 @@ def _exchange(mebibytes: int, rounds: int) -> list[Row]:
     for name, pairs in times.items():
         ratios = sorted(sum(r) / sum(p) for r, p in zip(times["rpc"], pairs, strict=True))
         row: Row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
-        push, pull = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
-        rows.append(row | {"push_ms": push, "pull_ms": pull})
+        rows.append(row | _medians(pairs))
         for p in (50, 10, 90):
             rows[-1][f"rpc_over_this_p{p}"] = ratios[round(p / 100 * (len(ratios) - 1))]
     return rows
@@ -60,6 +59,11 @@ def _exchanges(
     return run(
         _time_exchanges, _Vector(mebibytes), partial(torch.optim.SGD, lr=0.0), Asynchronous(),
         args=(rounds,), workers=workers, servers=servers, transport=transport).values  # fmt: skip
+
+
+def _medians(pairs: Times) -> Row:
+    push, pull = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {"push_ms": push * 1e3, "pull_ms": pull * 1e3}
 
 
 class _Vector(nn.Module):

@@ -24,14 +24,7 @@ from torch import Tensor, nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.holding import Part, model_parts
-from zero.checkpoint.storage import (
-    bytes_of,
-    check_place,
-    keep_others,
-    put_in_place,
-    read_into,
-    together,
-)
+from zero.checkpoint.storage import bytes_of, put_in_place, read_into, together
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -171,8 +164,7 @@ def save_safetensors(
     floating-point tensors are written in. Other files in the folder, such as config.json, stay.
     Raises RuntimeError on every rank, naming those that failed; what was at `path` is then kept.
     """
-    # What a link points to is written, and the link stays.
-    final = Path(os.path.realpath(path))
+    final = Path(path)
     draft = final.with_name(f".{final.name}.writing")
     parts, _ = model_parts(model)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -180,7 +172,6 @@ def save_safetensors(
 
     def prepare() -> None:
         if rank == 0:
-            check_place(final, other=".metadata")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             for file, tensors in layout.items():
@@ -204,7 +195,11 @@ def save_safetensors(
     def publish() -> None:
         if rank == 0:
             _finish(draft, layout, everyones)
-            keep_others(final, draft, _is_weights)
+            for other in final.iterdir() if final.is_dir() else []:
+                if not (draft / other.name).exists() and not _is_weights(other):
+                    shutil.copy2(other, draft) if other.is_file() else shutil.copytree(
+                        other, draft / other.name
+                    )
             put_in_place(draft, final)
 
     try:

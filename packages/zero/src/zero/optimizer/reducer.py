@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -92,11 +91,6 @@ class _Key:
         self.parameter = parameter
 
 
-# The reducers of each group, in the order in which all ranks made them.
-_reducers: list[weakref.ref[Reducer]] = []
-_numbers = count()
-
-
 class Reducer:
     """Reduces buckets as backward fills them.
 
@@ -124,9 +118,6 @@ class Reducer:
         self._in_backward = False
         self._late: list[nn.Parameter] = []
         self._flying: deque[tuple[Bucket, Tensor, Tensor, Work]] = deque()
-        # On gloo, what reducers send does not meet what others do.
-        self._label = f"optimizer {next(_numbers)}"
-        _reducers.append(weakref.ref(self, _reducers.remove))
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Take on the buckets of one more flat tensor; the next backward learns the order anew."""
@@ -219,11 +210,6 @@ class Reducer:
         resting += [g.local for g in grads if isinstance(g, AveragedGradient)]
         return self._flat + flying + [t for t in resting if t is not None]
 
-    def _together(self) -> list[Reducer]:
-        """All reducers of this group; gradients may reach them in an order of each rank's own."""
-        alive = (reducer() for reducer in _reducers)
-        return [r for r in alive if r is not None and r.wire.group is self.wire.group]
-
     def _hook(self) -> None:
         me = weakref.ref(self)
 
@@ -267,18 +253,12 @@ class Reducer:
             if not bucket.missing:
                 self._ready_first.append(bucket)
         self._mark_sent(parameter)
-        if self._order is not None and len(self._together()) == 1:
+        if self._order is not None:
             while self._launched < len(self._order) and not self._order[self._launched].missing:
                 self._launch(self._order[self._launched])
                 self._launched += 1
 
     def _end_backward(self) -> None:
-        # The first to be called ends it for all, in an order that all ranks share.
-        for reducer in self._together():
-            if reducer._in_backward:
-                reducer._finish_backward()
-
-    def _finish_backward(self) -> None:
         self._take_late()
         self._in_backward = False
         if self._order is None:
@@ -372,9 +352,6 @@ class Reducer:
         parameter.grad = AveragedGradient(parameter, self, key, used=used)
 
     def _launch(self, bucket: Bucket) -> None:
-        if not (bucket.data.is_floating_point() or bucket.data.is_complex()):
-            # Autograd gives these no gradients.
-            return
         while len(self._flying) >= self.in_flight:
             self._retire()
         buffer = bucket.buffer
@@ -389,21 +366,14 @@ class Reducer:
         else:
             in_place = not self.release and self.wire.sums_in_place
             output = bucket.own_part() if in_place else torch.empty_like(bucket.shard)
-            work = self.wire.reduce_scatter(output, buffer, self._label)
+            work = self.wire.reduce_scatter(output, buffer)
         self._flying.append((bucket, output, buffer, work))
 
     def _retire(self) -> None:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
-        # Eight bits have no arithmetic of their own.
-        narrow = output.itemsize == 1
-        if narrow:
-            output.copy_(output.float() / self.wire.copies)
-        else:
-            output /= self.wire.copies
-        if bucket.gradient is not None and narrow:
-            bucket.gradient.copy_(bucket.gradient.float() + output.float())
-        elif bucket.gradient is not None:
+        output /= self.wire.copies
+        if bucket.gradient is not None:
             bucket.gradient += output
         elif self.release:
             bucket.gradient = output
