@@ -17,10 +17,10 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
 from zero.checkpoint import storage
 from zero.checkpoint.planner import boxes
-from zero_training import flip_bits
+from zero_training import batch, flip_bits, pair
 
 DEADLINE = 300.0
 
@@ -325,3 +325,40 @@ def compiled_as_a_whole(path):
 
 def test_a_model_that_is_compiled_as_a_whole_is_saved_and_loaded(tmp_path):
     assert all(run_ranks(compiled_as_a_whole, 2, str(tmp_path / "last"), timeout=DEADLINE))
+
+
+def save_beside_others(folder):
+    """Twice to a folder with files of others, once through a link, once asynchronously."""
+    model, optimizer, *_ = pair()
+    model(batch(0, dist.get_rank())).sum().backward()
+    optimizer.step()
+    place = Path(folder)
+    for link, write in (("runs/now", save_checkpoint), ("weights", save_safetensors)):
+        write(place / link, model)
+        write(place / link, model)
+        load_checkpoint(place / link, model)
+    save_checkpoint(place / "runs/now", model, optimizer, async_op=True).wait()
+    load_checkpoint(place / "runs/now", model, optimizer)
+    for path, write in (("runs/now", save_safetensors), ("weights", save_checkpoint),
+                        ("real/notes.txt", save_checkpoint)):  # fmt: skip
+        with pytest.raises(RuntimeError, match="choose a"):
+            write(place / path, model)
+    return True
+
+
+def test_files_of_others_and_links_stay(tmp_path):
+    real, weights = tmp_path / "real", tmp_path / "weights"
+    for folder in (real, weights, tmp_path / "runs"):
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+        (folder / "plots").mkdir()
+        (folder / "plots" / "loss.png").write_bytes(b"png")
+        (folder / "latest").symlink_to("plots")
+    (tmp_path / "runs" / "now").symlink_to("../real")
+    assert all(run_ranks(save_beside_others, 2, str(tmp_path), timeout=DEADLINE))
+    assert (tmp_path / "runs" / "now").is_symlink()
+    for folder in (real, weights):
+        assert (folder / "notes.txt").read_text() == "mine"
+        assert (folder / "plots" / "loss.png").read_bytes() == b"png"
+        assert (folder / "latest").readlink() == Path("plots")
+    assert {path.name for path in tmp_path.iterdir()} == {"real", "weights", "runs"}

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -299,3 +300,49 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
     run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
     message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
     assert "has format 4, newer than 3" in message
+
+
+def wrap_twice(what):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if what == "sharded optimizer":
+        first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
+        again = ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
+        return first, again
+    sharded = FSDP(model)
+    if what == "fsdp":
+        return FSDP(sharded)
+    if what == "fsdp within":
+        return FSDP(nn.Sequential(sharded, nn.Linear(4, 4)))
+    if what == "fsdp's module":
+        return FSDP(model)
+    return ShardedOptimizer(sharded.parameters(), torch.optim.SGD, shard_gradients=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("sharded optimizer", "parameter weight, of shape .4, 4., is another ShardedOptimizer's"),
+        ("fsdp", "the module is FSDP already"),
+        ("fsdp within", "0 is FSDP already"),
+        ("fsdp's module", "parameter 0.weight is another FSDP's shard"),
+        ("fsdp, sharded optimizer", "parameter 0.weight is FSDP's shard already"),
+    ],
+)
+def test_wrapping_twice_is_refused_by_name(what, words):
+    for outcome in try_ranks(wrap_twice, 2, what):
+        assert isinstance(outcome.error, ValueError)
+        assert re.search(words, str(outcome.error))
+
+
+def use_one_after_the_other():
+    """An optimizer that is deleted makes room; FSDP may shard what one has owned."""
+    model = nn.Linear(4, 4)
+    first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
+    model(torch.ones(2, 4)).sum().backward()
+    del first
+    second = ShardedOptimizer(model.parameters(), torch.optim.SGD)
+    return len(second.shards()) > 0 and len(FSDP(model).units) == 1
+
+
+def test_a_sharded_optimizer_that_was_deleted_makes_room():
+    assert all(run_ranks(use_one_after_the_other, 2))

@@ -85,7 +85,41 @@ def set_to_zero(parameters):
         parameter.grad.zero_()
 
 
+def clip_copies(parameters):
+    for number, parameter in enumerate(parameters):
+        parameter.grad = parameter.grad.clone() if number % 2 else parameter.grad.detach() * 1.0
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+def clip_new_ones(parameters):
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, 0.1 * (1 + number))
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+def clip_as_forums_do(parameters):
+    norm = sum(p.grad.data.norm(2).item() ** 2 for p in parameters) ** 0.5
+    norm += sum(p.grad.detach().square().sum().item() for p in parameters) ** 0.5
+    for parameter in parameters:
+        parameter.grad.data.mul_(0.1 / (norm + 1e-6))
+
+
+def sign(parameters):
+    for parameter in parameters:
+        parameter.grad = parameter.grad.sign() * parameter.grad.abs().sqrt().mean()
+
+
+def drop_some(parameters):
+    for parameter in parameters[::2]:
+        parameter.grad = None
+
+
 EDITS = {
+    "copies": clip_copies,
+    "new": clip_new_ones,
+    "forums": clip_as_forums_do,
+    "sign": sign,
+    "drop": drop_some,
     "data": multiply_data,
     "replace": replace,
     "replace, clip": lambda p: (replace(p), nn.utils.clip_grad_norm_(p, 0.1)),
@@ -463,3 +497,64 @@ def read_without_calling():
 
 def test_weights_that_are_read_without_calling_their_module_are_whole():
     assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
+
+
+def misuse(name):
+    """What is done to the sharded parameters after a backward."""
+    model, ours, twin, _ = pair(3)
+    backward(model, twin, 0)
+    MISUSES[name][0](dict(model.module.named_parameters()), ours)
+
+
+def drop_on_one_rank(named, ours):
+    if dist.get_rank():
+        named["0.weight"].grad = None
+    ours.step()
+
+
+def assign(value):
+    return lambda named, ours: setattr(named["0.weight"], "grad", value(named))
+
+
+MISUSES = {
+    "one rank": (drop_on_one_rank, "0.weight has a gradient on some ranks only"),
+    "whole": (assign(lambda _: torch.ones(7, 5).double()), "assigned to 0.weight, of which this"),
+    "another's": (assign(lambda n: n["3.weight"].grad), "0.weight is of other elements"),
+    "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
+    "view": (lambda n, _: n["0.weight"].grad.view(-1), "full_tensor"),
+    "median": (lambda n, _: n["0.weight"].grad.median(), "full_tensor"),
+    "std": (lambda n, _: n["0.weight"].grad.std(), "full_tensor"),
+    "norm of rows": (lambda n, _: n["0.weight"].grad.norm(dim=1), "full_tensor"),
+    "sorted": (lambda n, _: n["0.weight"].grad.cumsum(0), "full_tensor"),
+    "softmax": (lambda n, _: n["0.weight"].grad.softmax(0), "full_tensor"),
+    "vector": (lambda n, _: n["0.weight"].grad.mul(torch.ones(5).double()), "full_tensor"),
+    "numpy": (lambda n, _: n["0.weight"].grad.tolist(), "full_tensor"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_what_cannot_act_as_the_whole_raises(name):
+    for outcome in try_ranks(misuse, 2, name, timeout=DEADLINE):
+        assert MISUSES[name][1] in str(outcome.error)
+
+
+def hook_tensors():
+    """`p.register_hook` of a shard sees, and may replace, the average of each backward."""
+    model, ours, twin, theirs = pair(3, torch.optim.SGD)
+    for layers in (model.module, twin):
+        for parameter in (*layers[0].parameters(), *layers[3].parameters()):
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for step in range(2):
+        # One backward, so that the hooks run as often.
+        loss_of(model, step, dist.get_rank()).backward()
+        world = dist.get_world_size()
+        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return assert_alike(model, twin)
+
+
+def test_hooks_on_shards_see_the_average():
+    assert all(run_ranks(hook_tensors, 2, timeout=DEADLINE))

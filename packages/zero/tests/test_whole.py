@@ -2,9 +2,11 @@
 
 import copy
 import sys
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -290,3 +293,126 @@ def changed_in_place():
 
 def test_outputs_that_are_views_may_be_changed_in_place():
     assert all(run_ranks(changed_in_place, 2, timeout=DEADLINE))
+
+
+@dataclass
+class Output:
+    """What a caller's module may return: attributes, containers within, itself."""
+
+    hidden: torch.Tensor
+    more: dict = field(default_factory=dict)
+    me: object = None
+
+
+class Slotted:
+    __slots__ = ("hidden", "more")
+
+    def __init__(self, hidden, more):
+        self.hidden, self.more = hidden, more
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    more: object
+
+
+class Wrapping(nn.Linear):
+    """A sharded layer whose output is an object of a class of its own."""
+
+    def __init__(self, kind):
+        super().__init__(5, 5)
+        self.kind = kind
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        if self.kind == "dataclass":
+            made = Output(y)
+            made.me = made
+        elif self.kind == "nested":
+            made = Output(None, {"deep": [Slotted(None, {"x": Named(None, Output(y))})]})
+        else:
+            made = {"slots": Slotted, "named": Named}[self.kind](y, None)
+        return made
+
+
+class UsesObjects(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList([Wrapping(kind) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            made = layer(x)
+            if layer.kind == "nested":
+                made = made.more["deep"][0].more["x"].more
+            x = x + made.hidden
+        return Output(x)
+
+
+def return_objects():
+    for kind in ("dataclass", "nested", "slots", "named"):
+        trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
+        assert train(*trained, lambda m, x: m(x).hidden.square().mean())
+        assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
+    return True
+
+
+def _seeded(cls, *arguments):
+    torch.manual_seed(0)
+    return cls(*arguments).double()
+
+
+def test_outputs_of_any_class_are_followed_into_backward():
+    assert all(run_ranks(return_objects, 2, timeout=DEADLINE))
+
+
+class Hiding(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return iter([y])
+
+
+def hide_output():
+    next(FSDP(nn.Sequential(Hiding(5, 5)))(torch.ones(2, 5))).sum().backward()
+
+
+def test_an_output_in_which_no_tensor_is_found_is_refused():
+    for outcome in try_ranks(hide_output, 2, timeout=DEADLINE):
+        assert "returns a list_iterator in which no tensor is found" in str(outcome.error)
+
+
+class Reentrant(nn.Module):
+    """Everything, or some, within reentrant checkpoints; a layer that is used in two of them."""
+
+    def __init__(self, everything, nested=False):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(5, 5)
+        self.everything, self.nested = everything, nested
+
+    def segment(self, block, x):
+        return x + torch.tanh(self.norm(block(self.blocks[0](x))))
+
+    def outer(self, x):
+        for block in self.blocks:
+            x = checkpoint(self.segment, block, x, use_reentrant=True)
+        return x
+
+    def forward(self, x):
+        x = x.requires_grad_() if not x.requires_grad else x
+        x = checkpoint(self.outer, x, use_reentrant=True) if self.nested else self.outer(x)
+        return checkpoint(self.head, x, use_reentrant=True) if self.everything else self.head(x)
+
+
+def checkpoint_reentrantly():
+    for arguments in ((True,), (False,), (True, True), (False, True)):
+        for options in ({}, {"reshard_after_forward": False}, {"shard": (nn.Linear, nn.LayerNorm)}):
+            trained = pair(build=lambda a=arguments: _seeded(Reentrant, *a), **options)
+            assert train(*trained, lambda m, x: m(x).square().mean(), clip=0.5)
+            assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
+    return True
+
+
+def test_reentrant_checkpoints_train_as_in_one_process():
+    assert all(run_ranks(checkpoint_reentrantly, 2, timeout=DEADLINE))

@@ -15,13 +15,14 @@ Notable:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero.wire import Wire
 
@@ -331,9 +332,12 @@ def plain(tensor: Tensor) -> Tensor:
 class ShardGradient(Tensor):
     """`.grad` of one of FSDP's shards: its elements, and norms, sums and extremes over all ranks.
 
-    For everything else it is the plain tensor of this rank's elements, at a plain tensor's speed.
+    While an optimizer steps it is the plain tensor of this rank's elements for everything else,
+    which a trial has shown to be right; at other times what needs elements of others raises.
     """
 
+    # Whether an optimizer of shards steps.
+    stepping: ClassVar[bool] = False
     wire: Wire
     # Which elements of what they are.
     place: tuple[int, int, torch.Size]
@@ -345,9 +349,11 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do `func` on this rank's elements, or over all ranks."""
+        """Do `func` on this rank's elements, or over all ranks, or refuse."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name == UNSCALE:
                 return unscale([plain(g) for g in args[0]], wire_of(args[0]), *args[1:])
@@ -362,22 +368,86 @@ class ShardGradient(Tensor):
                 if "norm" in name:
                     return _reduce(name, args, kwargs)
                 return reduce_elements(name, [plain(args[0])], args[0], kwargs.get("dtype"))
+            if name.startswith("_foreach_"):
+                _check_alike(name, _is_elementwise(name[9:]), ())
+                return _kept_each(func(*args, **kwargs), args[0])
+            kept = _is_elementwise(name) or (
+                name == "__setitem__" and isinstance(args[1], ShardGradient)
+            )
+            changes = name.rstrip("_") + "_" == name and name not in UNCHANGED
+            leaves = tree_leaves((args, kwargs))
+            if kept:
+                _check_alike(name, True, leaves)
+            elif changes or name in LOOKS:
+                _check_alike(name, False, leaves)
             result = func(*args, **kwargs)
-            if name in KEPT and type(result) is Tensor:
-                given = next((arg for arg in args if isinstance(arg, ShardGradient)), None)
-                if given is not None and given.shape == result.shape:
-                    return shard_gradient(result, given.wire, given.place)
+            if type(result) is Tensor and kept:
+                given = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
+                _check_alike(name, given.shape == result.shape, ())
+                return shard_gradient(result, given.wire, given.place)
+            several = result if isinstance(result, list | tuple) else [result]
+            if any(type(each) is Tensor for each in several) and not name.startswith("new_"):
+                _check_alike(name, False, ())
             return result
 
 
-# What comes of these is reduced over all ranks too: `p.grad.isfinite().all()`. Not what optimizers
-# keep as their state: a clone is a plain tensor.
+def _check_alike(name: str, right: bool, leaves: Sequence[Any]) -> None:
+    """Raise unless `name` is right on each rank's elements of these alone."""
+    if ShardGradient.stepping:
+        return
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    ours = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
+    others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
+    if (
+        not right
+        or any(tensor.shape != ours[0].shape for tensor in others)
+        or any(tensor.place != ours[0].place for tensor in ours)
+    ):
+        raise RuntimeError(
+            f"{name} needs other elements of a gradient than this rank's, or mixes those with a "
+            "tensor that is held otherwise: element-wise operations, norms, sums, means and "
+            "extremes work; p.grad.full_tensor(), called by every rank, gathers it"
+        )
+
+
+def _kept_each(results: Any, given: Sequence[Tensor]) -> Any:
+    if not isinstance(results, list | tuple):
+        return results
+    return [
+        shard_gradient(result, g.wire, g.place)
+        if isinstance(g, ShardGradient) and type(result) is Tensor
+        else result
+        for result, g in zip(results, given, strict=True)
+    ]
+
+
+# Element-wise as well, though torch does not tag them so.
 KEPT = {
-    "isnan", "isinf", "isfinite", "abs", "square", "pow", "__pow__", "double", "float", "to",
-    "eq", "ne", "gt", "lt", "ge", "le", "__eq__", "__ne__", "__gt__", "__lt__", "__ge__", "__le__",
-    "add", "sub", "mul", "div", "neg", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__",
-    "__truediv__", "__neg__", "clamp", "clip", "nan_to_num", "where",
+    "to", "double", "float", "half", "bfloat16", "type", "cpu", "cuda", "contiguous", "detach",
+    "data", "real", "__deepcopy__", "empty_like", "full_like", "fill_", "nan_to_num", "clip",
+    "where", "isfinite", "isreal", "multiply", "divide", "subtract", "negative", "absolute",
+    "true_divide", "square", "clamp", "masked_fill",
 }  # fmt: skip
+# What ends like a change of elements and is none.
+UNCHANGED = {"requires_grad_", "detach_", "share_memory_"}
+# Numbers out of elements.
+LOOKS = {"item", "tolist", "numpy", "equal", "allclose", "__array__", "__bool__", "__float__",
+         "__int__", "is_nonzero", "__contains__", "__iter__", "__setitem__"}  # fmt: skip
+OPERATORS = {"truediv": "div", "invert": "bitwise_not", "floordiv": "floor_divide",
+             "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or"}  # fmt: skip
+
+
+@cache
+def _is_elementwise(name: str) -> bool:
+    core = name.strip("_")
+    cores = [core, core[1:]] if name.startswith("__") else [core]
+    for bare in (OPERATORS.get(core, core) for core in cores):
+        packet = getattr(aten, bare, None) if bare else None
+        overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+        tagged = any(torch.Tag.pointwise in overload.tags for overload in overloads)
+        if tagged or not {bare, name, bare + "_"}.isdisjoint(KEPT | ELEMENTWISE):
+            return True
+    return False
 
 
 def shard_gradient(values: Tensor, wire: Wire, place: tuple[int, int, torch.Size]) -> ShardGradient:

@@ -175,18 +175,24 @@ class Wire:
         if self.replicas:
             self.replicas.broadcast(tensor, 0).wait()
 
-    def any(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Start to find out which flags are set on any rank; call the result to have them."""
+    def any(self, flags: Sequence[bool], *, counted: bool = True) -> Callable[[], list[bool]]:
+        """Start to find out which flags are set on any rank; call the result to have them.
+
+        `counted`: as bytes of the backward pass; an optimizer's step has none of its own.
+        """
+        before = self.bytes["all_reduce"]
         if isinstance(self.group, DryRun):
-            self.bytes["all_reduce"] += 4 * len(flags)
+            self.bytes["all_reduce"] += 4 * len(flags) * counted
             return lambda: list(flags)
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         work = self.all_reduce(counts)
+        if not counted:
+            self.bytes["all_reduce"] = before
 
         def wait() -> list[bool]:
             work.wait()
             found = [count > 0 for count in counts.tolist()]
-            return self.replicas.any(found)() if self.replicas else found
+            return self.replicas.any(found, counted=counted)() if self.replicas else found
 
         return wait
 

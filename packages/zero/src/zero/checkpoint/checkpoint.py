@@ -124,13 +124,13 @@ def save_checkpoint(
     `step-100`, the newest so many stay. Raises RuntimeError on every rank, naming those that
     failed; what was at `path` before is then untouched.
     """
-    place = os.path.abspath(path)
+    place, real = os.path.abspath(path), os.path.realpath(path)
     if keep is not None and (keep < 1 or not re.search(r"\d", Path(place).name)):
         raise ValueError(
             f"keep={keep} with the path {path}: keep at least 1, of names with a number, such as "
             "run/step-100"
         )
-    _settle_until(place)
+    _settle_until(real)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts, objects = _state(model, optimizer, rank)
     if rank == 0:
@@ -175,7 +175,7 @@ def save_checkpoint(
         written.result()
         publish()
 
-    saving = Saving(place, publish_when_written, lambda: rank > 0 or writer.publish_by_notes(world))
+    saving = Saving(real, publish_when_written, lambda: rank > 0 or writer.publish_by_notes(world))
     _under_way.append(saving)
     return saving
 
@@ -193,7 +193,10 @@ def _remove_older(path: Path, keep: int) -> None:
     others = [
         (other / ".metadata", other)
         for other in path.parent.iterdir()
-        if series.fullmatch(other.name) and other != path and (other / ".metadata").exists()
+        if series.fullmatch(other.name)
+        and not os.path.samefile(other, path)
+        and not other.is_symlink()
+        and (other / ".metadata").exists()
     ]
     others.sort(key=lambda pair: pair[0].stat().st_mtime_ns, reverse=True)
     for _, other in others[keep - 1 :]:
@@ -225,7 +228,7 @@ def load_checkpoint(
     of model and checkpoint has, and leaves them. `prefix`: what stands before the model's names in
     others' checkpoints; found by itself where only one fits.
     """
-    _settle_until(os.path.abspath(path))
+    _settle_until(os.path.realpath(path))
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 

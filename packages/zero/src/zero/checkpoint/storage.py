@@ -50,7 +50,8 @@ class Writer:
         group: dist.ProcessGroup | None,
         second_names: dict[str, str],
     ) -> None:
-        self.path = path
+        # What a link points to is written, and the link stays.
+        self.path = path = Path(os.path.realpath(path))
         self.second_names = second_names
         self.group = group
         self.rank = dist.get_rank(group)
@@ -70,6 +71,8 @@ class Writer:
         first = self.rank == 0
 
         def prepare() -> tuple[SavePlan, str]:
+            if first:
+                check_place(self.path, other=checksums.NAME, unless=".metadata")
             if first and self.draft.exists():
                 shutil.rmtree(self.draft)
             if first:
@@ -140,6 +143,7 @@ class Writer:
             note.unlink()
         self.storage.finish(self.metadata, [self._name_twice(results) for results, _ in everyones])
         checksums.write(self.draft, (ranges for _, ranges in everyones), self.token)
+        keep_others(self.path, self.draft, _is_ours)
         put_in_place(self.draft, self.path)
 
     def _name_twice(self, results: list[Any]) -> list[Any]:
@@ -278,8 +282,9 @@ def find(path: Path) -> Folder:
 
     If a save was interrupted between its two renames, the previous checkpoint is the one.
     """
-    if not path.exists() and _previous(path).exists():
-        path = _previous(path)
+    real = Path(os.path.realpath(path))
+    if not real.exists() and _previous(real).exists():
+        path = _previous(real)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     verifier = checksums.Verifier(path)
@@ -314,6 +319,41 @@ def _check_loadable(objects: dict[str, Any]) -> None:
 
 def _previous(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
+
+
+def check_place(path: Path, *, other: str, unless: str = "") -> None:
+    """Raise if `path` cannot be saved to: a file, or with a checkpoint of another kind in it."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file: choose a folder")
+    if (path / other).exists() and not (unless and (path / unless).exists()):
+        raise FileExistsError(
+            f"{path} holds a checkpoint of another kind ({other}): choose another folder"
+        )
+
+
+def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Let files of others that stand in `path` stand in `draft` too, which is to take its place."""
+    for other in path.iterdir() if path.is_dir() else ():
+        there = draft / other.name
+        if is_ours(other) or there.exists():
+            continue
+        if other.is_dir() and not other.is_symlink():
+            shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(other, there)
+
+
+def _link_or_copy(file: str | Path, there: str | Path) -> None:
+    """The same file under a second name; a copy where there are no such names."""
+    try:
+        os.link(file, there, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(file, there, follow_symlinks=False)
+
+
+def _is_ours(file: Path) -> bool:
+    own = file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-")
+    return own or (file.name.startswith("__") and file.suffix == ".distcp")
 
 
 def put_in_place(draft: Path, path: Path) -> None:

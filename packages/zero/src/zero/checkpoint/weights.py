@@ -24,7 +24,14 @@ from torch import Tensor, nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.holding import Part, model_parts
-from zero.checkpoint.storage import bytes_of, put_in_place, read_into, together
+from zero.checkpoint.storage import (
+    bytes_of,
+    check_place,
+    keep_others,
+    put_in_place,
+    read_into,
+    together,
+)
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -164,7 +171,8 @@ def save_safetensors(
     floating-point tensors are written in. Other files in the folder, such as config.json, stay.
     Raises RuntimeError on every rank, naming those that failed; what was at `path` is then kept.
     """
-    final = Path(path)
+    # What a link points to is written, and the link stays.
+    final = Path(os.path.realpath(path))
     draft = final.with_name(f".{final.name}.writing")
     parts, _ = model_parts(model)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -172,6 +180,7 @@ def save_safetensors(
 
     def prepare() -> None:
         if rank == 0:
+            check_place(final, other=".metadata")
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             for file, tensors in layout.items():
@@ -195,11 +204,7 @@ def save_safetensors(
     def publish() -> None:
         if rank == 0:
             _finish(draft, layout, everyones)
-            for other in final.iterdir() if final.is_dir() else []:
-                if not (draft / other.name).exists() and not _is_weights(other):
-                    shutil.copy2(other, draft) if other.is_file() else shutil.copytree(
-                        other, draft / other.name
-                    )
+            keep_others(final, draft, _is_weights)
             put_in_place(draft, final)
 
     try:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zero.faults import difference
-from zero.fsdp.marks import after_gradient, before_gradient, cast
+from zero.fsdp.marks import after_gradient, before_gradient, cast, hides_tensors
 from zero.fsdp.optimizers import install
 from zero.fsdp.replicated import Replicated
-from zero.fsdp.unit import ShardedParameter, Unit
+from zero.fsdp.unit import ShardedParameter, Unit, home_of
 from zero.fsdp.whole import StateDictionaries, summoned
 from zero.fsdp.wrap import Materialize, clean, make_units, watch
 from zero.wire import Collective, DryRun, Group, Wire
@@ -71,6 +71,15 @@ class FSDP(nn.Module):
         all_reduce: Collective | None = None,
     ) -> None:
         super().__init__()
+        for name, inner in module.named_modules():
+            if isinstance(inner, FSDP):
+                raise ValueError(
+                    f"{name or 'the module'} is FSDP already: wrap the whole model once, and say "
+                    "with shard=(...) which layers are gathered by themselves"
+                )
+        for name, parameter in module.named_parameters():
+            if home_of(parameter) is not None:
+                raise ValueError(f"parameter {name} is another FSDP's shard: wrap a model once")
         self.wire = Wire(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
@@ -292,7 +301,7 @@ class FSDP(nn.Module):
             for sharded in unit.parameters:
                 self._hook_gradient(sharded.whole, partial(self._gradient_ready, unit))
         for parameter in self._replicated.parameters:
-            self._hook_gradient(parameter, lambda _: self._begin_backward())
+            self._hook_gradient(parameter, self._replicated_ready)
 
     def _hook_gradient(self, parameter: nn.Parameter, call: Callable[[Tensor], None]) -> None:
         if parameter.requires_grad and parameter not in self._hooked:
@@ -332,8 +341,16 @@ class FSDP(nn.Module):
             unit.swap_in_local()
             if not keep and not self._in_backward:
                 unit.free()
-        if units and not isinstance(module, nn.Embedding) and not self._in_backward:
-            before = partial(self._before_backward, module, self._position[module])
+        if units and not isinstance(module, nn.Embedding):
+            # What is recomputed in backward has a backward of its own, without layers before it.
+            position = 0 if self._in_backward else self._position[module]
+            before = partial(self._before_backward, module, position)
+            if torch.is_grad_enabled() and hides_tensors(output):
+                raise TypeError(
+                    f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
+                    "is found, so its weights could not be gathered for backward: return tensors "
+                    "in containers or attributes"
+                )
             output = before_gradient(output, before, args)
         return self._end_forward(output)
 
@@ -363,9 +380,15 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def _gradient_ready(self, unit: Unit, _: Tensor) -> None:
         self._begin_backward()
+        # Of a backward within a backward, as of reentrant checkpoints, the outer graph shows none.
+        self._accumulates = True
         self._ready[unit] = self._ready.get(unit, 0) + 1
         if self._sync and self._ready[unit] == unit.expected_gradients():
             self._reduce(unit)
+
+    def _replicated_ready(self, _: Tensor) -> None:
+        self._begin_backward()
+        self._accumulates = True
 
     def _reduce(self, unit: Unit) -> None:
         while len(self._reducing) >= self.in_flight:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from zero.fsdp.unit import ShardedParameter, Unit, home_of
-from zero.gradients import plain
+from zero.gradients import ShardGradient, plain
 from zero.optimizer.elementwise import how_to_split
 from zero.optimizer.state import options_of
 from zero.partition import by_parameter
@@ -53,22 +53,31 @@ def adopt(optimizer: torch.optim.Optimizer) -> OnShards | None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     found = adopt(optimizer)
-    if found is None or not found.exchanges:
+    if found is None:
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
-        # Its backward makes the gradients that are to be sent.
+        # Its backward makes the gradients.
         with torch.enable_grad():
             loss = closure()
         args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+    ShardGradient.stepping = False
+    found.agree(optimizer)
     for exchange in found.exchanges:
         exchange.lend()
+    ShardGradient.stepping = True
     return args, kwargs
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     found, _ = _known.get(optimizer, (None, 0))
-    for exchange in found.exchanges if found else ():
+    if found is None:
+        return
+    ShardGradient.stepping = False
+    for state in optimizer.state.values():
+        # What is kept of a gradient is no gradient.
+        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
+    for exchange in found.exchanges:
         for parameter in exchange.give_back():
             # Empty on all ranks or on none, as torch's tools ask.
             optimizer.state.setdefault(parameter, {})
@@ -98,6 +107,24 @@ class OnShards:
             kept = self._from_rows(optimizer, given)["state"]
             optimizer.state.clear()
             optimizer.state.update(kept)
+
+    def agree(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if a shard has a gradient on some ranks only."""
+        held: dict[Wire, list[tuple[nn.Parameter, str]]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            home = home_of(parameter)
+            if home is not None:
+                held.setdefault(home[0].wire, []).append((parameter, home[1].name))
+        for wire, named in held.items():
+            used = [parameter.grad is not None for parameter, _ in named]
+            found = wire.any([*used, *(not one for one in used)], counted=False)()
+            both = zip(named, found[: len(used)], found[len(used) :], strict=True)
+            for (_, name), here, there in both:
+                if here and there:
+                    raise RuntimeError(
+                        f"{name} has a gradient on some ranks only: set .grad to None, or skip "
+                        "the step, on every rank or on none"
+                    )
 
     def run(self, parameter: nn.Parameter) -> Run | None:
         """What this rank's state of a parameter is of; None if another rank has it."""
@@ -159,9 +186,12 @@ class Exchange:
     def lend(self) -> None:
         """Let each owner see whole parameters and gradients, and others nothing."""
         parameters = [parameter for parameter, _, _ in self.held]
-        stepped = self._agree([parameter.grad is not None for parameter in parameters])
+        # On all ranks or on none.
+        stepped = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
         if not stepped:
             return
+        for _, unit, _ in self.held:
+            unit.lent = True
         self._lent = {i: (parameters[i].data, parameters[i].grad) for i in stepped}
         values = self._gather([data for data, _ in self._lent.values()])
         grads = self._gather([plain(grad) for _, grad in self._lent.values() if grad is not None])
@@ -188,20 +218,10 @@ class Exchange:
                 parameter.data = data
                 parameter.copy_(part.view_as(data))
                 parameter.grad = grad
+        for _, unit, _ in self.held:
+            unit.lent = False
         stepped, self._lent = [self.held[index][0] for index in self._lent], {}
         return stepped
-
-    def _agree(self, used: list[bool]) -> list[int]:
-        """Which parameters have a gradient: on all ranks or on none."""
-        found = self.wire.any([*used, *(not one for one in used)])()
-        some, others = found[: len(used)], found[len(used) :]
-        for (_, _, sharded), here, there in zip(self.held, some, others, strict=True):
-            if here and there:
-                raise RuntimeError(
-                    f"{sharded.name} has a gradient on some ranks only: set .grad to None, or "
-                    "skip the step, on every rank or on none"
-                )
-        return [index for index, here in enumerate(some) if here]
 
     def _of(self, rank: int) -> list[int]:
         """What a rank owns of what is stepped."""

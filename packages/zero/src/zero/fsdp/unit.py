@@ -17,10 +17,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.direct import Work
-from zero.gradients import AveragedGradient, shard_gradient
+from zero.gradients import AveragedGradient, ShardGradient, shard_gradient
 from zero.host import to_device, to_host
 from zero.partition import alias, by_element
 from zero.wire import Wire
@@ -49,6 +50,52 @@ def home_of(parameter: Tensor) -> tuple[Unit, ShardedParameter] | None:
     unit, number = _homes.get(parameter, (lambda: None, 0))
     home = unit()
     return (home, home.parameters[number]) if home else None
+
+
+# torch's own attribute.
+GRAD: Any = Tensor.grad
+
+
+class Shard(nn.Parameter):
+    """This rank's elements of a parameter; whatever is put into its `.grad` acts as the whole's."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient's elements, a ShardGradient; autograd's own are made one here."""
+        gradient = GRAD.__get__(self)
+        if type(gradient) is Tensor:
+            self.grad = gradient
+            gradient = GRAD.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        home = home_of(self)
+        if home and not home[0].lent and isinstance(gradient, Tensor):
+            place = home[1].start, home[1].stop, home[1].shape
+            if type(gradient) is Tensor and gradient.shape == self.shape:
+                gradient = shard_gradient(gradient, home[0].wire, place)
+            elif isinstance(gradient, ShardGradient) and gradient.place != place:
+                raise RuntimeError(
+                    f"the gradient assigned to {home[1].name} is of other elements than this rank "
+                    "holds of it: p.grad.full_tensor(), called by every rank, gathers that"
+                )
+            elif gradient.shape != self.shape:
+                raise RuntimeError(
+                    f"a gradient of shape {tuple(gradient.shape)} is assigned to {home[1].name}, "
+                    f"of which this rank holds {tuple(self.shape)}: assign these elements, "
+                    f"{place[0]} to {place[1]} of the whole"
+                )
+        GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRAD.__delete__(self)
+
+
+# Optimizers take their fast ways for these classes of parameters.
+if Shard not in _foreach_supported_types:
+    _foreach_supported_types.append(Shard)
 
 
 class Unit:
@@ -91,10 +138,12 @@ class Unit:
             start, stop = (piece.start, piece.stop) if piece else (0, 0)
             at = piece.offset - low if piece else 0
             values = in_column(self.shard[at : at + stop - start], parameter.dim())
-            local = nn.Parameter(values, parameter.requires_grad)
+            local = Shard(values, parameter.requires_grad)
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
+        # Whether shards are whole for a while, for an optimizer that needs that.
+        self.lent = False
         self._unsharded = False
         # The shard's version that was gathered: an optimizer step makes it stale.
         self._version = -1
@@ -142,7 +191,7 @@ class Unit:
         for old, offset in zip(self.parameters, self._partition.offsets, strict=True):
             values = copied.shard[at : at + old.stop - old.start]
             at += values.numel()
-            local = nn.Parameter(in_column(values, len(old.shape)), old.local.requires_grad)
+            local = Shard(in_column(values, len(old.shape)), old.local.requires_grad)
             whole = nn.Parameter(alias(copied.full, offset, old.shape), old.whole.requires_grad)
             memo[id(old.local)], memo[id(old.whole)] = local, whole
             copied.parameters.append(replace(old, local=local, whole=whole))
@@ -355,10 +404,14 @@ class Unit:
         if waiting is not None and parameter.local.grad is waiting:
             parameter.local.grad = waiting.key
         if parameter.local.requires_grad:
-            part = part.view_as(parameter.local)
+            place = parameter.start, parameter.stop, parameter.shape
+            part = shard_gradient(part.view_as(parameter.local), self.wire, place)
+            # Nor do these hooks see what goes to the whole parameter.
+            for change in list((parameter.local._backward_hooks or {}).values()):
+                changed = change(part)
+                part = part if changed is None else changed
             if parameter.local.grad is None:
-                place = parameter.start, parameter.stop, parameter.shape
-                parameter.local.grad = shard_gradient(part, self.wire, place)
+                parameter.local.grad = part
             else:
                 parameter.local.grad += part
             # Autograd accumulates into the whole parameter only, so these are called here.

@@ -9,20 +9,32 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.faults import difference
+from zero.fsdp.unit import home_of
 from zero.host import to_host
 from zero.optimizer.elementwise import Split, how_to_split
 from zero.optimizer.reducer import Bucket, Reducer, make_buckets
 from zero.optimizer.state import full_state, load_state, options_of, state_rows_of
 from zero.partition import Piece, by_element, by_parameter
 from zero.wire import Collective, Group, Wire
+
+# The ShardedOptimizer of each parameter that has one.
+_owners = WeakTensorKeyDictionary()
+
+
+def _owner(parameter: Tensor) -> ShardedOptimizer | None:
+    owner: ShardedOptimizer | None = _owners.get(parameter, lambda: None)()
+    return owner
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -101,6 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = [given] if isinstance(given, Tensor) else list(given)
         param_group = {**param_group, "params": given}
         self._check_no_twins(given)
+        self._check_nobodys(given)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
@@ -113,6 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for parameters in kinds.values():
             mine += self._shard(parameters, split)
         self._mine.append(mine)
+        for parameter in group["params"]:
+            _owners[parameter] = ref(self)
         if hasattr(self, "inner"):
             self.inner.add_param_group({**options_of(group), "params": mine})
 
@@ -278,6 +293,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "group, once"
                 )
             seen[parameter] = len(self.param_groups)
+
+    def _check_nobodys(self, given: list[Any]) -> None:
+        for index, entry in enumerate(given):
+            name, parameter = entry if isinstance(entry, tuple) else (f"number {index}", entry)
+            home = home_of(parameter)
+            if home is not None:
+                raise ValueError(
+                    f"parameter {home[1].name} is FSDP's shard already: pass fsdp.parameters() to "
+                    f"{self._cls.__name__} itself, not to ShardedOptimizer"
+                )
+            if _owner(parameter) is not None:
+                # What nobody uses any more may only wait to be collected.
+                gc.collect()
+            if _owner(parameter) not in (None, self):
+                raise ValueError(
+                    f"parameter {name}, of shape {tuple(parameter.shape)}, is another "
+                    "ShardedOptimizer's already, which averages its gradient too: put each "
+                    "parameter in one, or delete the other first"
+                )
 
     def _check_ranks_agree(self, parameters: list[nn.Parameter]) -> None:
         mine = [(tuple(p.shape), str(p.dtype)) for p in parameters]
