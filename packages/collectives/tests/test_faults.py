@@ -11,6 +11,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import faults
 from collectives.algorithms.gloo import GlooGroups
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
@@ -334,6 +335,34 @@ def test_without_the_comparison_a_mismatch_is_an_error_at_the_timeout(where, alg
         assert "MAX" in said["op"][1]
         assert "rank 1 called broadcast(" in said["order"][1]
         assert "from rank 2" in said["root"][1]
+
+
+class SlowStore:
+    """A store that takes a fifth of a second for whatever it is asked."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        time.sleep(0.2)
+        return getattr(self._store, name)
+
+
+def disagree_over_a_slow_store():
+    place("apart")
+    faults.cloned = SlowStore
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    collectives.all_reduce(torch.ones(8), group=group, algorithm="ring")
+    with pytest.raises(collectives.Mismatch) as caught:
+        collectives.all_reduce(
+            torch.ones(1000 + dist.get_rank() % 2), group=group, algorithm="ring"
+        )
+    time.sleep(3)
+    return caught.value.ranks
+
+
+def test_a_store_that_is_slow_is_not_taken_for_a_lost_one():
+    assert run_ranks(disagree_over_a_slow_store, 3) == [(1,)] * 3
 
 
 def bring_nan(where):

@@ -19,7 +19,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -34,8 +34,8 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 ROLL_SECONDS = 1.0
 # How often a rank looks whether it waits: seconds at least, and as a part of the timeout.
 SHORTEST_LOOK, LOOKS_PART = 0.1, 0.1
-# How long the store may take to note something; beyond that, it is left to do so.
-STORE_SECONDS = 0.4
+# How long the store may be silent: it is slow where many ranks ask at once, and no fault then.
+STORE_SECONDS = 0.8
 T = TypeVar("T")
 
 
@@ -93,6 +93,8 @@ class Faults:
         self.broken: RankLost | None = None
         # Nobody's long wait for the group's store may keep this one's.
         self._store, self._rank, self._world = cloned(store), rank, world
+        # When it last answered, of time.monotonic.
+        self._answered = 0.0
         self._arena, self._one_host, self._wire, self._gloo = arena, one_host, wire, gloo
 
     def reason(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
@@ -164,6 +166,7 @@ class Faults:
 
     def _told(self, key: str) -> Entry | None:
         text = self._store.get(key) if self._store.check([key]) else b""
+        self._answered = time.monotonic()
         return Entry(*json.loads(text)) if text else None
 
     def _read(self, ranks: set[int], until: float) -> tuple[dict[int, Entry], dict[int, Entry]]:
@@ -195,7 +198,7 @@ class Faults:
                 # Every look reads a store that all of them share.
                 time.sleep(0.05)
 
-        return ask(until - begun + STORE_SECONDS, go)
+        return ask(STORE_SECONDS, go, lambda: self._answered)
 
     def _told_difference(self) -> Mismatch | None:
         """How calls differ, if another host has found that they do."""
@@ -274,9 +277,14 @@ def cloned(store: Store) -> Store:
         return store
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """What `function` returns or raises, or TimeoutError: then it is left alone."""
-    found = Future[T]()
+def within(
+    seconds: float, function: Callable[[], T], answered: Callable[[], float] = lambda: 0.0
+) -> T:
+    """What `function` returns or raises; TimeoutError after that long, and it is left alone.
+
+    The time begins anew whenever it is `answered()`, of time.monotonic.
+    """
+    found, begun = Future[T](), time.monotonic()
 
     def go() -> None:
         try:
@@ -285,13 +293,19 @@ def within(seconds: float, function: Callable[[], T]) -> T:
             found.set_exception(error)
 
     threading.Thread(target=go, daemon=True, name="collectives store").start()
-    return found.result(seconds)
+    while (left := max(begun, answered()) + seconds - time.monotonic()) > 0:
+        wait([found], left)
+        if found.done():
+            break
+    return found.result(0)
 
 
-def ask(seconds: float, function: Callable[[], T]) -> T:
+def ask(
+    seconds: float, function: Callable[[], T], answered: Callable[[], float] = lambda: 0.0
+) -> T:
     """What a store answers; RankLost if it does not: then rank 0 is gone, or the launcher is."""
     try:
-        return within(seconds, function)
+        return within(seconds, function, answered)
     except (TimeoutError, RuntimeError) as error:
         raise RankLost([0], "rank 0 is lost: the group's store does not answer") from error
 
