@@ -18,6 +18,7 @@ from tinyml import (
     sensitivity,
     sort_channels,
 )
+from tinyml.quantization.fastest import FastestLinear
 from torch import nn
 
 COMPRESS = {
@@ -201,6 +202,13 @@ def two_layers(seed):
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32)))
 
 
+@pytest.fixture
+def _gains(monkeypatch):
+    """No layer is too small for 4 bits to pay."""
+    monkeypatch.setattr(FastestLinear, "gains", lambda layer: True)
+
+
+@pytest.mark.usefixtures("_gains")
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("into", STORED)
@@ -229,6 +237,7 @@ def test_the_state_of_what_is_compressed_otherwise_is_refused_by_name(into, wrap
     assert torch.equal(run(inputs), (saved["body"] if wrapped else saved)(inputs))
 
 
+@pytest.mark.usefixtures("_gains")
 @pytest.mark.parametrize("how", STORED)
 def test_a_float_model_names_the_layers_of_a_compressed_state(how):
     model = two_layers(0)

@@ -68,7 +68,14 @@ def test_a_kernel_that_computes_something_else_is_left_out(monkeypatch):
     assert "weights alone" not in layer.explain([4])[0]
 
 
-def test_what_the_kernel_cannot_take_is_computed_in_float():
+def test_four_bits_stay_in_float_where_nothing_is_faster(monkeypatch):
+    monkeypatch.setattr(fastest, "measure", lambda ways, plain: Timing(plain, {plain: 1.0}, {}))
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
+    assert torch.equal(quantize(model, 4, activations="auto")[0].weight, model[0].weight)
+
+
+def test_what_the_kernel_cannot_take_is_computed_in_float(monkeypatch):
+    monkeypatch.setattr(fastest.FastestLinear, "gains", lambda layer: True)
     model = nn.Sequential(nn.Linear(64, 24), nn.Linear(24, 64), nn.Linear(64, 32))
     with pytest.raises(ValueError, match="groups of 32 do not divide rows of 24"):
         quantize(model, 4, activations="auto")

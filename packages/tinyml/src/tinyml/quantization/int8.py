@@ -112,6 +112,6 @@ def with_int8_linears(
     def make(name: str, linear: nn.Module) -> Int8Linear | None:
         over = (divide or {}).get(name)
         table = Int8Linear(linear, observer, may_stay_float=auto, divide=over)
-        return None if auto and not table.gains() else table
+        return table if not auto or table.gains() else None
 
     return with_fastest_linears(model, make, held)

@@ -48,8 +48,8 @@ def quantize(
     multiplies whole numbers (see `Int8Linear`), with the same bits everywhere, by the exact product
     that is fastest here. "auto", with 8 or 4 bits, is for speed: linear layers (and embeddings tied
     to them) by what is measured to be fastest here for so many tokens, float32 among it, for which
-    a dense weight is kept beside; 4 bits are in groups, of 32 inputs unless said otherwise. Weights
-    alone are only smaller.
+    a dense weight is kept beside; a layer that nothing computes faster than float stays as it was.
+    4 bits are in groups, of 32 inputs unless said otherwise. Weights alone are only smaller.
     """
     if activations == "auto" and bits == 4:
         group_size = 32 if granularity is None and group_size is None else group_size
@@ -65,8 +65,9 @@ def quantize(
 
     if activations == "auto" and bits == 4:
 
-        def packed(_: str, layer: nn.Module) -> Int4Linear:
-            return Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
+        def packed(_: str, layer: nn.Module) -> Int4Linear | None:
+            table = Int4Linear(gridded(layer, 4), cast(Tensor | None, layer.bias))
+            return table if table.gains() else None
 
         return with_fastest_linears(model, packed, guarded(model, protect))
     if activations in ("dynamic", "auto"):
