@@ -105,9 +105,18 @@ class Wire:
         """The ranks as a mesh, for DTensors; the last dimension shards."""
         if self._mesh is None:
             assert not isinstance(self.group, DryRun)
-            group: Any = self.group or dist.group.WORLD
-            self._mesh = DeviceMesh.from_group(group, self.device.type)
+            self._mesh = DeviceMesh.from_group(self._whole, self.device.type)
         return self._mesh
+
+    def same_ranks(self, other: Wire) -> bool:
+        """Whether both send over the same group."""
+        if self.replicas and other.replicas:
+            return self._whole is other._whole and self.replicas.same_ranks(other.replicas)
+        return self._whole is other._whole and self.replicas is other.replicas
+
+    @property
+    def _whole(self) -> Any:
+        return self.group or dist.group.WORLD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         """Return a wire of the same group, which counts by itself."""

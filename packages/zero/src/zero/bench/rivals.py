@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,7 +67,8 @@ def build(name: str, model: nn.Module) -> Trained:
         return _ddp(model, sharded=name == "ddp_zero_redundancy")
     if name in ("fsdp2", "fsdp2_layers"):
         return _fsdp2(model, (Block,) if name == "fsdp2" else (nn.Linear, nn.Embedding))
-    return build_stage(int(name[-1]), model)
+    # Of one group, several optimizers would send when backward ends.
+    return build_stage(int(name[-1]), model, dist.new_group())
 
 
 def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:
