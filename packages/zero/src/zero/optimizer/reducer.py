@@ -425,8 +425,15 @@ class Reducer:
     def _retire(self) -> None:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
-        output /= self.wire.copies
-        if bucket.gradient is not None:
+        # Eight bits have no arithmetic of their own.
+        narrow = output.itemsize == 1
+        if narrow:
+            output.copy_(output.float() / self.wire.copies)
+        else:
+            output /= self.wire.copies
+        if bucket.gradient is not None and narrow:
+            bucket.gradient.copy_(bucket.gradient.float() + output.float())
+        elif bucket.gradient is not None:
             bucket.gradient += output
         elif self.release:
             bucket.gradient = output
