@@ -43,7 +43,7 @@ OPTIMIZERS = {
 class Model(nn.Module):
     """A few blocks out of what models are made of; `draw` says which."""
 
-    def __init__(self, draw, name):
+    def __init__(self, draw, name, turning):
         super().__init__()
         # Muon takes matrices, Adafactor no empty tensors.
         matrices_only, empty = name == "Muon", name != "Adafactor"
@@ -82,9 +82,20 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         self.recompute = draw.random() < 0.3
         self.read_head = draw.random() < 0.3
+        self.codes = None
+        if draw.random() < 0.3:
+            # Two dimensions, as Muon wants of all.
+            codes = torch.arange(6).view(2, 3) % 2
+            kind = draw.choice([torch.bool, torch.uint8, torch.int16, torch.int64])
+            self.codes = nn.Parameter(codes.to(kind), requires_grad=False)
+        self.turn = Turn(self.width) if turning and draw.random() < 0.4 else None
 
     def forward(self, tokens, use_spare=False):
         x = self.embed(tokens)
+        if self.codes is not None:
+            x = x + 0.1 * self.codes.to(x.dtype).sum()
+        if self.turn is not None:
+            x = x + self.turn(x)
         for kind, block in zip(self.kinds, self.blocks, strict=True):
             step = lambda x, kind=kind, block=block: self.apply_block(kind, block, x)  # noqa: E731
             if self.recompute and torch.is_grad_enabled():
@@ -121,6 +132,18 @@ class Scale(nn.Module):
         return x * self.by + self.nothing.sum()
 
 
+class Turn(nn.Module):
+    """A complex matrix."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.complex128))
+
+    def forward(self, x):
+        turned = x.to(torch.complex128) @ self.weight
+        return torch.tanh(turned.real + turned.imag)
+
+
 class Program:
     """One program: `run()` trains both ways and compares after every step."""
 
@@ -146,7 +169,7 @@ class Program:
     def run(self):
         self.group = self.new_group()
         torch.manual_seed(self.seed)
-        self.twin = Model(random.Random(self.seed), self.name).double()
+        self.twin = self.build()
         self.theirs = self.optimizer(self.twin)
         self.wrap(copy.deepcopy(self.twin))
         self.scalers = self.make_scaler(), self.make_scaler(plain=True)
@@ -156,6 +179,15 @@ class Program:
             if self.draw.random() < 0.3:
                 self.resume(step)
                 self.compare(step)
+
+    def build(self):
+        # Some optimizers, scalers and clipping of values take no complex numbers.
+        turning = (
+            self.name not in ("Muon", "Adafactor")
+            and self.scaling is None
+            and self.clip in (None, "torch", "ours", "inf")
+        )
+        return Model(random.Random(self.seed), self.name, turning).double()
 
     def new_group(self):
         # Of each number of ranks one serves all programs.
@@ -334,7 +366,7 @@ class Program:
     def change_what_trains(self):
         draw = self.draw
         action = draw.choice([None, None, None, "freeze", "data", "move", "rate", "hook", "copy"])
-        names = sorted(n for n, _ in self.twin.named_parameters())
+        names = sorted(n for n, _ in self.twin.named_parameters() if n != "codes")
         chosen = {n for n in names if draw.random() < 0.5}
         self.log.append((action, sorted(chosen) if action == "freeze" else ""))
         for module, optimizer in self.both():
@@ -373,7 +405,10 @@ class Program:
                 group=self.group,
             )  # fmt: skip
             for parameter in self.model.parameters():
-                parameter.data.add_(1.0)
+                if parameter.is_floating_point() or parameter.is_complex():
+                    parameter.data.add_(1.0)
+                else:
+                    parameter.data.zero_()
             if saving is not None:
                 saving.wait()
         dist.barrier()
@@ -382,7 +417,7 @@ class Program:
         self.log.append(("resume", self.ranks, self.stage))
         self.group = self.new_group()
         torch.manual_seed(1)
-        model = Model(random.Random(self.seed), self.name).double()
+        model = self.build()
         wanted = {n: p.requires_grad for n, p in self.twin.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(wanted[name])
@@ -406,7 +441,9 @@ class Program:
             if self.stage == 3:
                 whole = self.model.gather_full_params()
             for name, value in self.twin.named_parameters():
-                apart = (whole[name].detach() - value.detach()).abs() > 1e-9 + 1e-7 * value.abs()
+                # No other dtype takes all of them.
+                ours, theirs = (v.detach().to(torch.complex128) for v in (whole[name], value))
+                apart = (ours - theirs).abs() > 1e-9 + 1e-7 * theirs.abs()
                 if bool(apart.any()):
                     problem += f"step {step}, {name}: {whole[name].data} is not {value.data}; "
         everyone = [None] * WORLD

@@ -1,5 +1,6 @@
 """Stages 1 and 2 equal the unsharded optimizer."""
 
+import random
 from contextlib import nullcontext
 from functools import cache
 
@@ -549,3 +550,78 @@ def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
     pytest.importorskip("torchao", reason="torchao's optimizers")
     splits = run_ranks(eight_bit, 2, str(tmp_path / "last"), timeout=DEADLINE)
     assert splits == [["parameters"]] * 2
+
+
+def step_two(stage, split):
+    for some in range(1, dist.get_world_size()):
+        # Ranks differ in how many optimizers they have made.
+        group = dist.new_group(list(range(some)))
+        if dist.get_rank() < some:
+            ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, group=group, lr=0.1)
+    return all(step_two_of(stage, split, seed) for seed in range(5))
+
+
+def step_two_of(stage, split, seed):
+    """Two optimizers over layers in turn, which ranks use in orders of their own, or not at all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, twin = (nn.ModuleList(make_layers()) for _ in range(2))
+
+    def loss(module, rank, step):
+        draw = random.Random(100 * seed + 10 * step + rank)
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(draw.randrange(99))).double()
+        layers = list(module)
+        for layer in draw.sample(layers, draw.randint(1, len(layers))):
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+    options = {"shard_gradients": stage == 2, "split": split, "bucket_size_mb": 64 / 2**20}
+    ours, theirs = [], []
+    for number, cls in enumerate((torch.optim.SGD, torch.optim.AdamW)):
+        some, others = (
+            [p for layer in list(module)[number::2] for p in layer.parameters()]
+            for module in (model, twin)
+        )
+        ours.append(ShardedOptimizer(some, cls, lr=0.1, **options))
+        theirs.append(cls(others, lr=0.1))
+    for step in range(6):
+        for micro in (step, step + 6):
+            loss(model, rank, micro).backward()
+            (sum(loss(twin, other, micro) for other in range(world)) / world).backward()
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    return True
+
+
+def make_layers():
+    torch.manual_seed(0)
+    return [nn.Linear(5, 5).double() for _ in range(6)]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("split", ["elements", "parameters"])
+def test_two_optimizers_of_one_backward_both_step_right(stage, split):
+    assert all(run_ranks(step_two, 3, stage, split, timeout=DEADLINE))
+
+
+def delete_one():
+    """Where one of two goes, the other sends while backward runs again; gone on some, it raises."""
+    models = [nn.Linear(5, 5) for _ in range(2)]
+    kept, other = (ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=0.1) for m in models)
+    assert kept.reducer._numbers == other.reducer._numbers == [0, 1]
+    x = torch.ones(2, 5)
+    del other
+    models[0](x).sum().backward()
+    assert kept.reducer._numbers == [0]
+    other = ShardedOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.1)
+    if dist.get_rank() == 1:
+        del other
+    with pytest.raises(RuntimeError, match="was deleted on some ranks"):
+        models[1](models[0](x)).sum().backward()
+    return True
+
+
+def test_an_optimizer_beside_another_may_be_deleted_on_all_ranks_or_none():
+    assert all(run_ranks(delete_one, 2, timeout=DEADLINE))

@@ -37,9 +37,9 @@ def direct_reduce_scatter(
     """`torch.distributed.reduce_scatter_tensor` by n-1 sends of one block each: (n-1)/n of S.
 
     Rank r sends block j of `input` straight to rank j and sums the blocks that reach it in rank
-    order, so the result does not depend on timing. Half precision is summed in float32 and rounded
-    once. Only SUM; the sum happens in `wait()`. Calls meet those of other ranks with their `tag`.
-    `output` may be this rank's own block of `input`.
+    order, so the result does not depend on timing. Half precision and less are summed in
+    float32 and rounded once. Only SUM; the sum happens in `wait()`. Calls meet those of other ranks
+    with their `tag`. `output` may be this rank's own block of `input`.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"direct_reduce_scatter sums; got {op}: scale the result instead")
@@ -132,10 +132,11 @@ class _DirectReduceScatter:
             return
         self.work.wait()
         first, *others = self.arrived
-        if self.output.dtype in (torch.float16, torch.bfloat16) and others:
+        if self.output.is_floating_point() and self.output.itemsize < 4 and others:
             total = first.float()
             for block in others:
-                total += block
+                # Eight bits have no arithmetic of their own.
+                total += block if block.itemsize > 1 else block.float()
             self.output.view(-1).copy_(total)
         elif others and self.arrived[self.rank].data_ptr() == self.output.data_ptr():
             # What is added to must not be what is still to be added.

@@ -255,7 +255,9 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
         for piece in pieces_of([gradient]):
             if not piece.numel():
                 continue
-            norm = torch.linalg.vector_norm(plain(piece).double(), ord)
+            values = plain(piece)
+            wide = torch.complex128 if values.is_complex() else torch.float64
+            norm = torch.linalg.vector_norm(values.to(wide), ord)
             powers[i] = torch.maximum(powers[i], norm) if ord == inf else powers[i] + norm**ord
     everyone = _everyones(powers, wire_of(gradients))
     total = everyone.amax(0) if ord == inf else everyone.sum(0) ** (1 / ord)
@@ -263,7 +265,8 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     alone = powers if ord == inf else powers ** (1 / ord)
     here = torch.tensor([_sharded(g) for g in gradients], device=powers.device)
     roots = torch.where(here, total, alone).unbind()
-    return [root.to(dtype or g.dtype) for root, g in zip(roots, gradients, strict=True)]
+    kinds = (dtype or g.dtype for g in gradients)
+    return [root.to(kind.to_real()) for root, kind in zip(roots, kinds, strict=True)]
 
 
 def _everyones(values: Tensor, wire: Wire) -> Tensor:
@@ -310,6 +313,11 @@ def reduce_elements(
     name: str, pieces: Sequence[Tensor], gradient: Any, dtype: torch.dtype | None
 ) -> Tensor:
     """A sum, mean, extreme, any or all over the elements of all ranks."""
+    if gradient.dtype.is_complex:
+        raise RuntimeError(
+            f"{name} of a sharded complex gradient: p.grad.full_tensor(), called by every rank, "
+            "gathers it; norms, and sums of its abs(), work"
+        )
     lowest = {"max": -inf, "amax": -inf, "min": inf, "amin": inf, "all": 1.0}.get(name, 0.0)
     kind = {"mean": "sum", "amax": "max", "amin": "min"}.get(name, name)
     here = torch.tensor([lowest, 0.0], dtype=torch.float64, device=gradient.device)

@@ -41,6 +41,18 @@ class DryRun:
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
 
 
+# What gloo and NCCL move and sum as it is.
+KNOWN = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
+}  # fmt: skip
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, for what is only moved."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 class Wire:
     """The collectives of one group, and the payload handed to each since the last `take()`.
 
@@ -105,9 +117,18 @@ class Wire:
         """The ranks as a mesh, for DTensors; the last dimension shards."""
         if self._mesh is None:
             assert not isinstance(self.group, DryRun)
-            group: Any = self.group or dist.group.WORLD
-            self._mesh = DeviceMesh.from_group(group, self.device.type)
+            self._mesh = DeviceMesh.from_group(self._whole, self.device.type)
         return self._mesh
+
+    def same_ranks(self, other: Wire) -> bool:
+        """Whether both send over the same group."""
+        if self.replicas and other.replicas:
+            return self._whole is other._whole and self.replicas.same_ranks(other.replicas)
+        return self._whole is other._whole and self.replicas is other.replicas
+
+    @property
+    def _whole(self) -> Any:
+        return self.group or dist.group.WORLD
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wire:
         """Return a wire of the same group, which counts by itself."""
@@ -131,6 +152,8 @@ class Wire:
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = every rank's input, in rank order`."""
         call = self._labeled(self._all_gather, label)
+        if output.dtype not in KNOWN:
+            output, input = as_bytes(output), as_bytes(input)
         return self._start("all_gather", output, call, output, input, label=label)
 
     @property
@@ -145,10 +168,26 @@ class Wire:
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
         """Start the sum of `tensor` over the ranks that hold shards, in place."""
+        if tensor.dtype not in KNOWN and op == dist.ReduceOp.SUM:
+            return self._sum_directly(tensor)
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)
+
+    def _sum_directly(self, tensor: Tensor) -> Work:
+        """Sum what gloo does not, from everyone's bytes, in rank order and rounded once."""
+        everyones = tensor.new_empty(self.world, tensor.numel())
+        work = self.all_gather(everyones, tensor.contiguous())
+        wide = torch.float32 if tensor.is_floating_point() else torch.int64
+        return _Finally(work, lambda: tensor.copy_(everyones.to(wide).sum(0).view(tensor.shape)))
 
     def all_to_all(self, blocks: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
         """Send `blocks[r]` to rank r; return what each rank sent, of these lengths."""
+        dtype = blocks[0].dtype
+        if dtype not in KNOWN:
+            # Lengths are those of bytes.
+            parts = self.all_to_all(
+                [as_bytes(block) for block in blocks], [n * dtype.itemsize for n in lengths]
+            )
+            return [part.view(dtype) for part in parts]
         outgoing = torch.cat(list(blocks))
         if self.device.type == "cuda":
             outgoing = outgoing.to(self.device)
@@ -161,13 +200,18 @@ class Wire:
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
         """Start the sum of `tensor` over ranks, in place on group rank `owner`."""
+        if tensor.dtype not in KNOWN:
+            return self.all_reduce_gradient(tensor)
         work = self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
         mine = self.replicas if owner == self.rank else None
         return _Then(work, mine, tensor) if mine else work
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
         """Start the copy of group rank `owner`'s `tensor` to every rank of the group."""
-        return self._start("broadcast", tensor, dist.broadcast, tensor, group_src=owner)
+        moved = tensor.contiguous()
+        sent = moved if moved.dtype in KNOWN else as_bytes(moved)
+        work = self._start("broadcast", sent, dist.broadcast, sent, group_src=owner)
+        return work if moved is tensor else _Finally(work, lambda: tensor.copy_(moved))
 
     def broadcast_first(self, tensor: Tensor) -> None:
         """Copy the first rank's `tensor` to all others, copies too."""
@@ -273,6 +317,17 @@ class _Then:
     def wait(self) -> None:
         self.work.wait()
         self.replicas.all_reduce(self.tensor).wait()
+
+
+class _Finally:
+    """Work with a last step of our own."""
+
+    def __init__(self, work: Work, call: Callable[[], Any]) -> None:
+        self.work, self.call = work, call
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.call()
 
 
 class _DryReduceScatter:

@@ -11,17 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zero.fsdp.fsdp import FSDP
 from zero.optimizer.optimizer import ShardedOptimizer
+from zero.wire import DryRun
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 # vocabulary, width, layers, tokens a rank
 SIZES = {"quick": (1024, 128, 2, 64), "full": (4096, 512, 6, 128)}
 NAMES = ("ddp", "ddp_zero_redundancy", "stage1", "stage2", "fsdp2", "fsdp2_layers", "stage3")
+# What bounds a step from below: all but communication; only torch's own collectives of its bytes.
+FLOORS = ("no_communication", "bare_sums", "bare_sums_and_gathers")
 # What each is held against: the stage of torch's own that shards as much.
 RIVALS = {
     "stage1": ("ddp_zero_redundancy",),
@@ -62,11 +66,30 @@ def loss_of(model: nn.Module, size: str) -> Tensor:
 
 def build(name: str, model: nn.Module) -> Trained:
     """`model` under one of NAMES, with AdamW."""
+    if name == "no_communication":
+        world = DryRun(dist.get_world_size(), dist.get_rank())
+        return build_stage(1, model, world)
     if name in ("ddp", "ddp_zero_redundancy"):
         return _ddp(model, sharded=name == "ddp_zero_redundancy")
     if name in ("fsdp2", "fsdp2_layers"):
         return _fsdp2(model, (Block,) if name == "fsdp2" else (nn.Linear, nn.Embedding))
-    return build_stage(int(name[-1]), model)
+    # Of one group, several optimizers would send when backward ends.
+    return build_stage(int(name[-1]), model, dist.new_group())
+
+
+def bare(name: str, model: nn.Module) -> Callable[[], None]:
+    """Only the collectives of a step: a sum of the gradients, and a gather of the parameters."""
+    first = next(model.parameters())
+    world = dist.get_world_size()
+    numel = -(-sum(p.numel() for p in model.parameters()) // world) * world
+    whole, shard = first.new_zeros(numel), first.new_zeros(numel // world)
+
+    def call() -> None:
+        dist.all_reduce(whole)
+        if name == "bare_sums_and_gathers":
+            dist.all_gather_into_tensor(whole, shard)
+
+    return call
 
 
 def build_stage(stage: int, model: nn.Module, group: Any = None) -> Trained:

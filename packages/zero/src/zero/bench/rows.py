@@ -151,19 +151,27 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
     sent = _sent_bytes()
-    times: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
-    cpu: dict[str, list[float]] = {name: [] for name in rivals.NAMES}
-    wires: dict[str, list[int]] = {name: [] for name in rivals.NAMES}
+    names = rivals.NAMES + rivals.FLOORS
+    times: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
+    wires: dict[str, list[int]] = {name: [] for name in names}
     payload: dict[str, dict[str, int]] = {}
-    built = {name: rivals.build(name, rivals.make_model(size).to(device)) for name in rivals.NAMES}
-    takes = {name: rivals.payload_of(trained) for name, trained in built.items()}
+    made = {name: rivals.make_model(size).to(device) for name in names}
+    bare = {name: rivals.bare(name, made.pop(name)) for name in names if name.startswith("bare")}
+    built = {name: rivals.build(name, model) for name, model in made.items()}
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps = {name: partial(train, *trained) for name, trained in built.items()} | bare
+    takes = {name: rivals.payload_of(built[name]) for name in rivals.NAMES}
     for turn in range(rounds + 2):
-        for name, (model, optimizer) in built.items():
+        for name in names:
             dist.barrier()
             before, start, worked = sent(), time.perf_counter(), time.process_time()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            steps[name]()
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds, crossed = time.perf_counter() - start, sent() - before
@@ -171,7 +179,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
             both = [seconds, time.process_time() - worked]
             slowest = torch.tensor(both, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            take = takes[name]
+            take = takes.get(name)
             if take is not None:
                 payload[name] = take()
             # The first step learns orders, the second still warms up.
@@ -181,7 +189,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
                 wires[name].append(crossed)
     model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
     rows: list[Row] = []
-    for name in rivals.NAMES:
+    for name in names:
         link = "loopback" if _loopback() else os.environ.get("LINK", "network")
         row: Row = {"case": "step", "link": link, "name": name, "ranks": dist.get_world_size()}
         row["time_ms"] = 1e3 * statistics.median(times[name])

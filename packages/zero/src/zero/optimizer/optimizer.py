@@ -86,6 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.splits: list[Split] = []
         self.bucket_bytes = int(bucket_size_mb * 2**20)
         self.reducer = Reducer(self.wire, release=shard_gradients)
+        self._buckets: list[Bucket] = []
         self._pieces: list[tuple[nn.Parameter, Piece, nn.Parameter, Bucket]] = []
         self._mine: list[list[nn.Parameter]] = []
         # With cpu_offload, what the shards are copies of.
@@ -234,7 +235,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wire.broadcast_first(flat)
         self.wire.take()
         buckets = make_buckets(partition, flat, parameters, self.wire.rank)
-        self.reducer.add(buckets, partition)
+        self._buckets += buckets
+        trainable = flat.is_floating_point() or flat.is_complex()
+        if trainable:
+            self.reducer.add(buckets, partition)
         mine = []
         for bucket in buckets:
             for parameter, piece in bucket.own:
@@ -243,7 +247,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     values = values.view(parameter.shape)
                 if self.cpu_offload:
                     self._device_values.append(values)
-                shard = nn.Parameter(to_host(values) if self.cpu_offload else values)
+                kept = to_host(values) if self.cpu_offload else values
+                shard = nn.Parameter(kept, requires_grad=trainable)
                 self._pieces.append((parameter, piece, shard, bucket))
                 mine.append(shard)
         return mine
@@ -273,7 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> None:
         works = []
-        for bucket in self.reducer.buckets:
+        for bucket in self._buckets:
             owner = bucket.span.owner
             if owner is None:
                 works.append(self.wire.all_gather(bucket.data, bucket.shard))

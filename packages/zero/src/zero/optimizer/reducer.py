@@ -5,16 +5,20 @@ Notable:
   ready on rank 0 in the first backward), so ranks cannot fall out of step over an unused parameter;
 - what is sent is out of a caller's reach: from the moment that a gradient is collected `.grad` is
   an AveragedGradient, so whatever is done to `.grad` after backward is done to the average;
-- what came in another way (a backward under no_sync, an assignment to `.grad`) is averaged in step.
+- what came in another way (a backward under no_sync, an assignment to `.grad`) is averaged in step;
+- reducers of one group send when backward ends, in the order in which they were made: gradients
+  may reach them in an order of each rank's own, and on some ranks only.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +95,10 @@ class _Key:
         self.parameter = parameter
 
 
+# Of all groups: those of one have to find each other.
+_reducers: WeakSet[Reducer] = WeakSet()
+
+
 class Reducer:
     """Reduces buckets as backward fills them.
 
@@ -118,6 +126,16 @@ class Reducer:
         self._in_backward = False
         self._late: list[nn.Parameter] = []
         self._flying: deque[tuple[Bucket, Tensor, Tensor, Work]] = deque()
+        if self._living():
+            # What nobody uses any more may only wait to be collected.
+            gc.collect()
+        # The reducers of this group that live on any rank, by numbers that all ranks share.
+        numbers = sorted({n for some in wire.objects(list(self._living())) for n in some})
+        self._number = max(numbers, default=-1) + 1
+        self._numbers: list[int] = []
+        _reducers.add(self)
+        for reducer in self._living().values():
+            reducer._numbers = [*numbers, self._number]
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
         """Take on the buckets of one more flat tensor; the next backward learns the order anew."""
@@ -210,6 +228,10 @@ class Reducer:
         resting += [g.local for g in grads if isinstance(g, AveragedGradient)]
         return self._flat + flying + [t for t in resting if t is not None]
 
+    def _living(self) -> dict[int, Reducer]:
+        """This rank's reducers over the same ranks, by their numbers."""
+        return {r._number: r for r in _reducers if r.wire.same_ranks(self.wire)}
+
     def _hook(self) -> None:
         me = weakref.ref(self)
 
@@ -225,10 +247,7 @@ class Reducer:
 
     def _ready(self, parameter: nn.Parameter) -> None:
         if not self._in_backward:
-            self._in_backward = True
-            self._take_assigned()
-            self._drop_what_was_dropped()
-            self.drain()
+            self._begin_backward()
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
         self._take_late()
@@ -253,12 +272,46 @@ class Reducer:
             if not bucket.missing:
                 self._ready_first.append(bucket)
         self._mark_sent(parameter)
-        if self._order is not None:
+        if self._order is not None and len(self._numbers) == 1:
             while self._launched < len(self._order) and not self._order[self._launched].missing:
                 self._launch(self._order[self._launched])
                 self._launched += 1
 
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._take_assigned()
+        self._drop_what_was_dropped()
+        self.drain()
+
     def _end_backward(self) -> None:
+        if not self._in_backward:
+            # Another has ended it for all.
+            return
+        if len(self._numbers) == 1:
+            self._finish_backward()
+            return
+        living, numbers = self._living(), self._numbers
+        flags = [[n in living and living[n]._in_backward, n in living, n not in living]
+                 for n in numbers]  # fmt: skip
+        agreed = iter(self.wire.any([flag for each in flags for flag in each])())
+        reached, alive, gone = zip(*zip(agreed, agreed, agreed, strict=True), strict=True)
+        for reducer in living.values():
+            reducer._numbers = [n for n, some in zip(numbers, alive, strict=True) if some]
+        for number, some, lacking in zip(numbers, reached, gone, strict=True):
+            if not some:
+                continue
+            if lacking:
+                raise RuntimeError(
+                    "backward reaches parameters of an optimizer that was deleted on some ranks: "
+                    "keep it on every rank, or zero_grad() and delete it on every rank"
+                )
+            reducer = living[number]
+            if not reducer._in_backward:
+                reducer._begin_backward()
+            reducer._finish_backward()
+            reducer.drain()
+
+    def _finish_backward(self) -> None:
         self._take_late()
         self._in_backward = False
         if self._order is None:
@@ -372,8 +425,15 @@ class Reducer:
     def _retire(self) -> None:
         bucket, output, _, work = self._flying.popleft()
         work.wait()
-        output /= self.wire.copies
-        if bucket.gradient is not None:
+        # Eight bits have no arithmetic of their own.
+        narrow = output.itemsize == 1
+        if narrow:
+            output.copy_(output.float() / self.wire.copies)
+        else:
+            output /= self.wire.copies
+        if bucket.gradient is not None and narrow:
+            bucket.gradient.copy_(bucket.gradient.float() + output.float())
+        elif bucket.gradient is not None:
             bucket.gradient += output
         elif self.release:
             bucket.gradient = output

@@ -1,0 +1,176 @@
+"""Any dtype and memory format is sharded, moved, saved and loaded as one process would have it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import FSDP, ShardedOptimizer, Wire, load_checkpoint, save_checkpoint
+from zero_training import assert_alike, pair, train
+
+DEADLINE = 300.0
+DTYPES = [
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint16",
+    "uint32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
+
+
+class Odd(nn.Linear):
+    """A layer with a frozen parameter and a buffer of a dtype, whose bits are its own."""
+
+    def __init__(self, name, bits):
+        super().__init__(5, 5)
+        dtype = getattr(torch, name)
+        whole = torch.arange(bits, bits + 24) % 2
+        self.codes = nn.Parameter(whole.view(6, 4).to(dtype), requires_grad=False)
+        self.register_buffer("mask", whole.view(4, 6).T.to(dtype))
+        self.register_buffer("number", whole[1].to(dtype))
+
+    def forward(self, x):
+        known = (self.codes.to(torch.complex128) + self.mask.to(torch.complex128)).real
+        return super().forward(x) + known.sum() * x
+
+
+class Everything(nn.Module):
+    """A complex parameter, layers with odd ones, convolutions in channels_last, transposed ones."""
+
+    def __init__(self, bits=0):
+        super().__init__()
+        self.odd = nn.ModuleList([Odd(name, bits) for name in DTYPES])
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(4, 5).T)
+        self.turn = Turn()
+        self.out = nn.Linear(4, 3)
+        self.out.weight = nn.Parameter(torch.randn(4, 3).T)
+
+    def forward(self, x):
+        for layer in self.odd:
+            x = x + 0.01 * torch.tanh(layer(x))
+        image = x.repeat(1, 10).view(-1, 2, 5, 5).contiguous(memory_format=torch.channels_last)
+        return self.out(self.turn(x) @ self.transposed) + self.conv(image).mean((2, 3))
+
+
+class Turn(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 5, bias=False)
+        self.weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def build(bits=0):
+    torch.manual_seed(0)
+    made = Everything(bits)
+    return made._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
+
+
+def train_everything(stage, folder):
+    shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
+    # Rank 0's values are everyone's at stage 3; codes are no optimizer's.
+    bits = dist.get_rank() if stage == 3 else 0
+    trained = pair(stage, build=lambda: build(0), **shard)
+    if stage == 3:
+        other = FSDP(build(bits), **shard)
+        for (name, ours), theirs in zip(
+            other.gather_full_params().items(), build(0).parameters(), strict=True
+        ):
+            assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128)), name
+        for ours, theirs in zip(other.buffers(), build(0).buffers(), strict=True):
+            assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128))
+    assert train(*trained, lambda m, x: m(x).square().mean(), clip=0.5)
+    model, optimizer, twin, _ = trained
+    save_checkpoint(f"{folder}/{stage}", model, optimizer)
+    model, optimizer, *_ = pair(3, build=lambda: build(1), shard=(nn.Linear, nn.Conv2d))
+    load_checkpoint(f"{folder}/{stage}", model, optimizer)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.to(torch.complex128), theirs.to(torch.complex128))
+    whole = model.gather_full_params()
+    codes = {n: p for n, p in twin.named_parameters() if "codes" in n}
+    assert all(torch.equal(whole[n].to(torch.complex128), p.to(torch.complex128))
+               for n, p in codes.items())  # fmt: skip
+    trainable = nn.Module()
+    trainable.values = nn.ParameterList(p for n, p in twin.named_parameters() if n not in codes)
+    for ours, theirs in zip(
+        (p for n, p in whole.items() if n not in codes), trainable.values, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs.data, rtol=1e-9, atol=1e-12)
+    return assert_alike(twin, twin)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
+    assert all(run_ranks(train_everything, 3, stage, str(tmp_path), timeout=DEADLINE))
+
+
+def move_and_sum():
+    wire, rank = Wire(), dist.get_rank()
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        mine = torch.tensor([rank, 1, 0, rank % 2]).to(dtype)
+        everyones = torch.zeros(4 * wire.world, dtype=dtype)
+        wire.all_gather(everyones, mine).wait()
+        expected = torch.cat([torch.tensor([r, 1, 0, r % 2]).to(dtype) for r in range(wire.world)])
+        assert torch.equal(everyones.to(torch.complex128), expected.to(torch.complex128)), name
+        there = wire.all_to_all([mine[:2]] * wire.world, [2] * wire.world)
+        for part, sent in zip(there, expected.split(4), strict=True):
+            assert torch.equal(part.to(torch.complex128), sent[:2].to(torch.complex128)), name
+        turned = mine.view(2, 2).T.clone(memory_format=torch.preserve_format)
+        wire.broadcast(turned, 1).wait()
+        wanted = expected[4:8].view(2, 2).T
+        assert torch.equal(turned.to(torch.complex128), wanted.to(torch.complex128)), name
+        if dtype == torch.bool:
+            continue
+        total = torch.tensor([sum(range(wire.world)), wire.world, 0, wire.world // 2])
+        for call in (wire.all_reduce, wire.all_reduce_gradient, lambda t: wire.reduce(t, rank * 0)):
+            summed = mine.clone()
+            call(summed).wait()
+            if call in (wire.all_reduce, wire.all_reduce_gradient) or rank == 0:
+                assert torch.equal(summed.to(torch.complex128), total.to(torch.complex128)), name
+        if dtype.is_floating_point or dtype.is_complex:
+            output = mine[:1].clone()
+            wire.reduce_scatter(output, torch.ones(wire.world).to(dtype)).wait()
+            assert output.to(torch.complex128).item() == wire.world, name
+    return True
+
+
+def test_every_dtype_is_moved_and_summed():
+    assert all(run_ranks(move_and_sum, 3, timeout=DEADLINE))
+
+
+def average_eight_bits(stage):
+    parameter = nn.Parameter(torch.ones(7).to(torch.float8_e4m3fn))
+    kept = ShardedOptimizer([parameter], torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    for times in (1, 2):
+        (parameter.float() * (1 + dist.get_rank())).sum().backward()
+        average = parameter.grad.full_tensor()
+        assert average.dtype == parameter.dtype
+        assert kept.reducer.held()
+        assert average.float().tolist() == [2.0 * times] * 7
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_eight_bits_are_averaged(stage):
+    assert all(run_ranks(average_eight_bits, 3, stage, timeout=DEADLINE))
