@@ -122,9 +122,9 @@ def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_appl
     with pytest.raises(MemoryError), fails:
         push(fails, 1.0)
     until = time.monotonic() + 10
-    while not server.core._lost and time.monotonic() < until:
+    while not server.core.lost and time.monotonic() < until:
         time.sleep(0.01)
-    assert "MemoryError: no room" in server.core._lost[0]
+    assert "MemoryError: no room" in server.core.lost[0]
     assert other.pull() == 0
     push(other, 1.0)
     assert server.version == 1

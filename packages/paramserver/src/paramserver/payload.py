@@ -56,7 +56,8 @@ class Gradients:
                 flat[start : start + some].copy_(part_of_it, non_blocking=True)
                 if not mine.is_cuda:
                     yield piece.offset + (start + len(part_of_it)) * flat.itemsize
-        _wait(self.flat)
+        for device in {flat.device for flat in self.flat.values() if flat.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # until the copies are there
         yield len(buffer)
 
     def accepted(self) -> None:
@@ -194,9 +195,3 @@ def pin(buffers: Iterable[Tensor]) -> None:
         torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
         # What is allocated there next has to find it unlocked.
         weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False
-
-
-def _wait(tensors: Mapping[str, Tensor]) -> None:
-    """Until copies from other devices are there."""
-    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()

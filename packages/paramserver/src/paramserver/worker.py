@@ -34,13 +34,7 @@ class Worker:
 
     `servers` is a server in this process, several of them, or connections to them, in the order of
     `partition(parameters, len(servers), whole=whole)`. As a context manager it finishes at the end,
-    or tells the servers if the body raises.
-
-        with Worker(module, server, rank=0) as worker:
-            for inputs, targets in batches:
-                worker.pull()
-                loss(module(inputs), targets).backward()
-                worker.push()
+    or tells the servers if the body raises. A step is: pull, a backward pass, push.
 
     With `LocalSteps`, `local` is that policy and `optimizer` the worker's own.
 

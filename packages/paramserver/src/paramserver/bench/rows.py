@@ -147,13 +147,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def table(rows: list[Row]) -> str:
     """Rows as aligned text, a block for each set of columns."""
-
-    def shown(value: float | int | str) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(map(shown, row.values())) for row in group)]
+        shown = ([f"{v:.4g}" if type(v) is float else f"{v}" for v in r.values()] for r in group)
+        cells = [columns, *shown]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
         blocks.append("\n".join(lines))

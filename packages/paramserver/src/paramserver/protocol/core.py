@@ -39,8 +39,6 @@ class Followed:
 
 
 Record = Staged | Followed
-
-
 Data = Tensor | None
 
 
@@ -72,7 +70,8 @@ class Core:
         """The data of the last answer if it has a size, until the next request may change it."""
         self._consistency, self._workers = consistency, workers
         self._survives, self._elastic = survives, elastic
-        self._lost: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
+        """Why each worker was lost that the others go on without."""
         self._heard = dict.fromkeys(range(workers), 0.0)
         self._waiting: dict[int, tuple[float, Message]] = {}
         self.told: dict[int, tuple[float, int]] = {}
@@ -136,7 +135,7 @@ class Core:
         message = f"worker {worker} is gone at clock {member.clock}: {reason}"
         self._waiting.pop(worker, None)
         if self._survives:
-            self._lost[worker] = message
+            self.lost[worker] = message
             self.ledger.leave(worker)  # followed with the next answer
         else:
             self.failure = self.failure or message
@@ -173,11 +172,11 @@ class Core:
                 return self._join(worker, m)
             case Kind.BEAT:
                 return Message(Kind.OK)
-            case Kind.STAGE | Kind.PUSH:
-                assert data is not None
-                if m.kind is Kind.PUSH:
+            case Kind.STAGE | Kind.PUSH | Kind.COMMIT:
+                if m.kind is not Kind.STAGE:
                     self._check_clock(worker, m)
-                if self.replica.wants(push):
+                if m.kind is not Kind.COMMIT and self.replica.wants(push):
+                    assert data is not None
                     if self.ledger.awaits(worker):
                         raise pushed_twice(worker)
                     data = data[: m.size or None]
@@ -190,11 +189,6 @@ class Core:
                 self.ledger.commit(push)
                 self._follow_own()
                 return Message(Kind.OK, number=self.replica.version)
-            case Kind.COMMIT:
-                self._check_clock(worker, m)
-                self.ledger.commit(push)
-                self._follow_own()
-                return Message(Kind.OK)
             case Kind.READ | Kind.PULL:
                 return self._read(worker, m)
             case Kind.FETCH:
@@ -225,7 +219,7 @@ class Core:
             text += f"{replica.layout}; build the same module (names, shapes, types, requires_grad)"
             raise ValueError(f"{text} on every rank, and give the same policy")
         if self._elastic:
-            self._lost.pop(worker, None)
+            self.lost.pop(worker, None)
         if m.number:  # a server that is not the first has no say in who takes part
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if self._elastic:
@@ -264,8 +258,8 @@ class Core:
             raise PeerLost(self.failure)
         if m.kind in (Kind.JOIN, Kind.BEAT):
             return
-        if worker in self._lost:
-            raise PeerLost(f"the others go on without this worker: {self._lost[worker]}")
+        if worker in self.lost:
+            raise PeerLost(f"the others go on without this worker: {self.lost[worker]}")
         member = self.ledger.members.get(worker)
         if member and m.epoch < member.epoch:
             text = f"worker {worker} has joined again since"

@@ -84,7 +84,8 @@ class Log:
 
     def to_text(self) -> str:
         """JSON, for the wire and the journal."""
-        return json.dumps([self.start, *map(_to_list, self.entries)], separators=(",", ":"))
+        lists = ([type(entry).__name__.lower(), *vars(entry).values()] for entry in self.entries)
+        return json.dumps([self.start, *lists], separators=(",", ":"))
 
     @staticmethod
     def from_text(text: str) -> "Log":
@@ -262,10 +263,6 @@ def at_another_clock(worker: int, clock: int, known: int) -> ValueError:
     """What is wrong with a push or a pull that is not the worker's next."""
     text = f"worker {worker} is at clock {clock}, but the server has {known} of its gradients"
     return ValueError(f"{text}; one Worker per worker number")
-
-
-def _to_list(entry: Entry) -> list[object]:
-    return [type(entry).__name__.lower(), *vars(entry).values()]
 
 
 def _from_list(fields: list[Any]) -> Entry:

@@ -93,7 +93,8 @@ class Replica:
             return gradients
         for piece, gradient in zip(shard.pieces, gradients, strict=True):
             values = gradient._values() if gradient.is_sparse else gradient
-            if not _is_finite(values):
+            # A sum is finite only if all its terms are; it may overflow, and is looked at again.
+            if not values.sum().isfinite() and not values.isfinite().all():
                 bad = int((~values.isfinite()).sum())
                 text = f"worker {push[0]}'s gradient of {piece.name} is not finite in {bad} of "
                 text += f"{values.numel()} elements; nothing was applied"
@@ -197,19 +198,14 @@ class Replica:
         """What `state_dict` has, and where in the log that is, with the pushes under way."""
         raw = len(self._change) == len(self._fragments[self._changed].of(self._buffer))
         staged = {p: ([g.clone() for g in some], n) for p, (some, n) in self._staged.items()}
-        return self.state_dict() | {
-            "position": self.position,
-            "base_version": self.base_version,
-            "staleness": dict(self.staleness),
-            "push_bytes": dict(self.push_bytes),
-            "staged": staged,
-            "accepted": sorted(self._accepted),
-            "next": dict(self.next),
-            "published": None if self._published is None else self._published.clone(),
-            # A change that was not compressed is a part of what readers get.
-            "changed": (self._changed, None if raw else self._change),
-            "terms": self._terms,
-        }
+        # A change that was not compressed is a part of what readers get.
+        published = None if self._published is None else self._published.clone()
+        changed = self._changed, None if raw else self._change
+        counts = {"staleness": dict(self.staleness), "push_bytes": dict(self.push_bytes)}
+        at = {"position": self.position, "base_version": self.base_version, "terms": self._terms}
+        pushes = {"staged": staged, "accepted": sorted(self._accepted), "next": dict(self.next)}
+        readers = {"published": published, "changed": changed}
+        return self.state_dict() | at | counts | pushes | readers
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
         """Go on in the log where `snapshot` was made. Promises are void: readers ask again.
@@ -312,9 +308,3 @@ def _mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         total.div_(len(gradients))
     # A row that came twice is one sum before it is rounded.
     return total.coalesce().to(dtype) if total.is_sparse else total.to(dtype)
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    # A sum is finite only if all its terms are, and costs one pass; it may overflow, so that only a
-    # sum that is not finite needs the second look.
-    return bool(gradient.sum().isfinite()) or bool(gradient.isfinite().all())

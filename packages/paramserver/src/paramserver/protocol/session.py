@@ -107,13 +107,11 @@ class Session:
 
     def leave(self) -> Steps[None]:
         """Push no more, and wait for nobody."""
-        (answer,) = yield [self._request(0, Kind.LEAVE)]
-        if others := self._with_log(Kind.FOLLOW, Log.from_text(answer.text))[1:]:
-            yield others
+        yield from self._bring_log(Kind.LEAVE)
 
-    def _bring_log(self) -> Steps[bool]:
+    def _bring_log(self, kind: Kind = Kind.SYNC) -> Steps[bool]:
         """Bring what the first server knows to all; whether the last push waits for others."""
-        (answer,) = yield [self._request(0, Kind.SYNC)]
+        (answer,) = yield [self._request(0, kind)]
         if others := self._with_log(Kind.FOLLOW, Log.from_text(answer.text))[1:]:
             answers = yield others
             self._positions[1:] = [answer.position for answer in answers]

@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one process ended: with a value, an exception, or only an exit code."""
+    """How one process ended: with a value, an exception, or an exit code."""
 
     name: str
     value: Any = None
@@ -109,7 +109,7 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
     servers = [outcomes.get(f"server {i}", nothing) for i in range(job.servers)]
     workers = [outcomes.get(f"worker {i}", nothing) for i in range(job.workers)]
     failed = [outcome for outcome in (*servers, *workers) if outcome.failed]
-    dead = [outcome for outcome in failed if outcome.exit_code is not None]
+    dead = [outcome for outcome in failed if outcome.error is None]
     lost = {w: why(outcome) for w, outcome in enumerate(workers) if outcome.failed}
     stop = job.on_worker_loss == "stop" or len(lost) == len(workers)
     if failed and (stop or any(outcome.failed for outcome in servers)):
@@ -137,6 +137,6 @@ def assemble(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcome]) -> 
 
 def why(outcome: Outcome) -> str:
     """How a process ended that was not to end so."""
-    if outcome.exit_code is not None:
+    if outcome.error is None:
         return f"{outcome.name} died with exit code {outcome.exit_code}"
     return f"{outcome.name}: {type(outcome.error).__name__}: {outcome.error}"

@@ -16,8 +16,9 @@ from torch import nn
 from paramserver.consistency import Consistency, OptimizerFactory
 from paramserver.partition import Shard
 from paramserver.running.job import Job, Result, ServerReport, assemble, report
-from paramserver.running.processes import Tell, collect, start
+from paramserver.running.processes import Processes, Tell, collect
 from paramserver.running.serving import serve
+from paramserver.running.supervise import run_on_zeromq
 from paramserver.transport import distributed, shared_memory
 from paramserver.transport.connection import GRACE, Channels, RemoteConnection
 
@@ -40,8 +41,8 @@ def run(
     must pickle. Raises what `train` raised, or PeerLost naming the process that died. After a
     failure, whoever has not ended within `timeout` seconds is killed.
 
-    A worker that is well but slow is waited for; with `drop_after` (and "continue") one that the
-    others have waited for so many seconds is lost, and they go on.
+    With "continue" the others go on without a worker that is lost, silent, or waited for longer
+    than `drop_after` s; one that has not ended `timeout` + 10 s later is killed.
 
     With "zeromq" a process that dies is started again, up to `restarts` times in all: a worker
     calls `train` anew (`worker.position` says where it is), a server goes on from its `journal`, a
@@ -57,10 +58,12 @@ def run(
         from paramserver.transport.ray import run_on_ray
 
         return run_on_ray(job, shards, progress)
+    context = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        # Forked once torch is there, a process costs milliseconds.
+        context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
     if transport == "zeromq":
-        from paramserver.running.supervise import run_on_zeromq
-
-        return run_on_zeromq(job, restarts, journal, start_method, progress)
+        return run_on_zeromq(job, restarts, journal, context, progress)
     sizes = [shard.buffer_bytes for shard in shards]
     with tempfile.TemporaryDirectory() as folder:
         ends: tuple[Sequence[Ends], Sequence[Ends]]
@@ -71,24 +74,18 @@ def run(
         else:
             known = "'shared_memory', 'distributed', 'zeromq' or 'ray'"
             raise ValueError(f"transport is {transport!r}; {known}")
-        context = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            # Forked once torch is there, a process costs milliseconds.
-            context.set_forkserver_preload(["paramserver.running.launch", "torch._dynamo"])
         # Pickled here, because torch would put the module's parameters into shared memory for
         # processes that it starts: they would be one and the same in all workers.
         packed = pickle.dumps(job)
-        running = {}
-        for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True)):
-            name = f"server {i}"
-            running[name] = start(context, name, _serve, packed, shard, end, tells=i == 0)
-        for w, end in enumerate(ends[1]):
-            running[f"worker {w}"] = start(context, f"worker {w}", _work, packed, w, end)
-        for end in (*ends[0], *ends[1]):
-            for channel in end if isinstance(end, tuple) else ():
-                channel.close()
-        survives = on_worker_loss == "continue"
-        outcomes = collect(running, timeout + GRACE, progress, survives=survives)
+        with Processes(context, folder, timeout + GRACE, progress) as processes:
+            for i, (shard, end) in enumerate(zip(shards, ends[0], strict=True)):
+                processes.start(f"server {i}", _serve, packed, shard, end)
+            for w, end in enumerate(ends[1]):
+                processes.start(f"worker {w}", _work, packed, w, end)
+            for end in (*ends[0], *ends[1]):
+                for channel in end if isinstance(end, tuple) else ():
+                    channel.close()
+            outcomes = collect(processes, survives=on_worker_loss == "continue")
     return assemble(job, shards, outcomes)
 
 

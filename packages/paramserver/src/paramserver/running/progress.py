@@ -19,6 +19,8 @@ class Progress:
     """By all workers, to all servers."""
     loss: float
     """The mean of what they gave to `push`; NaN if none did."""
+    lost: dict[int, str]
+    """Why each worker that the others go on without was lost."""
 
     def __str__(self) -> str:
         members = " ".join(f"{worker}:{clock}" for worker, clock in sorted(self.members.items()))
@@ -38,4 +40,5 @@ def progress_of(core: Core) -> Progress:
         sum(age * count for age, count in ages.items()) / max(1, sum(ages.values())),
         sum(nbytes for _, nbytes in core.told.values()),
         sum(losses) / len(losses) if losses else math.nan,
+        dict(core.lost),
     )

@@ -4,26 +4,24 @@ Notable: nobody is told of a death: a new server has its journal and address, a 
 """
 
 import json
-import multiprocessing
 import pickle
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from contextlib import ExitStack, closing, contextmanager
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from paramserver.journal import DiskJournal
-from paramserver.protocol.ledger import Log
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble
-from paramserver.running.processes import Running, Tell, ends, start
+from paramserver.running.processes import Processes, Tell
+from paramserver.transport.connection import GRACE
 from paramserver.transport.zeromq import Keys, ZeroMQConnection, ZeroMQServer
 from paramserver.worker import Worker
 
@@ -56,67 +54,67 @@ def join_servers(
         with job.worker(rank, [], site) as worker:
             yield worker
         return
-    life, shards = secrets.randbits(40), job.shards()
-    if len(addresses) != len(shards):
-        raise ValueError(f"{len(addresses)} addresses for {len(shards)} servers; give one each")
+    with (
+        _connected(job, rank, addresses, keys) as connections,
+        job.worker(rank, connections, site) as worker,
+    ):
+        yield worker
+
+
+@contextmanager
+def _connected(
+    job: Job, rank: int, addresses: Sequence[str], keys: Keys | None
+) -> Iterator[list[ZeroMQConnection]]:
+    life, wait, sizes = secrets.randbits(40), job.timeout, [s.buffer_bytes for s in job.shards()]
+    if len(addresses) != len(sizes):
+        raise ValueError(f"{len(addresses)} addresses for {len(sizes)} servers; give one each")
     with ExitStack() as stack:
-        connections = []
-        for address, shard in zip(addresses, shards, strict=True):
-            size, wait = shard.buffer_bytes, job.timeout
-            connection = ZeroMQConnection(address, rank, size, life=life, patience=wait, keys=keys)
-            stack.callback(connection.close)
-            connections.append(connection)
-        with job.worker(rank, connections, site) as worker:
-            yield worker
+        yield [
+            stack.enter_context(
+                closing(ZeroMQConnection(to, rank, size, life=life, patience=wait, keys=keys))
+            )
+            for to, size in zip(addresses, sizes, strict=True)
+        ]
 
 
 def final(job: Job, addresses: Sequence[str], keys: Keys | None = None) -> list[ServerReport]:
     """What the servers hold now, at one version."""
-    reports, log = [], None
-    for address, shard in zip(addresses, job.shards(), strict=True):
-        life, nbytes, wait = secrets.randbits(40), shard.buffer_bytes, job.timeout
-        connection = ZeroMQConnection(address, -1, nbytes, life=life, patience=wait, keys=keys)
-        if log is None:
-            log = Log.from_text(connection.ask(Message(Kind.SYNC)).text)
-        answer = connection.ask(Message(Kind.END, text=log.to_text()))
-        said = [{int(key): n for key, n in each.items()} for each in json.loads(answer.text)]
-        held = connection.parameters.numpy().tobytes()
-        reports.append(ServerReport(held, answer.number, *map(Counter, said)))
-        connection.close()
+    reports = []
+    with _connected(job, -1, addresses, keys) as connections:
+        log = connections[0].ask(Message(Kind.SYNC)).text
+        for connection in connections:
+            answer = connection.ask(Message(Kind.END, text=log))
+            said = [{int(key): n for key, n in each.items()} for each in json.loads(answer.text)]
+            held = connection.parameters.numpy().tobytes()
+            reports.append(ServerReport(held, answer.number, *map(Counter, said)))
     return reports
 
 
 def run_on_zeromq(
-    job: Job, restarts: int, journal: str | Path | None, start_method: str, progress: Tell | None
+    job: Job, restarts: int, journal: str | Path | None, context: BaseContext, progress: Tell | None
 ) -> Result:
     """What `run` does, with processes that may die and are started again."""
-    context = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(["paramserver.running.supervise", "torch._dynamo"])
     packed, shards = pickle.dumps(job), job.shards()
-    with tempfile.TemporaryDirectory() as folder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Processes(context, folder, job.timeout + GRACE, progress) as processes,
+    ):
         addresses = [f"ipc://{folder}/server-{i}" for i in range(job.servers)]
         kept = str(journal or Path(folder) / "journal") if restarts or journal else None
-        calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-            f"server {i}": (_serve, (packed, i, address, kept))
-            for i, address in enumerate(addresses)
-        } | {f"worker {w}": (_work, (packed, w, addresses)) for w in range(job.workers)}
-
-        def begin(name: str) -> tuple[BaseProcess, Connection]:
-            call, arguments = calls[name]
-            return start(context, name, call, *arguments, tells=name == "server 0")
-
-        running: Running = {name: begin(name) for name in calls}
+        for i, address in enumerate(addresses):
+            processes.start(f"server {i}", _serve, packed, i, address, kept)
+        workers = [f"worker {w}" for w in range(job.workers)]
+        for w, name in enumerate(workers):
+            processes.start(name, _work, packed, w, addresses)
         ended: dict[str, Outcome] = {}
-        workers = [name for name in calls if name.startswith("worker")]
         asked: Future[list[ServerReport]] | None = None
         courier = ThreadPoolExecutor(1)  # asks for the end, before which a server may still die
         try:
             while not (asked and asked.done()):
-                for outcome in ends(running, 0.02 if asked else 0.5, progress):
+                for outcome in processes.ends(0.02 if asked else 0.5):
                     if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
-                        running[outcome.name] = begin(outcome.name)
+                        processes.start_again(outcome.name)
                         continue
                     ended[outcome.name] = outcome
                     needed = job.on_worker_loss == "stop" or outcome.name not in workers
@@ -127,10 +125,6 @@ def run_on_zeromq(
             for i, held in enumerate(asked.result()):
                 ended[f"server {i}"] = Outcome(f"server {i}", value=held)
         finally:
-            for process, pipe in running.values():
-                process.kill()
-                process.join()
-                pipe.close()
             courier.shutdown(wait=False)
         return assemble(job, shards, ended)
 

@@ -102,9 +102,8 @@ class RemoteConnection(Connection):
             channel.send(message)
             if message.kind in SENDS:
                 channel.push(self.gradients[: message.size or None], written)
-            answer = channel.receive(self._timeout)
-            while answer.kind is Kind.WAIT:
-                answer = channel.receive(self._timeout)
+            while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
+                pass
         except ConnectionError as error:
             text = f"{channel.peer} is gone: {error}; start again from its last state_dict()"
             raise PeerLost(text) from error

@@ -72,9 +72,6 @@ class DistributedChannel(Channel):
         """See Channel."""
         self._receive(data, None)
 
-    def close(self) -> None:
-        """Nothing: the group is the caller's."""
-
     def _send(self, data: Tensor) -> None:
         try:
             dist.send(data, group=self._group, group_dst=self._rank, tag=self._send_tag)
@@ -122,7 +119,8 @@ def join(
         lambda: None, module, optimizer, consistency, (), world, len(servers), timeout,
         on_worker_loss, whole, drop_after)  # fmt: skip
     shards = job.shards()
-    private = _private_group(group)
+    ranks = dist.get_process_group_ranks(group)
+    private: Any = dist.new_group(ranks, _IDLE, "gloo", use_local_synchronization=True)
     threads, connections = [], list[Connection]()
     try:
         for number, (host, shard) in enumerate(zip(servers, shards, strict=True)):
@@ -177,10 +175,3 @@ def wire(sizes: list[int], workers: int, store: str) -> tuple[list[Endpoint], li
     """Endpoints of servers whose buffers have these `sizes`, and of workers."""
     ends = [Endpoint(store, rank, tuple(sizes), workers) for rank in range(len(sizes) + workers)]
     return ends[: len(sizes)], ends[len(sizes) :]
-
-
-def _private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    made: Any = dist.new_group(ranks, timeout=_IDLE, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made

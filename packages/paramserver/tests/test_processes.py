@@ -1,0 +1,161 @@
+"""What a run starts ends with it, however the run ends, and a worker that hangs holds up nobody."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
+
+from paramserver import Asynchronous, BulkSynchronous, run
+from paramserver.running import launch, supervise
+from paramserver_training import SGD, model, train
+
+TRANSPORTS = ["shared_memory", "distributed", "zeromq"]
+
+
+def note(folder):
+    """Leave this process's number in a folder."""
+    (Path(folder) / str(os.getpid())).touch()
+
+
+class Noted(torch.optim.SGD):
+    """Of a server whose process is noted."""
+
+    def __init__(self, parameters, folder):
+        super().__init__(parameters, lr=0.1)
+        note(folder)
+
+
+def compute_for_long(worker, folder):
+    """Without a word to the servers."""
+    train(worker, 2)
+    note(folder)
+    time.sleep(600)
+
+
+def is_alive(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("transport", "method"),
+    [("shared_memory", "fork"), ("distributed", "forkserver"), ("zeromq", "forkserver")],
+)
+def test_nothing_outlives_a_caller_that_is_killed(transport, method, tmp_path):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
+    noted.mkdir()
+    temporary.mkdir()  # its name is short: a socket's address has a hundred characters
+    told = repr((transport, method, str(noted)))
+    caller = subprocess.Popen(
+        [sys.executable, __file__, told], env=os.environ | {"TMPDIR": str(temporary)}
+    )
+    try:
+        assert until(lambda: len(list(noted.iterdir())) == 4, 300)
+    finally:
+        caller.kill()
+        caller.wait()
+    numbers = [int(path.name) for path in noted.iterdir()]
+    assert until(lambda: not any(map(is_alive, numbers)), 20)
+    left = [path.name for path in temporary.iterdir() if path.name.startswith("tmp")]
+    assert left == []  # of the folder of sockets, journal and store
+    subprocess.run(["rm", "-r", temporary], check=True)
+
+
+def stop(worker, how):
+    train(worker, 2)
+    if worker.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(600)
+    return len(train(worker, 3))
+
+
+@pytest.mark.parametrize(
+    ("transport", "policy"),
+    [("shared_memory", BulkSynchronous()), ("distributed", Asynchronous()), ("zeromq", None)],
+)
+def test_the_others_go_on_and_end_without_a_worker_that_hangs(transport, policy, monkeypatch):
+    if transport == "zeromq":  # where a thread of a worker that sleeps says that it is well
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    monkeypatch.setattr(launch, "GRACE", 0.0)
+    monkeypatch.setattr(supervise, "GRACE", 0.0)
+    start = time.monotonic()
+    how = "stopped" if transport == "zeromq" else "asleep"
+    result = run(
+        stop, model(), SGD, policy, args=(how,), workers=3, servers=2, transport=transport,
+        on_worker_loss="continue", timeout=3.0,
+    )  # fmt: skip
+    assert result.values == [3, None, 3]
+    assert list(result.lost) == [1]
+    assert "it neither pulled nor pushed for 3 s" in result.lost[1]
+    assert time.monotonic() - start < 100
+    assert multiprocessing.active_children() == []
+
+
+def stop_once(worker):
+    if worker.rank == 1 and not worker.position:
+        train(worker, 2)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return len(train(worker, 5 - worker.position))
+
+
+def test_a_worker_that_hangs_is_started_again(monkeypatch):
+    pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+    monkeypatch.setattr(supervise, "GRACE", 0.0)
+    result = run(
+        stop_once, model(), SGD, Asynchronous(), workers=2, transport="zeromq", timeout=3.0,
+        restarts=1,
+    )  # fmt: skip
+    assert result.values == [5, 3]
+    assert result.versions == [10]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_of_the_caller_leaves_nobody(transport):
+    if transport == "zeromq":
+        pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
+
+    def fails(progress):
+        raise ZeroDivisionError("seven")
+
+    with pytest.raises(ZeroDivisionError, match="seven"):
+        run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport, progress=fails)
+    assert multiprocessing.active_children() == []
+
+
+def load_and_train(worker):
+    batches = DataLoader(torch.arange(6.0), batch_size=2, num_workers=1)
+    return len(train(worker, len(list(batches))))
+
+
+def test_a_worker_may_start_processes_of_its_own():
+    assert run(load_and_train, model(), SGD, workers=2).values == [3, 3]
+
+
+if __name__ == "__main__":
+    TRANSPORT, METHOD, FOLDER = __import__("ast").literal_eval(sys.argv[1])
+    run(
+        compute_for_long, model(), partial(Noted, folder=FOLDER), args=(FOLDER,), workers=2,
+        servers=2, transport=TRANSPORT, start_method=METHOD, progress=print,
+        restarts=int(TRANSPORT == "zeromq"),
+    )  # fmt: skip
