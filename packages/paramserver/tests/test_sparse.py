@@ -1,5 +1,6 @@
 """Gradients of embeddings cost the rows that they touch, and train like dense ones."""
 
+import copy
 import threading
 from functools import partial
 
@@ -145,24 +146,30 @@ def test_a_server_of_sgd_never_makes_them_dense(monkeypatch):
     train(SGD, 1, steps=2, workers=2, policy=Asynchronous(scale_by_staleness=True))
 
 
-def test_sparse_adam_has_what_it_needs():
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("looked_up", [3, 29], ids=["a few rows", "so many that they go as dense"])
+def test_sparse_adam_has_what_it_needs(looked_up, servers):
     made = partial(torch.optim.SparseAdam, lr=0.1)
-    module = nn.Embedding(30, 4, sparse=True)
-    reference = nn.Embedding(30, 4, sparse=True)
-    reference.load_state_dict(module.state_dict())
-    worker = Worker(
-        module, Server(dict(module.named_parameters()), made, BulkSynchronous(), workers=1)
-    )
+    reference = nn.Embedding(30, 5, sparse=True)
+    start = dict(copy.deepcopy(reference).named_parameters())
+    hosts = [
+        Server(start, made, BulkSynchronous(), workers=2, shard=shard)
+        for shard in partition(start, servers)
+    ]
+    group = [Worker(copy.deepcopy(reference), hosts, rank=rank) for rank in range(2)]
     optimizer = made(reference.parameters())
     for step in range(3):
-        worker.pull()
-        for each in (module, reference):
-            each(torch.tensor([step, 7, step + 1])).square().sum().backward()
-        worker.push()
+        words = (torch.arange(looked_up) + 2 * step) % 30, torch.tensor([step, 7, step + 1])
+        for worker, each in zip(group, words, strict=True):
+            worker.pull()
+            worker.module(each).square().sum().backward()
+            worker.push()
+        (sum(reference(each).square().sum() for each in words) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    worker.finish()
-    torch.testing.assert_close(module.weight, reference.weight)
+    for worker in group:
+        worker.pull()
+        torch.testing.assert_close(worker.module.weight, reference.weight)
 
 
 @given(rows=st.lists(st.integers(0, 19), max_size=8), servers=st.integers(1, 7))

@@ -86,6 +86,20 @@ def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
     return plain or isinstance(optimizer, torch.optim.SparseAdam)
 
 
+def of_rows(gradient: Tensor, piece: Piece) -> Tensor:
+    """A dense gradient of a piece as a sparse one of the rows that are not all zeros.
+
+    SparseAdam takes no other; a push in which nearly every row is touched comes as dense.
+    """
+    if piece.viewed == piece.shape:
+        return gradient.to_sparse(1)
+    rows = torch.arange(piece.start, piece.stop) // torch.Size(piece.shape[1:]).numel()
+    (places,) = torch.isin(rows, rows[gradient != 0]).nonzero(as_tuple=True)
+    return torch.sparse_coo_tensor(
+        places[None], gradient[places], piece.viewed, is_coalesced=True, check_invariants=False
+    )
+
+
 def _elements(piece: Piece, rows: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, width]: where the elements of rows lie in the flattened parameter; if in the piece."""
     width = torch.Size(piece.shape[1:]).numel()

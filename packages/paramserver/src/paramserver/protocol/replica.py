@@ -243,10 +243,14 @@ class Replica:
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
         fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
-        parameters = self._by_fragment[number]
-        for parameter, each in zip(parameters, zip(*pushes, strict=True), strict=True):
+        targets = zip(self._by_fragment[number], fragment.shard.pieces, strict=True)
+        for (parameter, piece), each in zip(targets, zip(*pushes, strict=True), strict=True):
             total = _mean(each, parameter.dtype)
-            parameter.grad = total if keeps or not total.is_sparse else total.to_dense()
+            if total.is_sparse and not keeps:
+                total = total.to_dense()
+            elif not total.is_sparse and isinstance(self._optimizer, torch.optim.SparseAdam):
+                total = sparse.of_rows(total, piece)
+            parameter.grad = total
         if self._optimizer:
             self._optimizer.step()
             self._optimizer.zero_grad()  # the other fragments' momentum stays as it is
