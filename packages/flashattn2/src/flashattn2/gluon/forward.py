@@ -302,7 +302,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
     batch, heads, seq_q, dim = q.shape
     tile = TILES[dim]
     tiles = triton.cdiv(seq_q, CONSUMERS * tile.rows)
-    _, outer = launch.score_factors(score, False)
+    outer = launch.numbers(score, False)[2]
     forward_kernel[(tiles * batch * heads,)](
         *(descriptor(x, rows) for x, rows in ((q, tile.rows), (k, tile.keys), (v, tile.keys))),
         descriptor(out, tile.rows), lse, outer, tiles, heads, heads // k.shape[1], seq_q,

@@ -7,7 +7,7 @@ have as many places as the rows could need at most; a program whose place is lef
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,34 @@ from flashattn2.problem import Score
 MAX_SPLITS = 16
 # What a fixed split size may ask for: each split has an output of its own, in float32.
 MOST_FIXED_SPLITS = 1024
+
+
+class Meta(NamedTuple):
+    """What is compiled into a kernel, as its last argument.
+
+    In a kernel these are plain numbers, which `tl.full` takes and triton 3.6's `tl.zeros` does not.
+    """
+
+    # Head dims of q and k, and of v, and each rounded up to a power of two.
+    D: int
+    BLOCK_D: int
+    DV: int
+    BLOCK_DV: int
+    # Rows of a query tile and of a key tile.
+    BLOCK_M: int
+    BLOCK_N: int
+    # Whether the band is bounded on a side: if not, the number that is given is not read.
+    LEFT: bool
+    RIGHT: bool
+    SOFTCAP: bool
+    # See `flashattn2.kernels.tiles`: `share` for SPLITS, `place`, `load_tile`, and the top.
+    SPLITS: int
+    PACKED: bool = False
+    TMA: bool = False
+    PRECISION: str = "ieee"
+    EXACT: bool = False
+    # Whether dQ is added in the kernel of dK and dV.
+    ATOMIC: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +65,16 @@ class Plan:
     def split_flag(self) -> int:
         """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
         return -self.split_size if self.split_size else self.splits
+
+    def meta(self, q: Tensor, v: Tensor, score: Score, packed: bool, atomic: bool = False) -> Meta:
+        """What the kernel is compiled with for this input."""
+        exact = q.dtype == torch.float32 and self.precision == "ieee"
+        return Meta(
+            q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
+            self.tile.block_m, self.tile.block_n,
+            score.left >= 0, score.right >= 0, score.softcap > 0,
+            self.split_flag, packed, self.tma, self.precision, exact, atomic,
+        )  # fmt: skip
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
@@ -158,17 +196,23 @@ def parts(gradient: Tensor, splits: int) -> Tensor:
     )
 
 
-def is_exact(q: Tensor, plan: Plan) -> bool:
-    """Whether products are of whole float32 numbers: see `flashattn2.kernels.tiles`."""
-    return q.dtype == torch.float32 and plan.precision == "ieee"
+def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Of batch, head and row: the last dimension has no gaps."""
+    return tuple(x.stride()[:3] for x in tensors)
 
 
-def score_factors(score: Score, exact: bool) -> tuple[float, float]:
-    """``inner`` and ``outer``: see `flashattn2.kernels.tiles`."""
+def cuts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both boundaries of packed sequences, or None."""
+    return None if cu_q is None or cu_k is None else (cu_q, cu_k)
+
+
+def numbers(score: Score, exact: bool) -> tuple[float, float, float, int, int]:
+    """Scale, ``inner``, ``outer`` (see `flashattn2.kernels.tiles`), left and right."""
     unit = 1.0 if exact else math.log2(math.e)
+    inner, outer = 1.0, score.scale * unit
     if score.softcap:
-        return score.scale / score.softcap, score.softcap * unit
-    return 1.0, score.scale * unit
+        inner, outer = score.scale / score.softcap, score.softcap * unit
+    return score.scale, inner, outer, score.left, score.right
 
 
 @dataclass(frozen=True)
