@@ -4,7 +4,8 @@ A script of its own, since a process that interprets kernels cannot compile them
 jobs as JSON from standard input, and writes one line of JSON for each.
 
 A job (see `shipped.py`) names the kernel, tile, head dim, architecture and path, and the options of
-attention that are compiled in: left, right (so causal), softcap, packed, splits.
+attention that are compiled in: left, right (so causal), softcap, packed, splits; of_one says that
+all sizes are 1, which Triton compiles in by itself.
 """
 
 import json
@@ -41,8 +42,13 @@ def compile_job(job):
     )  # fmt: skip
     signature = {name: types(job, meta)[name] for name in kernel.arg_names}
     places = dict(leaves(tuple(signature.values())))
-    # What a kernel is given None for, and what it is compiled with.
-    constants = {place: None for place, kind in places.items() if kind == "constexpr"}
+    # What a kernel is given None for, sizes of one, and what it is compiled with.
+    one, sizes = job.get("of_one", False), kernel.arg_names.index("sizes")
+    constants = {
+        place: 1 if one and place[0] == sizes else None
+        for place, kind in places.items()
+        if kind == "constexpr"
+    }
     constants[kernel.arg_names.index("meta"),] = meta
     strides = kernel.arg_names.index("strides")
     source = ASTSource(
@@ -112,7 +118,8 @@ def types(job, meta):
         "sums": ("*fp32", "*fp32", "*fp32" if meta.EXACT else "constexpr"),
         "strides": (("i32",) * 3,) * tensors,
         "cuts": ("*i32",) * 2 if meta.PACKED else "constexpr",
-        "sizes": ("i32",) * 5, "score": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
+        "sizes": ("constexpr" if job.get("of_one") else "i32",) * 5,
+        "score": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
     }  # fmt: skip
 
 

@@ -91,6 +91,17 @@ def test_the_count_of_work_sees_what_is_done_twice():
     assert result["work"] == pytest.approx(1.5, abs=0.02)
 
 
+def test_sizes_of_one_which_are_compiled_in_compile():
+    """One head, one row, one key, one tile: numbers where there are else arguments."""
+    jobs = [
+        {**job, "of_one": True, "packed": packed}
+        for job in shipped.sample()
+        if job["kind"] == "ieee" or (job["kernel"] == "atomic" and not job["tma"])
+        for packed in (False, True)
+    ]
+    assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
+
+
 def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
     for kernel, rich, tma in (

@@ -55,8 +55,8 @@ def norm_and_delta(
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
         launch.cuts(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.numbers(score, True),
-        plan.meta(q, v, score, cu_q is not None)._replace(TMA=False), **tile.compiler_options,
+        launch.numbers(score, True), plan.meta(q, v, score, cu_q is not None),
+        **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)
     # A row that sees no key has P = 0, whatever it is multiplied by.
