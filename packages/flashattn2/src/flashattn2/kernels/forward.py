@@ -116,9 +116,10 @@ def _attend(
         # What was summed relative to the old maximum is brought to the new one: [M].
         rescale = power(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
+        # Of k what TMA reads past a sequence is masked above; 0 times a NaN of v would be NaN.
         v_tile = load_tile(
             v, v_strides, sequence, start,
-            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED,
+            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
         )  # fmt: skip  # [N, DV]
         acc = acc * rescale[:, None]  # [M, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=meta.PRECISION)

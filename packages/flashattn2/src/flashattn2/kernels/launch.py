@@ -101,13 +101,15 @@ def plan(
     device = device_of(q.device)
     if not device.has_tf32:
         precision = "ieee"
+    by_key = kernel in ("dkdv", "atomic")
     block_d, block_dv = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
     width = q.element_size()
     paths = ["pointers"]
     if device.has_tma:
-        may_use_tma = not packed and all(fits_tma(x) for x in (q, k, v, *others))
-        paths = ["tma", "hopper", "pointers"] if may_use_tma else ["hopper", "pointers"]
-    by_key = kernel in ("dkdv", "atomic")
+        paths = ["hopper", "pointers"]
+        # What TMA reads past a sequence is set to zero in registers: by keys there are none left.
+        if not (packed and by_key) and all(fits_tma(x) for x in (q, k, v, *others)):
+            paths.insert(0, "packed" if packed else "tma")
     heads = (k if by_key else q).shape[1]
     # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
     fixed = split_size if kernel == "forward" and not packed else 0

@@ -68,7 +68,7 @@ def place(
 @triton.jit
 def load_tile(
     source, strides, sequence, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    TMA: tl.constexpr = False, WHOLE: tl.constexpr = False,
+    TMA: tl.constexpr = False, WHOLE: tl.constexpr = False, PACKED: tl.constexpr = False,
 ):  # fmt: skip
     """Rows ``start ..`` of a sequence: batch, head, the row where it begins, its length.
 
@@ -76,7 +76,10 @@ def load_tile(
     """
     batch, head, begin, length = sequence
     if TMA:
-        tile = source.load([batch, head, start, 0]).reshape(ROWS, BLOCK_D)
+        tile = source.load([batch, head, begin + start, 0]).reshape(ROWS, BLOCK_D)
+        if PACKED and not WHOLE:
+            # After a sequence comes the next one, whatever is in it; zeros only after the last.
+            tile = tl.where((start + tl.arange(0, ROWS) < length)[:, None], tile, 0.0)
     else:
         base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
         base += tl.cast(begin + start, tl.int64) * strides[2]
