@@ -37,11 +37,11 @@ def decode(
     packed = q.reshape(batch, kv_heads, rows, dim).contiguous()
     block_m, block_n = tile(rows, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
-    tiles = triton.cdiv(rows, block_m)
-    loop = triton.cdiv(capacity, block_n)
+    tiles = launch.cdiv(rows, block_m)
+    loop = launch.cdiv(capacity, block_n)
     if split_size:
-        flag = -triton.cdiv(split_size, block_n) * block_n
-        splits = triton.cdiv(capacity, -flag)
+        flag = -launch.cdiv(split_size, block_n) * block_n
+        splits = launch.cdiv(capacity, -flag)
     else:
         processors = launch.device_of(q.device).processors
         flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
@@ -51,7 +51,7 @@ def decode(
         to_lse = q.new_empty((splits * batch, kv_heads, rows), dtype=torch.float32)
     exact = q.dtype == torch.float32
     meta = launch.Meta(
-        dim, triton.next_power_of_2(dim), v_dim, triton.next_power_of_2(v_dim), block_m, block_n,
+        dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
         score.left >= 0, score.right >= 0, score.softcap > 0, flag, EXACT=exact,
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
@@ -61,7 +61,7 @@ def decode(
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        tiles = triton.cdiv(rows, 32)
+        tiles = launch.cdiv(rows, 32)
         whole = out.view(batch, kv_heads, rows, v_dim)
         combine_kernel[launch.grid(tiles, batch * kv_heads, 1)](
             to_out, to_lse, whole, lse, whole.stride()[:3],
@@ -73,7 +73,7 @@ def decode(
 
 def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
     """Rows of a query tile, and of a key tile: 16 is the least that matrix units take."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64 if dim <= 128 else 32)
+    block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
     return block_m, 64 if dim <= 128 else 32

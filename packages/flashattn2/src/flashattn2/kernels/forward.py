@@ -192,7 +192,7 @@ def forward(
         meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
-        tiles = triton.cdiv(rows, 32)
+        tiles = launch.cdiv(rows, 32)
         combine_kernel[launch.grid(tiles, batch * heads, 1)](
             to_out, to_lse, out, lse, out.stride()[:3],
             (tiles, heads, rows, splits, batch * heads * rows),

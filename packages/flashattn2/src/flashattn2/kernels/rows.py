@@ -23,11 +23,11 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
     """D from the output."""
     batch, heads, rows, dim = out.shape
     d = torch.empty_like(lse)
-    tiles = triton.cdiv(rows, 32)
+    tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](
         out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), d,
         launch.strides(out, grad_out), (tiles, heads, rows),
-        D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_M=32, enable_fp_fusion=True,
+        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=32, enable_fp_fusion=True,
     )  # fmt: skip
     return d
 
