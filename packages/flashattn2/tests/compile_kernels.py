@@ -4,7 +4,8 @@ A script of its own, since a process that interprets kernels cannot compile them
 jobs as JSON from standard input, and writes one line of JSON for each.
 
 A job (see `shipped.py`) names the kernel, tile, head dim, architecture and path, and the options of
-attention that are compiled in: left, right (so causal), softcap, packed, splits.
+attention that are compiled in: left, right (so causal), softcap, packed, splits; of_one says that
+all sizes are 1, which Triton compiles in by itself.
 """
 
 import json
@@ -16,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import triton
-from flashattn2.kernels import configs, dkdv, dq, forward, rows
+from flashattn2.kernels import configs, dkdv, dq, forward, launch, rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -33,42 +34,28 @@ ALIGNED = [["tt.divisibility", 16]]
 def compile_job(job):
     """Registers, stack and shared memory, and how often each instruction of interest occurs."""
     kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
-    flags = {
-        "D": job["dim"],
-        "BLOCK_D": block_d(job),
-        "DV": job["dim"],
-        "BLOCK_DV": block_d(job),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "LEFT": job.get("left", False),
-        "RIGHT": job.get("right", True),
-        "SOFTCAP": job.get("softcap", False),
-        "PACKED": job.get("packed", False),
-        "TMA": job["tma"],
-        "SPLITS": job.get("splits", 1),
-        "PRECISION": job["precision"],
-        "EXACT": job["kind"] == "ieee",
-        "ATOMIC": job["kernel"] == "atomic",
+    meta = launch.Meta(
+        job["dim"], block_d(job), job["dim"], block_d(job), tile.block_m, tile.block_n,
+        job.get("left", False), job.get("right", True), job.get("softcap", False),
+        job.get("splits", 1), job.get("packed", False), job["tma"], job["precision"],
+        EXACT=job["kind"] == "ieee", ATOMIC=job["kernel"] == "atomic",
+    )  # fmt: skip
+    signature = {name: types(job, meta)[name] for name in kernel.arg_names}
+    places = dict(leaves(tuple(signature.values())))
+    # What a kernel is given None for, sizes of one, and what it is compiled with.
+    one, sizes = job.get("of_one", False), kernel.arg_names.index("sizes")
+    constants = {
+        place: 1 if one and place[0] == sizes else None
+        for place, kind in places.items()
+        if kind == "constexpr"
     }
-    constants = {name: value for name, value in flags.items() if name in kernel.arg_names}
-    if not constants["PACKED"]:
-        constants |= dict.fromkeys(("cu_q", "cu_k"))
-    if "maxima" in kernel.arg_names:
-        constants["maxima"] = None
-    if "norm" in kernel.arg_names and not constants["EXACT"]:
-        constants["norm"] = None
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else _type(name, job, tile)
-        if name.endswith("strides"):
-            attributes |= {(index, axis): ALIGNED for axis in range(3)}
-        elif str(signature[name]).startswith("*"):
-            attributes[index,] = ALIGNED
+    constants[kernel.arg_names.index("meta"),] = meta
+    strides = kernel.arg_names.index("strides")
     source = ASTSource(
         kernel,
         signature,
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attributes,
+        constants,
+        {at: ALIGNED for at, kind in places.items() if at[0] == strides or kind.startswith("*")},
     )
     compiled = triton.compile(
         source, target=GPUTarget("cuda", job["arch"], 32), options=tile.compiler_options
@@ -76,7 +63,7 @@ def compile_job(job):
     ptx = compiled.asm["ptx"]
     return {
         **job,
-        "work": issued_flops(ptx, tile.num_warps) / (loops(constants) * flops_of_a_tile(job, tile)),
+        "work": issued_flops(ptx, tile.num_warps) / (loops(meta) * flops_of_a_tile(job, tile)),
         "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
@@ -107,9 +94,9 @@ def flops_of_a_tile(job, tile):
     return products * 2 * tile.block_m * tile.block_n * block_d(job)
 
 
-def loops(flags):
+def loops(meta):
     """How many times the loop over tiles stands in a kernel: see `flashattn2.kernels.forward`."""
-    return 3 if flags["LEFT"] else 2
+    return 3 if meta.LEFT else 2
 
 
 def block_d(job):
@@ -117,22 +104,32 @@ def block_d(job):
     return triton.next_power_of_2(job["dim"])
 
 
-def _type(name, job, tile):
-    rows = {"q": tile.block_m, "grad_out": tile.block_m, "k": tile.block_n, "v": tile.block_n}
-    if name in rows:
-        shape = f"[1,1,{rows[name]},{block_d(job)}]"
-        return f"tensordesc<{job['dtype']}{shape}>" if job["tma"] else f"*{job['dtype']}"
-    if name.endswith("strides"):
-        return ("i32",) * 3
-    if name in ("lse", "delta", "norm", "p_sums", "dp_sums") or (
-        name == "dq" and job["kernel"] == "atomic"
-    ):
-        return "*fp32"
-    if name in ("out", "dq", "dk", "dv"):
-        return f"*{job['dtype']}" if job.get("splits", 1) == 1 else "*fp32"
-    if name in ("cu_q", "cu_k"):
-        return "*i32"
-    return "fp32" if name in ("scale", "inner", "outer") else "i32"
+def types(job, meta):
+    """Of the kernels' arguments, by name; "constexpr" for None, and for what is compiled in."""
+    operands = {"q": meta.BLOCK_M, "grad_out": meta.BLOCK_M, "k": meta.BLOCK_N, "v": meta.BLOCK_N}
+    for name, block in operands.items():
+        tile = f"tensordesc<{job['dtype']}[1,1,{block},{meta.BLOCK_D}]>"
+        operands[name] = tile if meta.TMA else f"*{job['dtype']}"
+    result = f"*{job['dtype']}" if meta.SPLITS == 1 else "*fp32"
+    tensors = {"forward": 4, "sums": 4, "dq": 5, "dkdv": 7, "atomic": 7}[job["kernel"]]
+    return operands | {
+        "out": result, "dq": "*fp32" if meta.ATOMIC else result, "dk": result, "dv": result,
+        "lse": "*fp32", "maxima": "constexpr", "p_sums": "*fp32", "dp_sums": "*fp32",
+        "sums": ("*fp32", "*fp32", "*fp32" if meta.EXACT else "constexpr"),
+        "strides": (("i32",) * 3,) * tensors,
+        "cuts": ("*i32",) * 2 if meta.PACKED else "constexpr",
+        "sizes": ("constexpr" if job.get("of_one") else "i32",) * 5,
+        "score": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
+    }  # fmt: skip
+
+
+def leaves(types, at=()):
+    """Each type that is no tuple, with the indices that lead to it."""
+    for index, kind in enumerate(types):
+        if isinstance(kind, tuple):
+            yield from leaves(kind, (*at, index))
+        else:
+            yield (*at, index), kind
 
 
 def resources(cubin):

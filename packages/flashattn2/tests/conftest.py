@@ -26,7 +26,8 @@ def same_numbers_every_time():
 def interpreter(monkeypatch):
     """Small tiles in the interpreter, so that short sequences still need many of them.
 
-    Returns a function that sets what a real GPU would decide: splits, and TMA or pointers.
+    Returns a function that sets what a real GPU would decide: splits, and TMA or pointers, which
+    are what packed sequences take otherwise.
     """
     from flashattn2.kernels import configs, launch
     from triton.runtime import interpreter as of_triton
@@ -47,11 +48,14 @@ def interpreter(monkeypatch):
         return function.rewrite()(*args, **kwargs)
 
     monkeypatch.setattr(of_triton.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(
-        launch, "choose", lambda *given: (configs.Tile(16, 32, 4, 1), "tma" in given[4], given[1])
-    )
 
-    def use(*, splits=1, tma=True):
+    def use(*, splits=1, tma=True, packed=False):
+        paths = {"tma", "packed" if packed else "tma"}
+
+        def choose(*given):
+            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(given[4]), given[1]
+
+        monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)
         monkeypatch.setattr(
             launch, "device_of", lambda _: launch.Device("interpreter", 227 * 1024, 1, tma)

@@ -11,6 +11,7 @@ from flashattn2.kernels import configs
 ARCHITECTURES = {
     ("tma", True): (90,),
     ("tma", False): (90,),
+    ("packed", True): (90,),
     ("hopper", True): (90,),
     ("pointers", True): (80,),
     ("pointers", False): (90, 80),
@@ -31,6 +32,7 @@ OPTIONS = (
 # Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}),
+    ("packed", "half"): (128, 90, PACKED),
     ("hopper", "half"): (128, 90, PACKED),
     ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
     ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
@@ -41,9 +43,21 @@ SAMPLE = {
 }
 
 
+def tables():
+    """What is shipped, and TMA's own tiles for packed sequences: a GPU is to say if they serve.
+
+    At head dim 256 dQ's would spill 80 bytes.
+    """
+    may_be = {}
+    for kernel in ("forward", "dq"):
+        tiles = configs.TILES["tma", "half", kernel]
+        may_be["packed", "half", kernel] = {dim: tiles[dim] for dim in tiles if dim <= 128}
+    return configs.TILES | may_be
+
+
 def exhaustive():
     """Each tile with each of `OPTIONS` that it may meet, on the architectures that it serves."""
-    for key, tiles in configs.TILES.items():
+    for key, tiles in tables().items():
         for block_d in tiles:
             for options in OPTIONS:
                 if can_occur(key[0], block_d, options):
@@ -53,17 +67,17 @@ def exhaustive():
 
 def sample():
     """The same for the head dims and options of `SAMPLE`."""
-    for key in configs.TILES:
+    for key, tiles in tables().items():
         block_d, arch, options = SAMPLE[key[:2]]
-        if block_d not in configs.TILES[key]:
+        if block_d not in tiles:
             continue
         tile = serving(key, block_d, options)[-1]
         yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
 
 
 def can_occur(path, block_d, options):
-    """TMA does not load packed sequences; the narrowest head dim is 16."""
-    if path == "tma" and options.get("packed"):
+    """Packed sequences have a path by TMA of their own; the narrowest head dim is 16."""
+    if path in configs.BY_TMA and bool(options.get("packed")) != (path == "packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 
@@ -76,6 +90,8 @@ def serving(key, block_d, options):
         kinds = (rich,)
     elif options.get("splits"):
         kinds = (True,)
+    if block_d not in configs.TILES.get(key, {}):
+        key = ("tma", *key[1:])
     # In order, each once.
     tiles = dict.fromkeys(configs.sizes(key, block_d, kind) for kind in kinds)
     return [tile for tile in tiles if tile is not None]
@@ -90,7 +106,8 @@ def jobs(key, block_d, tile, options):
     kernels = ("sums", "dq") if (kind, kernel) == ("ieee", "dq") else (kernel,)
     for kernel, arch in itertools.product(kernels, ARCHITECTURES[path, kind == "half"]):
         yield {
-            "kernel": kernel, "tile": tile, "dim": dim, "arch": arch, "tma": path == "tma",
+            "kernel": kernel, "tile": tile, "dim": dim, "arch": arch,
+            "tma": path in configs.BY_TMA,
             "kind": kind, "precision": "ieee" if half else kind,
             "dtype": "bf16" if half else "fp32", **options,
         }  # fmt: skip

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import shipped
+import torch
 import tune
-from flashattn2.kernels import configs
+from flashattn2.kernels import configs, launch
+from flashattn2.problem import Score
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -91,6 +93,17 @@ def test_the_count_of_work_sees_what_is_done_twice():
     assert result["work"] == pytest.approx(1.5, abs=0.02)
 
 
+def test_sizes_of_one_which_are_compiled_in_compile():
+    """One head, one row, one key, one tile: numbers where there are else arguments."""
+    jobs = [
+        {**job, "of_one": True, "packed": packed}
+        for job in shipped.sample()
+        if job["kind"] == "ieee" or (job["kernel"] == "atomic" and not job["tma"])
+        for packed in (False, True)
+    ]
+    assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
+
+
 def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
     for kernel, rich, tma in (
@@ -105,6 +118,28 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
+
+
+def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
+    """Nowhere as shipped; and by keys never, whatever they say."""
+    gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
+    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    x = torch.empty(1, 4, 4096, 64, dtype=torch.bfloat16)
+    kernels = ("forward", "dq", "dkdv", "atomic")
+
+    def by_tma():
+        plans = [
+            launch.plan(kernel, "ieee", Score(0.1), x, x, x, packed=True) for kernel in kernels
+        ]
+        return [plan.tma for plan in plans]
+
+    assert by_tma() == [False] * 4
+    for kernel in kernels:
+        tiles = configs.TILES["tma", "half", kernel]
+        monkeypatch.setitem(configs.TILES, ("packed", "half", kernel), tiles)
+    assert by_tma() == [True, True, False, False]
+    x = x[..., 1:]
+    assert by_tma() == [False] * 4
 
 
 def test_a_smaller_shared_memory_prunes_stages_then_rows():

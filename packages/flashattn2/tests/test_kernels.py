@@ -3,7 +3,12 @@
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain
-from flashattn2 import FlashAttentionTriton, attention_reference, flash_attention
+from flashattn2 import (
+    FlashAttentionTriton,
+    attention_reference,
+    flash_attention,
+    flash_attention_with_kvcache,
+)
 from flashattn2.kernels import launch
 from option_pairs import OPTIONS, pairwise, sinks, tensors
 
@@ -49,6 +54,18 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
             )
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_launch_counts_without_triton_s_slow_functions(interpreter, monkeypatch, deterministic):
+    """They are wrapped to serve in kernels too, and were half of the time before a launch."""
+    interpreter(splits=2)
+    for name in ("cdiv", "next_power_of_2"):
+        monkeypatch.setattr(f"triton.{name}", None)
+    q, k, v = (x.requires_grad_() for x in tensors("more keys", 24, torch.float16))
+    triton(deterministic)(q, k, v, is_causal=True).sum().backward()
+    with torch.no_grad():
+        flash_attention_with_kvcache(q[:, :, :1], k, v, cache_seqlens=5, backend="triton")
 
 
 def test_two_deterministic_runs_are_bit_equal(interpreter):

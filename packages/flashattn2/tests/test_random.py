@@ -14,5 +14,5 @@ SAMPLE = [pytest.param(range(0, 12)), *(
 def test_every_option_beside_every_other_is_attention(interpreter, kernels, seeds):
     for seed in seeds:
         case, options = random_cases.draw(seed, kernels)
-        interpreter(splits=case["splits"], tma=case["tma"])
+        interpreter(splits=case["splits"], tma=case["tma"], packed=case["tma"])
         random_cases.check(case, options)

@@ -51,6 +51,20 @@ def test_an_entry_without_a_tile_keeps_the_one_it_has():
     assert json.loads(tune.written(table)) == json.loads(text)
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_packed_sequences_go_by_tma_where_that_is_faster(faster):
+    def speed(job):
+        return float(job["tma"] != faster)
+
+    def wanted(entry):
+        return entry[0][0] == "packed" and entry[1:] == (64, False)
+
+    table = tune.table(90, made, speed, wanted)
+    for name in ("packed half forward", "packed half dq"):
+        assert (name in table) == faster
+        assert not faster or [*table[name]["tiles"]] == ["64"]
+
+
 def test_the_model_prefers_work_once_wide_instructions_and_loads_ahead():
     job = {
         "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",

@@ -36,13 +36,14 @@ def tensors(dim=16, dtype=torch.float32):
     return [x.to(dtype) for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton", "triton by TMA"])
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
 def test_it_is_attention_over_each_sequence(interpreter, backend, options):
+    interpreter(packed=backend == "triton by TMA")
     assert_as_good_as_plain(
-        packed(backend), tensors(), one_by_one=one_by_one, lse_shape=(4, 90), **options,
+        packed(backend.split()[0]), tensors(), one_by_one=one_by_one, lse_shape=(4, 90), **options,
     )  # fmt: skip
 
 
@@ -54,8 +55,10 @@ def test_the_atomic_backward_too(interpreter):
     )  # fmt: skip
 
 
-def test_many_sequences_of_any_lengths_are_each_found(interpreter):
+@pytest.mark.parametrize("by_tma", [False, True])
+def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
     """Empty ones, shorter than a tile, and ends that fall on its edge, on either side."""
+    interpreter(packed=by_tma)
     lengths = torch.tensor(
         [[0, 16, 1, 0, 0, 32, 33, 15, 17, 0, 48, 5], [3, 16, 0, 7, 0, 32, 31, 9, 9, 9, 9, 9]]
     )
@@ -88,6 +91,38 @@ def test_no_value_of_another_sequence_is_touched(interpreter):
     assert out[: CU_Q[1]].isfinite().all()
     assert out[CU_Q[2] : CU_Q[3]].isfinite().all()
     assert out[CU_Q[3] :].isnan().any()
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+@pytest.mark.parametrize("by_tma", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
+)
+def test_what_stands_in_other_sequences_changes_no_bit(interpreter, by_tma, dtype, options):
+    """NaN and infinities in every other sequence, whose rows share tiles with this one's."""
+    interpreter(packed=by_tma)
+    inputs = [*tensors(dtype=dtype), torch.randn(90, 4, 16, dtype=dtype)]
+    rows = [torch.repeat_interleave(torch.arange(4), cu.diff()) for cu in (CU_Q, CU_K, CU_K, CU_Q)]
+
+    def results(q, k, v, grad_out):
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        run = packed("triton")
+        out = run(q, k, v, **options, deterministic=dtype == torch.float32)
+        return out, *torch.autograd.grad(out, (q, k, v), grad_out)
+
+    clean = results(*(x.clone() for x in inputs))
+    for odd in (False, True):
+        planted = [x.clone() for x in inputs]
+        for x, sequence in zip(planted, rows, strict=True):
+            bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype).repeat(len(x))
+            others = sequence % 2 != odd
+            x[others] = bad[: others.sum()][:, None, None]
+        found = results(*planted)
+        for a, b, sequence in zip(found, clean, (rows[0], *rows[:3]), strict=True):
+            mine = sequence % 2 == odd
+            assert torch.equal(a[mine], b[mine])
+            assert not a[~mine].isfinite().all()
 
 
 def test_one_sequence_is_plain_attention():

@@ -3,7 +3,8 @@
 Every tile that might serve is compiled with the options that ask the most of it.  One that does
 work twice, spills, overflows shared memory or leaves the matrix units idle is out.  Of the others
 the fastest is taken: by time, with --measure on that GPU, where all of it takes minutes; by a model
-of its cost elsewhere.  An entry that has no tile left keeps the one it has.
+of its cost elsewhere.  An entry that has no tile left keeps the one it has.  Packed sequences go by
+TMA where that was measured to be faster than pointers, of which no model can tell.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import shipped
 from compile_kernels import compile_job
 from flashattn2.kernels import configs
 
-PATHS = {90: ("tma", "hopper"), 80: ("pointers",)}
+PATHS = {90: ("tma", "packed", "hopper"), 80: ("pointers",)}
 # The most that a block may have, and what a multiprocessor does in a cycle: FLOPs of its matrix
 # units in half precision, exponentials, and bytes from the second cache.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -29,9 +30,9 @@ FEW_BYTES, MOST_WORK = 48, 1.02
 
 def entries(arch):
     """Each table, head dim and whether its tile is for the options that need the most registers."""
-    for key in configs.TILES:
+    for key, tiles in shipped.tables().items():
         if key[0] in PATHS[arch]:
-            for block_d in configs.TILES[key]:
+            for block_d in tiles:
                 for rich in (False, True):
                     yield key, block_d, rich
 
@@ -41,8 +42,8 @@ def options(path, rich):
     found = [{}, shipped.NOT_CAUSAL]
     if rich:
         found = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
-    packed = [] if path == "tma" else [one | shipped.PACKED for one in found if "splits" not in one]
-    return found + packed
+    packed = [one | shipped.PACKED for one in found if "splits" not in one]
+    return {"tma": found, "packed": packed}.get(path, found + packed)
 
 
 def candidates(key, block_d, arch):
@@ -106,13 +107,18 @@ def cost(result):
 def milliseconds(result, rounds=5):
     """The time of the pass that the kernel is in, on this GPU, in tiles like this."""
     import torch
-    from flashattn2 import flash_attention
+    from flashattn2 import flash_attention, flash_attention_varlen
     from flashattn2.kernels import launch
     from triton.testing import do_bench
 
     dtype = torch.bfloat16 if result["dtype"] == "bf16" else torch.float32
     dim = result["dim"]
-    shape = (4, 2048 // dim, 4096, dim)
+    shape, attention = (4, 2048 // dim, 4096, dim), flash_attention
+    if result.get("packed"):
+        lengths = torch.tensor([0, 300, 1200, 2500, 100, 3900, 3000, 5384], device="cuda")
+        cu = lengths.cumsum(0).int()
+        shape = (16384, 2048 // dim, dim)
+        attention = functools.partial(flash_attention_varlen, cu_seqlens_q=cu, cu_seqlens_k=cu)
     q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in "qkv")
     asked = {
         "is_causal": True, "deterministic": result["kernel"] != "atomic",
@@ -129,9 +135,9 @@ def milliseconds(result, rounds=5):
 
     launch.choose = choose
     try:
-        out = flash_attention(q, k, v, **asked)
+        out = attention(q, k, v, **asked)
         if result["kernel"] == "forward":
-            run = functools.partial(flash_attention, q, k, v, **asked)
+            run = functools.partial(attention, q, k, v, **asked)
         else:
             run = functools.partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
         return statistics.median(do_bench(run, warmup=5, rep=20) for _ in range(rounds))
@@ -156,21 +162,35 @@ def best(key, block_d, rich, arch, compiled, speed):
     return min(ranked)[1] if ranked else None
 
 
+def beats_pointers(key, block_d, rich, tile, speed):
+    """Whether packed sequences are faster by TMA in this tile than by pointers in theirs."""
+    paths = {path: (path, *key[1:]) for path in ("packed", "hopper")}
+    tiles = {"packed": tile, "hopper": configs.sizes(paths["hopper"], block_d, rich)}
+    first = options("packed", rich)[0]
+    times = [speed(*shipped.jobs(paths[path], block_d, tiles[path], first)) for path in paths]
+    return times[0] < times[1]
+
+
 def table(arch, compiled, speed, wanted=lambda entry: True):
     """Every entry's tile, found anew; the form of a file in `tables`."""
     found = {}
     for key, block_d, rich in entries(arch):
-        tile = configs.TILES[key][block_d]
+        tile = configs.TILES.get(key, {}).get(block_d)
         if rich:
             tile = configs.RICH.get(key, {}).get(block_d, tile)
         if wanted((key, block_d, rich)):
             tile = best(key, block_d, rich, arch, compiled, speed) or tile
+            if key[0] == "packed" and not (
+                tile and beats_pointers(key, block_d, rich, tile, speed)
+            ):
+                tile = None
         entry = found.setdefault(" ".join(key), {"tiles": {}, "rich": {}})
-        if not rich:
+        if not rich and tile:
             entry["tiles"][str(block_d)] = tile
-        elif tile != entry["tiles"][str(block_d)]:
+        elif tile != entry["tiles"].get(str(block_d)):
             entry["rich"][str(block_d)] = tile
-    return {key: {name: part for name, part in e.items() if part} for key, e in found.items()}
+    parts = {key: {name: part for name, part in e.items() if part} for key, e in found.items()}
+    return {key: part for key, part in parts.items() if part}
 
 
 def written(table):
@@ -198,11 +218,16 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, help="compilers at a time")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(argv)
-    known = {}
+
+    def wanted(entry):
+        key, block_d, _ = entry
+        return given.only in " ".join((*key, str(block_d))) and (
+            given.measure or key[0] != "packed"
+        )
+
     jobs = [
         job
-        for key, block_d, rich in entries(given.arch)
-        if given.only in " ".join((*key, str(block_d)))
+        for key, block_d, rich in filter(wanted, entries(given.arch))
         for tile in candidates(key, block_d, given.arch)
         for option in options(key[0], rich)
         for job in shipped.jobs(key, block_d, configs.complete(key, tile), option)
@@ -212,14 +237,7 @@ def main(argv=None):
     with ProcessPoolExecutor(given.jobs) as pool:
         known = dict(zip(names, pool.map(attempt, jobs, chunksize=4), strict=True))
     speed = milliseconds if given.measure else cost
-    text = written(
-        table(
-            given.arch,
-            lambda job: known[json.dumps(job)],
-            speed,
-            lambda entry: given.only in " ".join((*entry[0], str(entry[1]))),
-        )
-    )
+    text = written(table(given.arch, lambda job: known[json.dumps(job)], speed, wanted))
     (given.out.write_text if given.out else print)(text)
 
 

@@ -8,8 +8,6 @@ Shapes: Q is ``[batch, N, d]``, K and V are ``[batch, M, d]``, with N = M where 
 has B rows of Q or of K.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -22,7 +22,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -308,10 +307,10 @@ def backward(
     delta = per_row(rows.delta(out, grad_out, grad_lse, lse))
     # P of a row that sees no key is 0.
     lse = per_row(torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e)))
-    _, outer = launch.score_factors(score, False)
+    outer = launch.numbers(score, False)[2]
 
     def run(held, passing, to, by_key, to_dq=None):
-        tiles = triton.cdiv(held[0].shape[2], HELD)
+        tiles = launch.cdiv(held[0].shape[2], HELD)
         queries = tile.rows if by_key else HELD
         backward_kernel[(tiles * held[0].shape[0] * held[0].shape[1],)](
             *(descriptor(x, HELD) for x in held), *(descriptor(x, tile.rows) for x in passing),
@@ -338,7 +337,7 @@ def backward(
 def per_row(x: Tensor) -> Tensor:
     """``(batch, heads, rows)`` as ``(batch · heads, rows)``, each line as long as TMA asks."""
     x = x.flatten(0, 1)
-    room = x.new_empty(x.shape[0], triton.cdiv(x.shape[1], 4) * 4)[:, : x.shape[1]]
+    room = x.new_empty(x.shape[0], launch.cdiv(x.shape[1], 4) * 4)[:, : x.shape[1]]
     return room.copy_(x)
 
 

@@ -25,7 +25,6 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -301,8 +300,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tens
     )
     batch, heads, seq_q, dim = q.shape
     tile = TILES[dim]
-    tiles = triton.cdiv(seq_q, CONSUMERS * tile.rows)
-    _, outer = launch.score_factors(score, False)
+    tiles = launch.cdiv(seq_q, CONSUMERS * tile.rows)
+    outer = launch.numbers(score, False)[2]
     forward_kernel[(tiles * batch * heads,)](
         *(descriptor(x, rows) for x, rows in ((q, tile.rows), (k, tile.keys), (v, tile.keys))),
         descriptor(out, tile.rows), lse, outer, tiles, heads, heads // k.shape[1], seq_q,

@@ -10,7 +10,8 @@ parts, summed in a fixed order.
 import torch
 from torch import Tensor
 
-from flashattn2.kernels import launch, rows
+from flashattn2.kernels import launch
+from flashattn2.kernels import rows as of_rows
 from flashattn2.kernels.configs import has_atomic
 from flashattn2.kernels.dkdv import dkdv_kernel
 from flashattn2.kernels.dq import dq_kernel
@@ -29,27 +30,22 @@ def backward(
     q, k, v, out, grad_out = launch.rows_contiguous(q, k, v, out, grad_out)
     packed = cu_q is not None
     atomic = not deterministic and has_atomic(q.element_size())
-    batch, heads, seq_q, dim = q.shape
-    kv_heads, group = k.shape[1], heads // k.shape[1]
+    batch, heads, rows = q.shape[:3]
+    kv_heads, seq_k = k.shape[1:3]
     by_key = launch.plan(
         "atomic" if atomic else "dkdv", precision, score, q, k, v, grad_out,
         packed=packed, split_size=split_size,
     )  # fmt: skip
     lse = lse.contiguous()
-    exact = launch.is_exact(q, by_key)
-    inner, outer = launch.score_factors(score, exact)
-    flags = {
-        "D": dim, "BLOCK_D": by_key.block_d, "DV": v.shape[-1], "BLOCK_DV": by_key.block_dv,
-         "LEFT": score.left >= 0, "RIGHT": score.right >= 0,
-        "SOFTCAP": score.softcap > 0, "PACKED": packed, "EXACT": exact,
-    }  # fmt: skip
-    sizes = (group, seq_q, seq_q, k.shape[2], score.left, score.right)
-    if exact:
-        norm, delta = rows.norm_and_delta(
+    meta = by_key.meta(q, v, score, packed, atomic)
+    if meta.EXACT:
+        norm, delta = of_rows.norm_and_delta(
             q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, score, precision, split_size
         )
     else:
-        norm, delta = None, rows.delta(out, grad_out, grad_lse, lse)
+        norm, delta = None, of_rows.delta(out, grad_out, grad_lse, lse)
+    sums, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
+    numbers = launch.numbers(score, meta.EXACT)
 
     dq_sum = torch.zeros_like(dq, dtype=torch.float32) if atomic else dq
     tile, splits = by_key.tile, by_key.splits
@@ -59,12 +55,9 @@ def backward(
         *by_key.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        lse, delta, norm, dq_sum, to_dk, to_dv,
-        *(x.stride()[:3] for x in (q, k, v, grad_out, dq_sum, to_dk, to_dv)),
-        cu_q, cu_k, score.scale, inner, outer, tiles, kv_heads, *sizes, **flags,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_key.tma, SPLITS=by_key.split_flag,
-        PRECISION=by_key.precision,
-        ATOMIC=atomic, **tile.compiler_options,
+        sums, dq_sum, to_dk, to_dv, launch.strides(q, k, v, grad_out, dq_sum, to_dk, to_dv),
+        launch.cuts(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, meta,
+        **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         dk.copy_(to_dk.unflatten(0, (splits, batch)).sum(0))
@@ -82,10 +75,9 @@ def backward(
         *by_query.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        lse, delta, norm, to_dq, *(x.stride()[:3] for x in (q, k, v, grad_out, to_dq)),
-        cu_q, cu_k, score.scale, inner, outer, tiles, heads, *sizes, **flags,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=by_query.tma, SPLITS=by_query.split_flag,
-        PRECISION=by_query.precision, **tile.compiler_options,
+        sums, to_dq, launch.strides(q, k, v, grad_out, to_dq), launch.cuts(cu_q, cu_k),
+        (tiles, heads, *sizes), numbers, by_query.meta(q, v, score, packed),
+        **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         dq.copy_(to_dq.unflatten(0, (splits, batch)).sum(0))

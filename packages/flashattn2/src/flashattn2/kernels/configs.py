@@ -40,6 +40,8 @@ class Tile:
 # What a thread may use at most.  Left to itself, ptxas stops many kernels at 80, 128 or 168 so that
 # more programs fit, and spills a few bytes for it: see `sizes`.
 ALL_REGISTERS = 255
+# Paths by descriptors; packed sequences take theirs only where the tables have it.
+BY_TMA = ("tma", "packed")
 
 Sizes = tuple[int, ...]
 Key = tuple[str, str, str]
@@ -48,8 +50,9 @@ Key = tuple[str, str, str]
 def _table(which: str) -> dict[Key, dict[int, Sizes | None]]:
     """All that `tables` hold of ``which``: a tile for each head dim, by path, precision, kernel.
 
-    A path is a way of loading: "tma", on Hopper; "hopper", by pointers there (packed sequences,
-    strides that TMA cannot take, a head dim that has no tile under "tma"); "pointers" for all else.
+    A path is a way of loading: "tma", on Hopper, and "packed", the same for packed sequences, where
+    a GPU found it faster; "hopper", by pointers there (other packed sequences, strides that TMA
+    cannot take, a head dim that has no tile under "tma"); "pointers" for all else.
     "half" is bfloat16 and float16, "ieee" float32 without matrix units, where TMA has nothing to
     give.
     """
@@ -94,7 +97,7 @@ def choose(
         found = sizes((path, kind, kernel), block_d, rich)
         if found is not None:
             tile = prune(kernel, Tile(*found), element_bytes, block_d, shared_bytes)
-            return tile, path == "tma", precision
+            return tile, path in BY_TMA, precision
     raise ValueError(f"no table of {paths} has a tile for head dim {block_d}")
 
 

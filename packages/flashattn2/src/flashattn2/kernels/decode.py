@@ -37,11 +37,11 @@ def decode(
     packed = q.reshape(batch, kv_heads, rows, dim).contiguous()
     block_m, block_n = tile(rows, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
-    tiles = triton.cdiv(rows, block_m)
-    loop = triton.cdiv(capacity, block_n)
+    tiles = launch.cdiv(rows, block_m)
+    loop = launch.cdiv(capacity, block_n)
     if split_size:
-        flag = -triton.cdiv(split_size, block_n) * block_n
-        splits = triton.cdiv(capacity, -flag)
+        flag = -launch.cdiv(split_size, block_n) * block_n
+        splits = launch.cdiv(capacity, -flag)
     else:
         processors = launch.device_of(q.device).processors
         flag = splits = launch.split_count(tiles * batch * kv_heads, loop, processors)
@@ -50,30 +50,30 @@ def decode(
         to_out = q.new_empty((splits * batch, kv_heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, kv_heads, rows), dtype=torch.float32)
     exact = q.dtype == torch.float32
-    inner, outer = launch.score_factors(score, exact)
+    meta = launch.Meta(
+        dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
+        score.left >= 0, score.right >= 0, score.softcap > 0, flag, EXACT=exact,
+    )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
-        packed, k, v, to_out, to_lse, lengths, table,
-        *(x.stride()[:3] for x in (packed, k, v, to_out)), 0 if table is None else table.stride(0),
-        inner, outer, tiles, kv_heads, rows, seq_q, k.shape[2], score.left, score.right,
-        D=dim, BLOCK_D=triton.next_power_of_2(dim), DV=v_dim,
-        BLOCK_DV=triton.next_power_of_2(v_dim), BLOCK_M=block_m, BLOCK_N=block_n,
-        LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0, SPLITS=flag,
-        EXACT=exact, num_warps=4, num_stages=2, enable_fp_fusion=True,
+        packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
+        0 if table is None else table.stride(0), (tiles, kv_heads, rows, seq_q, k.shape[2]),
+        launch.numbers(score, exact), meta,
+        num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
-        tiles = triton.cdiv(rows, 32)
+        tiles = launch.cdiv(rows, 32)
         whole = out.view(batch, kv_heads, rows, v_dim)
         combine_kernel[launch.grid(tiles, batch * kv_heads, 1)](
-            to_out, to_lse, whole, lse, whole.stride()[:3], tiles, kv_heads, rows, splits,
-            batch * kv_heads * rows, D=v_dim, BLOCK_D=triton.next_power_of_2(v_dim), BLOCK_M=32,
-            enable_fp_fusion=True,
+            to_out, to_lse, whole, lse, whole.stride()[:3],
+            (tiles, kv_heads, rows, splits, batch * kv_heads * rows),
+            D=v_dim, BLOCK_D=meta.BLOCK_DV, BLOCK_M=32, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse
 
 
 def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
     """Rows of a query tile, and of a key tile: 16 is the least that matrix units take."""
-    block_m = min(max(16, triton.next_power_of_2(rows)), 64 if dim <= 128 else 32)
+    block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
     return block_m, 64 if dim <= 128 else 32
@@ -81,62 +81,62 @@ def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table,
-    q_strides, k_strides, v_strides, out_strides, table_stride,
-    inner, outer, tiles, kv_heads, rows, seq_q, page_size, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    EXACT: tl.constexpr,
+    q, k, v, out, lse, lengths, table, strides, table_stride, sizes, score,
+    meta: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles · batch · kv_heads, splits of the keys)."""
+    q_strides, k_strides, v_strides, out_strides = strides
+    tiles, kv_heads, rows, seq_q, page_size = sizes
+    _, inner, outer, left, right = score
     tile, batch, kv_head, at, every = program(tiles, kv_heads, False)
     split = tl.program_id(1)
-    first = tile * BLOCK_M
+    first = tile * meta.BLOCK_M
     seq_k = tl.load(lengths + batch)
     q_tile = load_tile(
-        q, q_strides, batch, kv_head, 0, first, rows, BLOCK_M, D, BLOCK_D, False, False
+        q, q_strides, (batch, kv_head, 0, rows), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
     )  # [M, D]
-    lines = first + tl.arange(0, BLOCK_M)
+    lines = first + tl.arange(0, meta.BLOCK_M)
     positions = (lines % seq_q + seq_k - seq_q)[:, None]
     lo, hi = 0, seq_k
-    if LEFT:
-        lo = tl.maximum(seq_k - seq_q - left, 0) // BLOCK_N * BLOCK_N
-    lo, _, _, hi = share(lo, lo, hi, hi, split, BLOCK_N, SPLITS)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if meta.LEFT:
+        lo = tl.maximum(seq_k - seq_q - left, 0) // meta.BLOCK_N * meta.BLOCK_N
+    lo, _, _, hi = share(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
+    maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
+    total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
+    acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]
     k += tl.cast(kv_head, tl.int64) * k_strides[1]
     v += tl.cast(kv_head, tl.int64) * v_strides[1]
-    columns, v_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    for start in tl.range(lo, hi, BLOCK_N):
-        keys = start + tl.arange(0, BLOCK_N)
+    columns, v_columns = tl.arange(0, meta.BLOCK_D), tl.arange(0, meta.BLOCK_DV)
+    for start in tl.range(lo, hi, meta.BLOCK_N):
+        keys = start + tl.arange(0, meta.BLOCK_N)
         inside = keys < seq_k
         if table is None:
-            page, row = tl.full([BLOCK_N], 0, tl.int32) + batch, keys
+            page, row = tl.full([meta.BLOCK_N], 0, tl.int32) + batch, keys
         else:
             page = tl.load(table + batch * table_stride + keys // page_size, inside, other=0)
             row = keys % page_size
         page, row = page.to(tl.int64), row.to(tl.int64)
         k_rows = k + page * k_strides[0] + row * k_strides[2]
         k_tile = tl.load(
-            k_rows[:, None] + columns[None, :], inside[:, None] & (columns < D)[None, :], other=0.0
+            k_rows[:, None] + columns[None, :],
+            inside[:, None] & (columns < meta.D)[None, :],
+            other=0.0,
         )  # [N, D]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
-        if SOFTCAP:
+        if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        visible = seen(positions, keys[None, :], seq_k, left, right, LEFT, RIGHT)
+        visible = seen(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
         raw = tl.where(visible, raw, float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         # Nothing seen so far: -inf - -inf would be NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], EXACT)
-        rescale = power(maximum - base, EXACT)
+        p = power(raw * outer - base[:, None], meta.EXACT)
+        rescale = power(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_rows = v + page * v_strides[0] + row * v_strides[2]
         v_tile = tl.load(
             v_rows[:, None] + v_columns[None, :],
-            inside[:, None] & (v_columns < DV)[None, :],
+            inside[:, None] & (v_columns < meta.DV)[None, :],
             other=0.0,
         )  # [N, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
@@ -144,7 +144,9 @@ def decode_kernel(
     total = tl.where(total == 0.0, 1.0, total)
     part = split * (every // kv_heads) + batch
     acc = acc / total[:, None]
-    store_tile(out, out_strides, part, kv_head, 0, first, rows, acc, BLOCK_M, DV, BLOCK_DV)
+    store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)
     line = (tl.cast(split, tl.int64) * every + at) * rows
-    sums = maximum + tl.log(total) if EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
+    sums = (
+        maximum + tl.log(total) if meta.EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
+    )
     tl.store(lse + line + lines, sums, mask=lines < rows)

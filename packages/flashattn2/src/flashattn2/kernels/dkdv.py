@@ -24,102 +24,97 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, lse, delta, norm, dq, dk, dv,
-    q_strides, k_strides, v_strides, grad_out_strides, dq_strides, dk_strides, dv_strides,
-    cu_q, cu_k, scale, inner, outer, tiles, kv_heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-    ATOMIC: tl.constexpr,
+    q, k, v, grad_out, sums, dq, dk, dv, strides, cuts, sizes, score,
+    meta: tl.constexpr,
 ):  # fmt: skip
     """Grid: (key tiles · batch · kv_heads, splits of the queries)."""
+    _, k_strides, v_strides, _, _, dk_strides, dv_strides = strides
+    tiles, kv_heads, group, rows, seq_k = sizes
+    scale, _, _, left, right = score
     # The first tiles are seen by the most queries of a causal problem, and start first.
     tile, batch, kv_head, _, every = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, tiles, cu_k, seq_k, cu_q, cu_k, seq_q, seq_k, BLOCK_N, PACKED
+        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
     )
-    if PACKED and first < 0:
+    if meta.PACKED and first < 0:
         return
 
+    keys = (batch, kv_head, k_begin, seq_k)
     k_tile = load_tile(
-        k, k_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, D, BLOCK_D, TMA, False
+        k, k_strides, keys, first, meta.BLOCK_N, meta.D, meta.BLOCK_D, meta.TMA
     )  # [N, D]
     v_tile = load_tile(
-        v, v_strides, batch, kv_head, k_begin, first, seq_k, BLOCK_N, DV, BLOCK_DV, TMA, False
+        v, v_strides, keys, first, meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA
     )  # [N, DV]
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [N, D]
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [N, DV]
+    dk_acc = tl.full([meta.BLOCK_N, meta.BLOCK_D], 0.0, tl.float32)  # [N, D]
+    dv_acc = tl.full([meta.BLOCK_N, meta.BLOCK_DV], 0.0, tl.float32)  # [N, DV]
     lo, all_lo, all_hi, hi = query_ranges(
-        first, first + BLOCK_N - 1, seq_q, seq_k, left, right, split, BLOCK_M, LEFT, RIGHT, SPLITS
-    )
+        first, first + meta.BLOCK_N - 1, seq_q, seq_k, left, right, split,
+        meta.BLOCK_M, meta.LEFT, meta.RIGHT, meta.SPLITS,
+    )  # fmt: skip
     for member in range(group):
         head = kv_head * group + member
         line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
         # Before the queries that see all of these keys, those, and after.
-        for region in tl.static_range(3 if LEFT else 2):
+        for region in tl.static_range(3 if meta.LEFT else 2):
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
-                grad_out_strides, dq_strides, batch, head, line, q_begin, first,
+                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides,
+                (batch, head, q_begin, seq_q), line, first,
                 lo if region == 0 else all_lo if region == 1 else all_hi,
                 all_lo if region == 0 else all_hi if region == 1 else hi,
-                seq_q, seq_k, scale, inner, outer, left, right,
-                D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N, LEFT, RIGHT, SOFTCAP, TMA,
-                PRECISION, EXACT, ATOMIC, region != 1,
+                seq_k, score, meta, region != 1,
             )  # fmt: skip
     part = split * (every // kv_heads) + batch
-    dk_acc = dk_acc * scale
-    store_tile(dk, dk_strides, part, kv_head, k_begin, first, seq_k, dk_acc, BLOCK_N, D, BLOCK_D)
-    store_tile(dv, dv_strides, part, kv_head, k_begin, first, seq_k, dv_acc, BLOCK_N, DV, BLOCK_DV)
+    keys = (part, kv_head, k_begin, seq_k)
+    store_tile(dk, dk_strides, keys, first, dk_acc * scale, meta.D)
+    store_tile(dv, dv_strides, keys, first, dv_acc, meta.DV)
 
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, lse, delta, norm, dq, q_strides,
-    grad_out_strides, dq_strides, batch, head, line, q_begin, first, lo, hi,
-    seq_q, seq_k, scale, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, ATOMIC: tl.constexpr, MASKED: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides, sequence, line, first, lo, hi,
+    seq_k, score, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add Pᵀ dO and dSᵀ q over the queries [lo, hi); scores are transposed, [keys, queries]."""
-    for start in tl.range(lo, hi, BLOCK_M):
+    q_strides, _, _, grad_out_strides, dq_strides, _, _ = strides
+    batch, head, q_begin, seq_q = sequence
+    scale, inner, outer, left, right = score
+    for start in tl.range(lo, hi, meta.BLOCK_M):
         q_tile = load_tile(
-            q, q_strides, batch, head, q_begin, start, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
+            q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
         )  # [M, D]
-        lines = start + tl.arange(0, BLOCK_M)
-        row_lse, d, n = load_rows(lse, delta, norm, line, lines, seq_q, EXACT)  # [M] each
-        raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
-        if SOFTCAP:
+        lines = start + tl.arange(0, meta.BLOCK_M)
+        row_lse, d, n = load_rows(sums, line, lines, seq_q, meta.EXACT)  # [M] each
+        raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=meta.PRECISION)  # [N, M]
+        if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        p = power(raw * outer - row_lse[None, :], EXACT)
+        p = power(raw * outer - row_lse[None, :], meta.EXACT)  # [N, M]
         if MASKED:
-            keys = first + tl.arange(0, BLOCK_N)[:, None]
+            keys = first + tl.arange(0, meta.BLOCK_N)[:, None]
             positions = (lines + seq_k - seq_q)[None, :]
-            p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
-        if EXACT:
+            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            p = tl.where(visible, p, 0.0)
+        if meta.EXACT:
             p *= n[None, :]
         do_tile = load_tile(
-            grad_out, grad_out_strides, batch, head, q_begin, start, seq_q,
-            BLOCK_M, DV, BLOCK_DV, TMA, False,
+            grad_out, grad_out_strides, sequence, start,
+            meta.BLOCK_M, meta.DV, meta.BLOCK_DV, meta.TMA,
         )  # fmt: skip  # [M, DV]
-        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)  # [N, M]
+        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision=meta.PRECISION)
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=meta.PRECISION)  # [N, M]
         ds = p * (dp - d[None, :])  # [N, M]
-        if SOFTCAP:
+        if meta.SOFTCAP:
             ds *= 1.0 - raw * raw
         ds = ds.to(q_tile.dtype)
-        dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=PRECISION)
-        if ATOMIC:
-            part = tl.dot(tl.trans(ds), k_tile, input_precision=PRECISION) * scale  # [M, D]
-            base = (
-                tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
-            )
+        dk_acc = tl.dot(ds, q_tile, dk_acc, input_precision=meta.PRECISION)
+        if meta.ATOMIC:
+            part = tl.dot(tl.trans(ds), k_tile, input_precision=meta.PRECISION) * scale  # [M, D]
+            base = tl.cast(batch, tl.int64) * dq_strides[0]
+            base += tl.cast(head, tl.int64) * dq_strides[1]
             base += tl.cast(q_begin + start, tl.int64) * dq_strides[2]
-            columns = tl.arange(0, BLOCK_D)
-            offsets = tl.arange(0, BLOCK_M)[:, None] * dq_strides[2] + columns[None, :]
-            inside = (lines < seq_q)[:, None] & (columns < D)[None, :]
+            columns = tl.arange(0, meta.BLOCK_D)
+            offsets = tl.arange(0, meta.BLOCK_M)[:, None] * dq_strides[2] + columns[None, :]
+            inside = (lines < seq_q)[:, None] & (columns < meta.D)[None, :]
             tl.atomic_add(dq + base + offsets, part, mask=inside, sem="relaxed")
     return dk_acc, dv_acc

@@ -20,85 +20,79 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, grad_out, lse, delta, norm, dq,
-    q_strides, k_strides, v_strides, grad_out_strides, dq_strides, cu_q, cu_k,
-    scale, inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, grad_out, sums, dq, strides, cuts, sizes, score, meta: tl.constexpr
 ):  # fmt: skip
     """Grid: (query tiles · batch · heads, splits of the keys)."""
+    q_strides, _, _, grad_out_strides, dq_strides = strides
+    tiles, heads, group, rows, seq_k = sizes
+    scale, _, _, left, right = score
     tile, batch, head, at, every = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, tiles, cu_q, seq_q, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
-    if PACKED and first < 0:
+    if meta.PACKED and first < 0:
         return
 
+    queries = (batch, head, q_begin, seq_q)
     q_tile = load_tile(
-        q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
+        q, q_strides, queries, first, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
     )  # [M, D]
     do_tile = load_tile(
-        grad_out, grad_out_strides, batch, head, q_begin, first, seq_q,
-        BLOCK_M, DV, BLOCK_DV, TMA, False,
-    )  # fmt: skip  # [M, DV]
-    row_lse, d, n = load_rows(
-        lse, delta, norm, tl.cast(at, tl.int64) * rows + q_begin, first + tl.arange(0, BLOCK_M),
-        seq_q, EXACT,
-    )  # fmt: skip  # [M] each
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [M, D]
-    last = tl.minimum(first + BLOCK_M, seq_q) - 1
+        grad_out, grad_out_strides, queries, first, meta.BLOCK_M, meta.DV, meta.BLOCK_DV, meta.TMA
+    )  # [M, DV]
+    line = tl.cast(at, tl.int64) * rows + q_begin
+    of_rows = load_rows(sums, line, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT)  # [M]
+    acc = tl.full([meta.BLOCK_M, meta.BLOCK_D], 0.0, tl.float32)  # [M, D]
+    last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
-        first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
-    )
-    for region in tl.static_range(0 if LEFT else 1, 3):
+        first, last, seq_q, seq_k, left, right, split,
+        meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
+    )  # fmt: skip
+    for region in tl.static_range(0 if meta.LEFT else 1, 3):
         acc = _add_dq(
-            acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
-            k_begin, lo if region == 0 else all_lo if region == 1 else all_hi,
+            acc, q_tile, do_tile, of_rows, k, v, strides, (batch, kv_head, k_begin, seq_k),
+            lo if region == 0 else all_lo if region == 1 else all_hi,
             all_lo if region == 0 else all_hi if region == 1 else hi,
-            first + seq_k - seq_q, seq_k, inner, outer, left, right,
-            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, region != 1,
+            first + seq_k - seq_q, score, meta, region != 1,
         )  # fmt: skip
     part = split * (every // heads) + batch
-    acc = acc * scale
-    store_tile(dq, dq_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, D, BLOCK_D)
+    store_tile(dq, dq_strides, (part, head, q_begin, seq_q), first, acc * scale, meta.D)
 
 
 @triton.jit
 def _add_dq(
-    acc, q_tile, do_tile, row_lse, d, n, k, v, k_strides, v_strides, batch, kv_head,
-    k_begin, lo, hi, position, seq_k, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+    acc, q_tile, do_tile, of_rows, k, v, strides, sequence, lo, hi, position, score,
+    meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS k over the keys [lo, hi)."""
-    for start in tl.range(lo, hi, BLOCK_N):
+    _, k_strides, v_strides, _, _ = strides
+    _, inner, outer, left, right = score
+    seq_k = sequence[3]
+    row_lse, d, n = of_rows  # [M] each
+    for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
-            k, k_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
+            k, k_strides, sequence, start,
+            meta.BLOCK_N, meta.D, meta.BLOCK_D, meta.TMA, not MASKED, meta.PACKED,
         )  # fmt: skip  # [N, D]
         v_tile = load_tile(
-            v, v_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
+            v, v_strides, sequence, start,
+            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
         )  # fmt: skip  # [N, DV]
-        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if SOFTCAP:
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
+        if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        p = power(raw * outer - row_lse[:, None], EXACT)
+        p = power(raw * outer - row_lse[:, None], meta.EXACT)  # [M, N]
         if MASKED:
-            positions = position + tl.arange(0, BLOCK_M)[:, None]
-            keys = start + tl.arange(0, BLOCK_N)[None, :]
-            p = tl.where(seen(positions, keys, seq_k, left, right, LEFT, RIGHT), p, 0.0)
-        if EXACT:
+            positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
+            keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
+            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            p = tl.where(visible, p, 0.0)
+        if meta.EXACT:
             p *= n[:, None]
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=meta.PRECISION)  # [M, N]
         ds = p * (dp - d[:, None])  # [M, N]
-        if SOFTCAP:
+        if meta.SOFTCAP:
             ds *= 1.0 - raw * raw
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision=meta.PRECISION)
     return acc

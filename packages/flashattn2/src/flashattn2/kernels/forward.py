@@ -30,128 +30,134 @@ from flashattn2.problem import Score
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, maxima, q_strides, k_strides, v_strides, out_strides, cu_q, cu_k,
-    inner, outer, tiles, heads, group, rows, seq_q, seq_k, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    q, k, v, out, lse, maxima, strides, cuts, sizes, score, meta: tl.constexpr
 ):  # fmt: skip
-    """Grid: (query tiles · batch · heads, splits of the keys)."""
+    """Grid: (query tiles · batch · heads, splits of the keys).
+
+    ``meta`` is `launch.Meta`, and the tuples what `forward` gives.
+    """
+    q_strides, _, _, out_strides = strides
+    tiles, heads, group, rows, seq_k = sizes
+    _, _, _, left, right = score
     tile, batch, head, _, every = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k = place(
-        tile, tiles, cu_q, seq_q, cu_q, cu_k, seq_q, seq_k, BLOCK_M, PACKED
+        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
-    if PACKED and first < 0:
+    if meta.PACKED and first < 0:
         return
 
     q_tile = load_tile(
-        q, q_strides, batch, head, q_begin, first, seq_q, BLOCK_M, D, BLOCK_D, TMA, False
-    )  # [M, D]
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
-    total = tl.zeros([BLOCK_M], tl.float32)  # [M]
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [M, DV]
-    last = tl.minimum(first + BLOCK_M, seq_q) - 1
+        q, q_strides, (batch, head, q_begin, seq_q), first,
+        meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA,
+    )  # fmt: skip  # [M, D]
+    maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
+    total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
+    acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]
+    last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(
-        first, last, seq_q, seq_k, left, right, split, BLOCK_N, LEFT, RIGHT, SPLITS
-    )
+        first, last, seq_q, seq_k, left, right, split,
+        meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
+    )  # fmt: skip
     # Before the keys that all of these queries see, those, and after: what is on an edge is masked.
-    for region in tl.static_range(0 if LEFT else 1, 3):
+    for region in tl.static_range(0 if meta.LEFT else 1, 3):
         acc, maximum, total = _attend(
-            acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
+            acc, maximum, total, q_tile, k, v, strides, (batch, kv_head, k_begin, seq_k),
             lo if region == 0 else all_lo if region == 1 else all_hi,
             all_lo if region == 0 else all_hi if region == 1 else hi,
-            first + seq_k - seq_q, seq_k, inner, outer, left, right,
-            D, BLOCK_D, DV, BLOCK_DV, BLOCK_M, BLOCK_N,
-            LEFT, RIGHT, SOFTCAP, TMA, PRECISION, EXACT, region != 1,
+            first + seq_k - seq_q, score, meta, region != 1,
         )  # fmt: skip
 
     # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
     part = split * (every // heads) + batch
-    store_tile(out, out_strides, part, head, q_begin, first, seq_q, acc, BLOCK_M, DV, BLOCK_DV)
-    lines = first + tl.arange(0, BLOCK_M)
+    store_tile(out, out_strides, (part, head, q_begin, seq_q), first, acc, meta.DV)
+    lines = first + tl.arange(0, meta.BLOCK_M)
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
     # In base e, whatever the scores were in.
-    sums = maximum + tl.log(total) if EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
+    if meta.EXACT:
+        sums, largest = maximum + tl.log(total), maximum
+    else:
+        sums = (maximum + tl.log2(total)) * 0.6931471805599453
+        largest = maximum * 0.6931471805599453
     tl.store(lse + line, sums, mask=lines < seq_q)
     if maxima is not None:
-        largest = maximum if EXACT else maximum * 0.6931471805599453
         tl.store(maxima + line, largest, mask=lines < seq_q)
 
 
 @triton.jit
 def _attend(
-    acc, maximum, total, q_tile, k, v, k_strides, v_strides, batch, kv_head, k_begin,
-    lo, hi, position, seq_k, inner, outer, left, right,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, MASKED: tl.constexpr,
+    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, score,
+    meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [lo, hi) to the running output, maximum and sum."""
-    for start in tl.range(lo, hi, BLOCK_N):
+    _, k_strides, v_strides, _ = strides
+    _, inner, outer, left, right = score
+    seq_k = sequence[3]
+    for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
-            k, k_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, D, BLOCK_D, TMA, not MASKED,
-        )  # fmt: skip  # [N, D]
-        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if SOFTCAP:
+            k, k_strides, sequence, start, meta.BLOCK_N, meta.D, meta.BLOCK_D, meta.TMA, not MASKED
+        )  # [N, D]
+        raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
+        if meta.SOFTCAP:
             raw = tanh(raw * inner)
         if MASKED:
-            positions = position + tl.arange(0, BLOCK_M)[:, None]
-            keys = start + tl.arange(0, BLOCK_N)[None, :]
-            visible = seen(positions, keys, seq_k, left, right, LEFT, RIGHT)
+            positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
+            keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
+            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             raw = tl.where(visible, raw, float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         base = new
         if MASKED:
             # Nothing seen so far: -inf - -inf would be NaN.
             base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], EXACT)  # [M, N]
+        p = power(raw * outer - base[:, None], meta.EXACT)  # [M, N]
         # What was summed relative to the old maximum is brought to the new one: [M].
-        rescale = power(maximum - base, EXACT)
+        rescale = power(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
+        # Of k what TMA reads past a sequence is masked above; 0 times a NaN of v would be NaN.
         v_tile = load_tile(
-            v, v_strides, batch, kv_head, k_begin, start, seq_k,
-            BLOCK_N, DV, BLOCK_DV, TMA, not MASKED,
+            v, v_strides, sequence, start,
+            meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED, meta.PACKED,
         )  # fmt: skip  # [N, DV]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
+        acc = acc * rescale[:, None]  # [M, DV]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=meta.PRECISION)
         maximum = new
     return acc, maximum, total
 
 
 @triton.jit
 def combine_kernel(
-    parts, part_lse, out, lse, out_strides, tiles, heads, rows, splits, parts_stride,
+    parts, part_lse, out, lse, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles · batch · heads)."""
+    """Weigh the splits' outputs by their shares of the sum.  Grid: (row tiles · batch · heads).
+
+    ``strides`` are those of the output; ``sizes`` end with the rows of a split, in all its heads.
+    """
+    tiles, heads, rows, splits, part_rows = sizes
     tile, batch, head, at, _ = program(tiles, heads, False)
     first = tile * BLOCK_M
-    lines = first + tl.arange(0, BLOCK_M)
+    lines = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)
     line = tl.cast(at, tl.int64) * rows + lines
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
     for split in range(splits):
-        x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
+        x = tl.load(part_lse + split * part_rows + line, lines < rows, other=float("-inf"))
         maximum = tl.maximum(maximum, x)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)  # [M]
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [M, D]
     inside = (lines < rows)[:, None] & (columns < D)[None, :]
     for split in range(splits):
-        x = tl.load(part_lse + split * parts_stride + line, lines < rows, other=float("-inf"))
-        weight = tl.exp(x - base)
+        x = tl.load(part_lse + split * part_rows + line, lines < rows, other=float("-inf"))
+        weight = tl.exp(x - base)  # [M]
         total += weight
-        part = parts + split * parts_stride * D + line[:, None] * D + columns[None, :]
+        part = parts + split * part_rows * D + line[:, None] * D + columns[None, :]
         acc += weight[:, None] * tl.load(part, inside, other=0.0)
     safe = tl.where(total == 0.0, 1.0, total)
-    store_tile(
-        out, out_strides, batch, head, 0, first, rows, acc / safe[:, None], BLOCK_M, D, BLOCK_D
-    )
+    store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)
     tl.store(lse + line, maximum + tl.log(safe), lines < rows)
 
 
@@ -170,7 +176,7 @@ def forward(
     plan = launch.plan(
         "forward", precision, score, q, k, v, packed=cu_q is not None, split_size=split_size
     )
-    batch, heads, rows, dim = q.shape
+    batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.splits
     tiles = launch.tiles_of(q, cu_q, tile.block_m)
     to_out, to_lse = out, lse
@@ -178,25 +184,18 @@ def forward(
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
     maxima = torch.empty_like(to_lse) if max_logits else None
-    exact = launch.is_exact(q, plan)
-    inner, outer = launch.score_factors(score, exact)
+    meta = plan.meta(q, v, score, cu_q is not None)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
-        maxima,
-        *(x.stride()[:3] for x in (q, k, v, to_out)), cu_q, cu_k,
-        inner, outer, tiles, heads, heads // k.shape[1], rows, rows, k.shape[2],
-        score.left, score.right,
-        D=dim, BLOCK_D=plan.block_d, DV=v_dim, BLOCK_DV=plan.block_dv,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        LEFT=score.left >= 0, RIGHT=score.right >= 0, SOFTCAP=score.softcap > 0,
-        PACKED=cu_q is not None, TMA=plan.tma, SPLITS=plan.split_flag, PRECISION=plan.precision,
-        EXACT=exact,
-        **tile.compiler_options,
+        maxima, launch.strides(q, k, v, to_out), launch.cuts(cu_q, cu_k),
+        (tiles, heads, heads // k.shape[1], rows, k.shape[2]), launch.numbers(score, meta.EXACT),
+        meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
-        tiles = triton.cdiv(rows, 32)
+        tiles = launch.cdiv(rows, 32)
         combine_kernel[launch.grid(tiles, batch * heads, 1)](
-            to_out, to_lse, out, lse, out.stride()[:3], tiles, heads, rows, splits,
-            batch * heads * rows, D=v_dim, BLOCK_D=plan.block_dv, BLOCK_M=32, enable_fp_fusion=True,
+            to_out, to_lse, out, lse, out.stride()[:3],
+            (tiles, heads, rows, splits, batch * heads * rows),
+            D=v_dim, BLOCK_D=plan.block_dv, BLOCK_M=32, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse, maxima

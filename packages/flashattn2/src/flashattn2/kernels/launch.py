@@ -7,10 +7,9 @@ have as many places as the rows could need at most; a program whose place is lef
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from flashattn2.kernels.configs import Tile, choose
@@ -19,6 +18,34 @@ from flashattn2.problem import Score
 MAX_SPLITS = 16
 # What a fixed split size may ask for: each split has an output of its own, in float32.
 MOST_FIXED_SPLITS = 1024
+
+
+class Meta(NamedTuple):
+    """What is compiled into a kernel, as its last argument.
+
+    In a kernel these are plain numbers, which `tl.full` takes and triton 3.6's `tl.zeros` does not.
+    """
+
+    # Head dims of q and k, and of v, and each rounded up to a power of two.
+    D: int
+    BLOCK_D: int
+    DV: int
+    BLOCK_DV: int
+    # Rows of a query tile and of a key tile.
+    BLOCK_M: int
+    BLOCK_N: int
+    # Whether the band is bounded on a side: if not, the number that is given is not read.
+    LEFT: bool
+    RIGHT: bool
+    SOFTCAP: bool
+    # See `flashattn2.kernels.tiles`: `share` for SPLITS, `place`, `load_tile`, and the top.
+    SPLITS: int
+    PACKED: bool = False
+    TMA: bool = False
+    PRECISION: str = "ieee"
+    EXACT: bool = False
+    # Whether dQ is added in the kernel of dK and dV.
+    ATOMIC: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +65,16 @@ class Plan:
         """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
         return -self.split_size if self.split_size else self.splits
 
+    def meta(self, q: Tensor, v: Tensor, score: Score, packed: bool, atomic: bool = False) -> Meta:
+        """What the kernel is compiled with for this input."""
+        exact = q.dtype == torch.float32 and self.precision == "ieee"
+        return Meta(
+            q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
+            self.tile.block_m, self.tile.block_n,
+            score.left >= 0, score.right >= 0, score.softcap > 0,
+            self.split_flag, packed, self.tma, self.precision, exact, atomic,
+        )  # fmt: skip
+
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Each tensor as it is, or as a descriptor of ``block_d`` wide tiles of so many rows."""
         if not self.tma:
@@ -49,7 +86,7 @@ class Plan:
                 x,
                 list(x.shape),
                 list(x.stride()),
-                [1, 1, rows, triton.next_power_of_2(x.shape[-1])],
+                [1, 1, rows, power_of_two(x.shape[-1])],
             )
             for x, rows in tensors
         ]
@@ -63,13 +100,15 @@ def plan(
     device = device_of(q.device)
     if not device.has_tf32:
         precision = "ieee"
-    block_d, block_dv = (triton.next_power_of_2(x.shape[-1]) for x in (q, v))
+    by_key = kernel in ("dkdv", "atomic")
+    block_d, block_dv = (power_of_two(x.shape[-1]) for x in (q, v))
     width = q.element_size()
     paths = ["pointers"]
     if device.has_tma:
-        may_use_tma = not packed and all(fits_tma(x) for x in (q, k, v, *others))
-        paths = ["tma", "hopper", "pointers"] if may_use_tma else ["hopper", "pointers"]
-    by_key = kernel in ("dkdv", "atomic")
+        paths = ["hopper", "pointers"]
+        # What TMA reads past a sequence is set to zero in registers: by keys there are none left.
+        if not (packed and by_key) and all(fits_tma(x) for x in (q, k, v, *others)):
+            paths.insert(0, "packed" if packed else "tma")
     heads = (k if by_key else q).shape[1]
     # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
     fixed = split_size if kernel == "forward" and not packed else 0
@@ -87,13 +126,13 @@ def plan(
         )
         if not device.has_maxnreg:
             tile = replace(tile, registers=None)
-        tiles, loop = triton.cdiv(q.shape[2], tile.block_m), triton.cdiv(k.shape[2], tile.block_n)
+        tiles, loop = cdiv(q.shape[2], tile.block_m), cdiv(k.shape[2], tile.block_n)
         if by_key:
             tiles, loop = loop, tiles
         splits = 1
         if fixed:
-            fixed = triton.cdiv(split_size, tile.block_n) * tile.block_n
-            splits = triton.cdiv(k.shape[2], fixed)
+            fixed = cdiv(split_size, tile.block_n) * tile.block_n
+            splits = cdiv(k.shape[2], fixed)
         elif not (packed or split_size):
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
@@ -101,7 +140,7 @@ def plan(
     if fixed and splits > MOST_FIXED_SPLITS:
         raise ValueError(
             f"split_size {split_size} cuts {k.shape[2]} keys into {splits} splits, above "
-            f"{MOST_FIXED_SPLITS}; give at least {triton.cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
+            f"{MOST_FIXED_SPLITS}; give at least {cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
         )
     return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
@@ -138,7 +177,7 @@ def like(x: Tensor, dim: int | None = None) -> Tensor:
 def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
     """Tiles of these rows; for packed sequences at most: see `flashattn2.kernels.tiles.place`."""
     rows = x.shape[2]
-    return triton.cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
+    return cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
 
 
 def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
@@ -158,17 +197,33 @@ def parts(gradient: Tensor, splits: int) -> Tensor:
     )
 
 
-def is_exact(q: Tensor, plan: Plan) -> bool:
-    """Whether products are of whole float32 numbers: see `flashattn2.kernels.tiles`."""
-    return q.dtype == torch.float32 and plan.precision == "ieee"
+def cdiv(number: int, divisor: int) -> int:
+    """The quotient rounded up; Triton's own takes 4 us a call, and a launch has many."""
+    return -(-number // divisor)
 
 
-def score_factors(score: Score, exact: bool) -> tuple[float, float]:
-    """``inner`` and ``outer``: see `flashattn2.kernels.tiles`."""
+def power_of_two(number: int) -> int:
+    """The smallest that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Of batch, head and row: the last dimension has no gaps."""
+    return tuple(x.stride()[:3] for x in tensors)
+
+
+def cuts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both boundaries of packed sequences, or None."""
+    return None if cu_q is None or cu_k is None else (cu_q, cu_k)
+
+
+def numbers(score: Score, exact: bool) -> tuple[float, float, float, int, int]:
+    """Scale, ``inner``, ``outer`` (see `flashattn2.kernels.tiles`), left and right."""
     unit = 1.0 if exact else math.log2(math.e)
+    inner, outer = 1.0, score.scale * unit
     if score.softcap:
-        return score.scale / score.softcap, score.softcap * unit
-    return 1.0, score.scale * unit
+        inner, outer = score.scale / score.softcap, score.softcap * unit
+    return score.scale, inner, outer, score.left, score.right
 
 
 @dataclass(frozen=True)

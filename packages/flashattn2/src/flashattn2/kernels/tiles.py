@@ -8,6 +8,10 @@ Scores are ``raw · outer``: raw is q·k and outer the scale, or raw is tanh(q·
 the softcap.  log2(e) is folded into outer and they are exponents of 2, which saves a
 multiplication.  EXACT are products of whole float32 numbers, without matrix units: there each of
 these roundings would show, scores stay exponents of e, and P is divided by its sum (`rows.py`).
+
+What the kernels are given comes in bundles: the ``strides`` of the tensors, three of each; the
+``cuts`` of packed sequences, cu_q and cu_k; ``sizes``; of a ``score`` its scale, inner, outer, left
+and right; and what is compiled in, `launch.Meta`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -31,16 +35,21 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def place(
-    tile, tiles, cu, total, cu_q, cu_k, seq_q, seq_k, BLOCK: tl.constexpr, PACKED: tl.constexpr
+    tile, tiles, cuts, lengths, BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """The tile's first row in its sequence, where that begins, and its length in queries and keys.
 
-    ``cu`` cuts the ``total`` rows that tiles are of.  A sequence may leave a tile partly filled, so
-    that of number n begins at place ``cu[n] // BLOCK + n``: there are enough for any lengths.  The
-    first row is negative at a place that is left over.
+    ``cuts`` are cu_q and cu_k, ``lengths`` how many queries and keys there are, of which BY_KEY
+    says that the tiles are of keys.  A sequence may leave a tile partly filled, so that of number n
+    begins at place ``cu[n] // BLOCK + n``: there are enough for any lengths.  The first row is
+    negative at a place that is left over.
     """
+    seq_q, seq_k = lengths
     first, q_begin, k_begin = tile * BLOCK, 0, 0
     if PACKED:
+        cu_q, cu_k = cuts
+        cu = cu_k if BY_KEY else cu_q
+        total = seq_k if BY_KEY else seq_q
         # Sums with a number that is not known when this is compiled: so a loop may carry them.
         sequence, end = tile * 0, tile * 0 + tiles - total // BLOCK
         while end - sequence > 1:
@@ -58,16 +67,19 @@ def place(
 
 @triton.jit
 def load_tile(
-    source, strides, batch, head, begin, start, length,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-    WHOLE: tl.constexpr,
+    source, strides, sequence, start, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr = False, WHOLE: tl.constexpr = False, PACKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows ``start ..`` of one head of one sequence that begins at row ``begin``; zeros outside.
+    """Rows ``start ..`` of a sequence: batch, head, the row where it begins, its length.
 
-    WHOLE promises that all of them are inside.
+    Zeros outside; WHOLE promises that all of them are inside.
     """
+    batch, head, begin, length = sequence
     if TMA:
-        tile = source.load([batch, head, start, 0]).reshape(ROWS, BLOCK_D)
+        tile = source.load([batch, head, begin + start, 0]).reshape(ROWS, BLOCK_D)
+        if PACKED and not WHOLE:
+            # After a sequence comes the next one, whatever is in it; zeros only after the last.
+            tile = tl.where((start + tl.arange(0, ROWS) < length)[:, None], tile, 0.0)
     else:
         base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
         base += tl.cast(begin + start, tl.int64) * strides[2]
@@ -86,14 +98,12 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    target, strides, batch, head, begin, start, length, tile,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write the rows that exist."""
+def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
+    """Write those rows of ``tile`` that exist."""
+    batch, head, begin, length = sequence
     base = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     base += tl.cast(begin + start, tl.int64) * strides[2]
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows, columns = tl.arange(0, tile.shape[0]), tl.arange(0, tile.shape[1])
     inside = (start + rows < length)[:, None] & (columns < D)[None, :]
     offsets = rows[:, None] * strides[2] + columns[None, :]
     tl.store(target + base + offsets, tile.to(target.dtype.element_ty), mask=inside)
@@ -125,11 +135,12 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(lse, delta, norm, line, lines, seq_q, EXACT: tl.constexpr):
-    """L in the units of the scores, D, and if EXACT what makes a row of P sum to one.
+def load_rows(sums, line, lines, seq_q, EXACT: tl.constexpr):
+    """Of ``sums`` L in the units of the scores, D, and if EXACT what makes a row of P sum to one.
 
     L is +inf, so P is 0, where there is no row or key.
     """
+    lse, delta, norm = sums
     x = tl.load(lse + line + lines, lines < seq_q, other=float("inf"))
     d = tl.load(delta + line + lines, lines < seq_q, other=0.0)
     n = tl.load(norm + line + lines, lines < seq_q, other=0.0) if EXACT else d
