@@ -166,8 +166,11 @@ def bytes_of_an_all_reduce(count):
     tensor = torch.ones(count)
     dist.all_reduce(tensor)
     received = network.Received()
+    dist.barrier()  # nobody sends before all count
     dist.all_reduce(tensor)
-    return received.bytes()
+    count = received.bytes()
+    dist.barrier()  # nobody closes a connection, and its count with it, before all have read
+    return count
 
 
 @pytest.mark.skipif(not network.available(), reason="this kernel does not count bytes by socket")

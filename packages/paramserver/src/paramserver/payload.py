@@ -181,8 +181,7 @@ def _flattened(name: str, parameter: nn.Parameter) -> Tensor:
     tensor = part(parameter.detach())
     if not tensor.is_contiguous():
         text = f"parameter {name} is not contiguous (strides {tuple(tensor.stride())})"
-        remedy = "parameter.data = parameter.data.contiguous()"
-        raise ValueError(f"{text}; make it so before the worker: {remedy}")
+        raise ValueError(f"{text}; before the worker, parameter.data = parameter.data.contiguous()")
     return tensor.view(-1)
 
 

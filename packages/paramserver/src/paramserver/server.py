@@ -36,10 +36,9 @@ class Server:
     When a worker is lost or silent, "stop" raises in all the others and names it; "continue" goes
     on without it. Of several servers, each with its `shard`, the first orders what all do.
 
-    With `LocalSteps` the optimizer is that policy's `outer`; `optimizer` is the workers' own.
-
     A worker that is well but slow is waited for, unless others have waited for it for `drop_after`
-    seconds: then it is lost.
+    seconds: then it is lost. With `LocalSteps` the optimizer is that policy's `outer`; `optimizer`
+    is the workers' own.
 
     `workers` take part from the start: nobody goes on without them. With `elastic`, others may join
     (any number will do for a rank) and one that was lost may come back. Parameters lie in `memory`.
@@ -108,8 +107,7 @@ class Server:
                         if out and reply.size and (keep := out(self.core.given)):
                             self.core.replica.lent[worker] = keep
                         return reply
-                    for other, error in self.core.check(now):
-                        self._told[other] = error
+                    self._told.update(self.core.check(now))
                     if worker in self._told:
                         raise self._told.pop(worker)
                     self._changed.notify_all()

@@ -34,8 +34,7 @@ def pack(shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor) -
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             counts.append(-1)
             parts.append(dense.reshape(-1)[piece.start : piece.stop].cpu())
-    parts = [torch.tensor(counts), *parts]
-    raw = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    raw = torch.cat([p.contiguous().view(torch.uint8) for p in (torch.tensor(counts), *parts)])
     if len(raw) >= len(buffer):
         return 0
     buffer[: len(raw)] = raw
@@ -69,34 +68,33 @@ def unpack(shard: Shard, data: Tensor) -> list[Tensor]:
             places, elements = rows, elements.view(count, *piece.shape[1:])
         else:
             places = places[inside] - piece.start
-        gradients.append(
-            torch.sparse_coo_tensor(
-                places[None], elements, piece.viewed, is_coalesced=True, check_invariants=False
-            )
-        )
+        gradients.append(_coalesced(places, elements, piece))
     if at != len(data):
         raise ValueError(f"{len(data)} bytes came where sparse gradients take {at}")
     return gradients
 
 
-def takes_sparse(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether sparse gradients make it do what dense ones would, or what it is made for."""
+def taken_by(optimizer: torch.optim.Optimizer | None, gradient: Tensor, piece: Piece) -> Tensor:
+    """A gradient as the optimizer takes it; one of embeddings may come sparse, or as dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return gradient if gradient.is_sparse else _of_rows(gradient, piece)
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else [None]
+    # All others move rows that nobody touched too, and would not if the gradient stayed sparse.
     plain = not any(g is None or g["momentum"] or g["weight_decay"] for g in groups)
-    return plain or isinstance(optimizer, torch.optim.SparseAdam)
+    return gradient.to_dense() if gradient.is_sparse and not plain else gradient
 
 
-def of_rows(gradient: Tensor, piece: Piece) -> Tensor:
-    """A dense gradient of a piece as a sparse one of the rows that are not all zeros.
-
-    SparseAdam takes no other; a push in which nearly every row is touched comes as dense.
-    """
+def _of_rows(gradient: Tensor, piece: Piece) -> Tensor:
     if piece.viewed == piece.shape:
         return gradient.to_sparse(1)
     rows = torch.arange(piece.start, piece.stop) // torch.Size(piece.shape[1:]).numel()
     (places,) = torch.isin(rows, rows[gradient != 0]).nonzero(as_tuple=True)
+    return _coalesced(places, gradient[places], piece)
+
+
+def _coalesced(places: Tensor, values: Tensor, piece: Piece) -> Tensor:
     return torch.sparse_coo_tensor(
-        places[None], gradient[places], piece.viewed, is_coalesced=True, check_invariants=False
+        places[None], values, piece.viewed, is_coalesced=True, check_invariants=False
     )
 
 

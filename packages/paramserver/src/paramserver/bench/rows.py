@@ -152,6 +152,5 @@ def table(rows: list[Row]) -> str:
         shown = ([f"{v:.4g}" if type(v) is float else f"{v}" for v in r.values()] for r in group)
         cells = [columns, *shown]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-        blocks.append("\n".join(lines))
+        blocks.append("\n".join("  ".join(map(str.rjust, line, widths)) for line in cells))
     return "\n\n".join(blocks)

@@ -156,10 +156,8 @@ class Core:
             self.ledger.load_state(snapshot["ledger"])
         for record in records:
             match record:
-                case Staged(push, gradients):
-                    if self.replica.wants(push):
-                        unpacked = self.replica.unpack(push, gradients)
-                        self.replica.stage(push, unpacked, len(gradients))
+                case Staged(push, data) if self.replica.wants(push):
+                    self.replica.stage(push, self.replica.unpack(push, data), len(data))
                 case Followed(log, own):
                     if own:
                         self.ledger.replay(log)
@@ -262,8 +260,7 @@ class Core:
             raise PeerLost(f"the others go on without this worker: {self.lost[worker]}")
         member = self.ledger.members.get(worker)
         if member and m.epoch < member.epoch:
-            text = f"worker {worker} has joined again since"
-            raise PeerLost(f"the others go on without this worker: {text}")
+            raise PeerLost(f"the others go on without this worker: {worker} has joined again since")
 
     def _check_clock(self, worker: int, m: Message) -> None:
         member = self._member(worker)

@@ -90,8 +90,8 @@ def failure(error: BaseException) -> Message:
 
 def pushed_twice(worker: int) -> RuntimeError:
     """What is wrong with a second push before the step that the first is of has been applied."""
-    text = "pushes twice in one bulk-synchronous step; pull in between"
-    return RuntimeError(f"worker {worker} {text}")
+    text = f"worker {worker} pushes twice in one bulk-synchronous step"
+    return RuntimeError(f"{text}; pull in between")
 
 
 def raise_failure(peer: str, answer: Message) -> None:

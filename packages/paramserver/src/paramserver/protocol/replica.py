@@ -182,8 +182,7 @@ class Replica:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin a log anew from `state`, which a server of the same shard saved."""
         if state["layout"] != self.shard.digest():
-            mine = f"this server holds shard {self.shard.digest()}"
-            text = f"the saved state is of shard {state['layout']}, {mine}"
+            text = f"the saved state is of shard {state['layout']}, mine is {self.shard.digest()}"
             raise ValueError(f"{text}; use the same parameters and number of servers")
         self._buffer.copy_(state["parameters"])
         if self._optimizer:
@@ -242,15 +241,11 @@ class Replica:
             self._promised |= {w: (read, self.version, kept) for w, read in waiting.items()}
 
     def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
-        fragment, keeps = self._fragments[number], sparse.takes_sparse(self._optimizer)
-        targets = zip(self._by_fragment[number], fragment.shard.pieces, strict=True)
-        for (parameter, piece), each in zip(targets, zip(*pushes, strict=True), strict=True):
-            total = _mean(each, parameter.dtype)
-            if total.is_sparse and not keeps:
-                total = total.to_dense()
-            elif not total.is_sparse and isinstance(self._optimizer, torch.optim.SparseAdam):
-                total = sparse.of_rows(total, piece)
-            parameter.grad = total
+        fragment, gradients = self._fragments[number], zip(*pushes, strict=True)
+        targets = zip(self._by_fragment[number], fragment.shard.pieces, gradients, strict=True)
+        for parameter, piece, each in targets:
+            mean = _mean(each, parameter.dtype)
+            parameter.grad = sparse.taken_by(self._optimizer, mean, piece)
         if self._optimizer:
             self._optimizer.step()
             self._optimizer.zero_grad()  # the other fragments' momentum stays as it is
