@@ -26,10 +26,9 @@ OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 WORKERS, STEPS, LOCAL = 2, 12, 4
 
 
-def train_with_torchft(number, lighthouse, trained):
+def train_with_torchft(number, module, lighthouse, trained):
     wait = timedelta(seconds=60)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    module = model()
     inner, outer = INNER(module.parameters()), OUTER(module.parameters())
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=wait), min_replica_size=WORKERS,
@@ -53,9 +52,10 @@ def train_with_torchft(number, lighthouse, trained):
 def test_torchfts_diloco_is_ours():
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=WORKERS)
     trained = {}
+    # Made before the threads, which share the generator of random numbers.
     threads = [
-        threading.Thread(target=train_with_torchft, args=(w, lighthouse.address(), trained))
-        for w in range(WORKERS)
+        threading.Thread(target=train_with_torchft, args=(w, module, lighthouse.address(), trained))
+        for w, module in enumerate([model() for _ in range(WORKERS)])
     ]
     try:
         for thread in threads:
