@@ -249,6 +249,11 @@ def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_pat
         assert "rank 1 was killed by SIGKILL" in errors
 
 
+def catches_sigterm(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
+
+
 def test_sigterm_saves_what_was_learned_and_stops(tmp_path):
     out = tmp_path / "run"
     command = ["run", "learn", "--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6]
@@ -257,8 +262,10 @@ def test_sigterm_saves_what_was_learned_and_stops(tmp_path):
     )
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()
-    time.sleep(3)
-    workers = children_of(process)
+    workers, deadline = children_of(process), time.monotonic() + 120
+    while not all(map(catches_sigterm, workers)):  # before that there is nothing to save
+        assert time.monotonic() < deadline, "no worker has begun to learn"
+        time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0, errors

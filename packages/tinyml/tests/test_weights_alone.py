@@ -161,8 +161,9 @@ for bits in (4, 8):
         layer = quantize(torch.nn.Sequential(linear), bits, activations="auto")[0]
         x = torch.randn(1, size)
         calls = [lambda: layer(x), lambda: linear(x)]
-        ours, its = (min(milliseconds(c, c) for _ in range(50)) for c in calls)
-        print(its / ours)
+        ours, its = map(min, zip(*([milliseconds(c, c) for c in calls] for _ in range(50))))
+        stayed = type(layer) is torch.nn.Linear  # then both are one product, in other memory
+        print(1.0 if stayed else its / ours)
 """
 
 
