@@ -76,7 +76,6 @@ def test_a_folder_tells_its_story(package):
 @pytest.mark.parametrize(
     "package",
     packages(
-        collectives="blame between hosts, a compiled engine beside the Python one: 4,600 lines",
         flashattn2="the opt-in passes in Gluon take 700 of its 5,200 lines",
         accounting="plans, time, memory and the command line take 6,400 lines; families are tables",
         scaling="laws as data, plans, a page and sweeps of one's own are 1,000 of its 5,400 lines",

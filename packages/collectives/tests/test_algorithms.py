@@ -12,6 +12,7 @@ import torch.distributed as dist
 from collectives.choice.cost import LEAST_WINS, candidates
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
+from sent_bytes import counted
 from worker_pool import run_ranks
 
 WORLDS = (1, 2, 3, 4, 5, 6)
@@ -248,7 +249,7 @@ def test_all_to_all_takes_splits_of_any_length():
 
 def wire_bytes(world):
     """Bytes each rank sends for a tensor of 1 MiB."""
-    comm, size = communicator(), 1 << 20
+    size = 1 << 20
     flat = torch.zeros(size // 4)
     sent = {}
     calls = {
@@ -262,9 +263,9 @@ def wire_bytes(world):
     }
     for kind, call in calls.items():
         for algorithm in ("ring", "halving_doubling"):
-            before = comm.wire.sent_bytes
-            call(algorithm)
-            sent[kind, algorithm] = (comm.wire.sent_bytes - before) / size
+            with counted() as messages:
+                call(algorithm)
+            sent[kind, algorithm] = sum(messages) / size
     return sent
 
 
@@ -339,15 +340,13 @@ def tuned_once():
         seconds.append(time.monotonic() - start)
         models.append(communicator(group).models["all_reduce"])
     measured = {sample.algorithm for sample in models[0].samples}
-    hosts = (1,) * world
     for size in (1 << 10, 1 << 16, 1 << 23):
-        names = models[0].candidates("all_reduce", hosts)
-        times = {name: models[0].predict("all_reduce", name, size, hosts) for name in names}
-        picked, best = models[0].choose("all_reduce", size, hosts), min(times, key=times.get)
+        here = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}
+        best = min(here, key=lambda name: here[name].seconds)
+        picked = models[0].choose("all_reduce", size, (1,) * world)
         # gloo's own, unless another one won most of the turns.
-        wins = {name: models[0].wins("all_reduce", name, size, hosts) for name in names}
-        assert picked == "gloo" or wins[picked] >= LEAST_WINS
-        assert picked == best or best == "gloo" or wins[best] < LEAST_WINS
+        assert picked == "gloo" or here[picked].wins >= LEAST_WINS
+        assert picked == best or best == "gloo" or here[best].wins < LEAST_WINS
     return models[0] == models[1], measured, seconds
 
 

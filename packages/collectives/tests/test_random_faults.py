@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import collectives
@@ -23,8 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
-from collectives.choice.cost import NATIVE, Sample, candidates
-from collectives.choice.tuning import SIZES, TunedModel
+from collectives.choice.cost import NATIVE, CostModel, Sample, candidates
+from collectives.choice.tuning import SIZES
 from collectives.shared_memory import segment
 from worker_pool import try_ranks
 
@@ -145,7 +146,8 @@ def any_model(kind, call, hosts, wire, agree, *, native):
         for n in names
         for size in SIZES
     ]
-    return TunedModel.from_json(agree(TunedModel.fit(samples).to_json()))
+    model = replace(CostModel.fit(samples), samples=tuple(samples))
+    return CostModel.from_json(agree(model.to_json()))
 
 
 def sequences(world_seed, first, most, timeout):

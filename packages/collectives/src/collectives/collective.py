@@ -144,7 +144,7 @@ def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """A tensor of zeros in memory that all ranks of the host map, reduced without a copy.
+    """Zeros in memory that all ranks of the host map: the engine reduces them without a copy.
 
     Every rank of the group must call it, with the same size. Where ranks cannot share memory the
     tensor is an ordinary one: everything works, slower.

@@ -232,11 +232,6 @@ class Communicator:
         self._put(None)
         self.topology.close()
 
-    @property
-    def busy_with(self) -> Operation | None:
-        """What is being done now, if anything is."""
-        return self.operation if self._lock.locked() and self.faults.broken is None else None
-
     def _begin(self, compare: bool, packed: bytes) -> None:
         self._count(compare, packed)
         self.wire.finish_within(self.timeout)
@@ -267,11 +262,13 @@ def _watch(of: weakref.ref[Communicator], closed: threading.Event) -> None:
     while not closed.wait(seconds):
         if (comm := of()) is None:
             return
-        seconds, before, seen = max(SHORTEST_LOOK, LOOKS_PART * comm.timeout), seen, comm.busy_with
+        busy = comm._lock.locked() and comm.faults.broken is None
+        before, seen = seen, comm.operation if busy else None
         waits = seen if seen is before else None
         if waits is not noted:
             comm.faults.note(waits)
             noted = waits
+        seconds = max(SHORTEST_LOOK, LOOKS_PART * comm.timeout)
         del comm
 
 

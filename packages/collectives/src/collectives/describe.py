@@ -1,7 +1,7 @@
 """What a group has found out about itself, in words: who shares memory, and what `auto` picks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from collectives.choice.cost import CostModel, candidates
@@ -9,7 +9,6 @@ from collectives.communicator import communicator
 from collectives.shared_memory import engine
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
-NAMES = tuple(field.name for field in fields(CostModel))
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 
 
@@ -50,7 +49,7 @@ class Description:
             told = ", ".join(f"{size} B {name}" for size, name in self.picks(collective).items())
             lines.append(f"{collective}: {told or 'not measured yet'}")
             if collective in self.models and not self.shared_memory:
-                prices = zip(NAMES, self.models[collective].prices(), strict=True)
+                prices = self.models[collective].prices().items()
                 lines.append("  " + ", ".join(f"{name} {price:.3g}" for name, price in prices))
         return "\n".join(lines)
 

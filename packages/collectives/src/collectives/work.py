@@ -66,10 +66,7 @@ class Work(dist.Work):
 
     def join(self) -> None:
         """Return when it has ended, well or not; raise if it does not end."""
-        if self._timeout == float("inf"):
-            self._done.wait()
-            return
-        seconds = self._timeout + GRACE_SECONDS
+        seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         before = self._progress()
         while not self._done.wait(seconds):
             now = self._progress()

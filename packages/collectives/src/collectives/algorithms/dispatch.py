@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collectives.algorithms import halving_doubling, hierarchical, ring, tree
 from collectives.choice.cost import NATIVE, CostModel, candidates
-from collectives.choice.tuning import TunedModel, tune
+from collectives.choice.tuning import tune
 from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
 from collectives.faults import fetch
@@ -22,7 +22,7 @@ from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call, Lengths, gather_by_messages
 
 # What was measured, by collective and hosts.
-_models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], TunedModel] = {}
+_models: dict[tuple[str, tuple[str, ...], tuple[int, ...]], CostModel] = {}
 BY_MESSAGES = {"ring": ring, "halving_doubling": halving_doubling, "tree": tree}
 
 
@@ -33,11 +33,8 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
     # What the functions take beside the tensors, all by the collective's name.
     rest: tuple[Any, ...] = {"all_gather": (), "broadcast": (call.root,)}.get(kind, (call.op,))
     if algorithm == "shared_memory":
-        if kind == "all_reduce":
-            rest = (*rest, packed, topology.shared(tensors[0]))
-        else:
-            rest = (*rest, packed)
-        getattr(protocol, kind)(topology.require(), *tensors, *rest)
+        shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
+        getattr(protocol, kind)(topology.require(), *tensors, *rest, packed, *shared)
     elif algorithm == "hierarchical":
         hosts, root = topology.hosts, call.root if kind == "broadcast" else None
         comm.operation.talking = hierarchical.heads(hosts, root)
@@ -130,7 +127,7 @@ def _measured(comm: Communicator, kind: str) -> CostModel:
     where = kind, comm.topology.where, comm.topology.ranks_per_host
     known = _models.get(where)
     if told := _told_by_rank_0(comm, f"known/{kind}", known.to_json() if known else ""):
-        return TunedModel.from_json(told)
+        return CostModel.from_json(told)
     # The ranks agree on what they do.
     operation = comm.operation
     comparing, operation.comparing = operation.comparing, False

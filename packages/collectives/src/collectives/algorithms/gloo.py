@@ -49,8 +49,8 @@ class GlooGroups:
         self.base = backend if isinstance(backend, ProcessGroupGloo) else None
         self._options: Any = None if self.base is None else self.base.options
         self._store = store
-        # A group of gloo's, and what starts its call.
         self._seconds, self._limit = 0.0, timedelta(seconds=1e-3)
+        # A group of gloo's, and what starts its call.
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
 
     def timeout_seconds(self) -> float:

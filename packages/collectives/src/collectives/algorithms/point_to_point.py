@@ -4,7 +4,6 @@ Notable:
 - `exchange_reduce` receives in pieces and combines one while the next arrives, so an algorithm
   needs two pieces of extra memory, whatever the size of the tensor;
 - messages are bytes: any dtype travels, also those that a backend does not know;
-- sent bytes are counted (`sent_bytes`), because bytes do not depend on the machine's mood;
 - a message's tag is made from the call it serves and its length. gloo delivers a message only to a
   receive with the same tag, so ranks that disagree wait for each other until the timeout; without
   that, a longer message than expected ends the process and one of another dtype is believed;
@@ -45,7 +44,6 @@ class PointToPoint:
         self._ranks = ranks
         self.rank, self.world = rank, len(ranks)
         self._deadline = [float("inf"), float("inf")]
-        self._sent = [0]
         self._subject = [0]
         self._peer: list[int | None] = [None]
 
@@ -53,14 +51,8 @@ class PointToPoint:
         """The same messages between some of the ranks, in another order."""
         ranks = [self._ranks[place] for place in places]
         part = PointToPoint(self._group, ranks, places.index(self.rank), self._direct)
-        part._deadline, part._sent, part._subject = self._deadline, self._sent, self._subject
-        part._peer = self._peer
+        part._deadline, part._subject, part._peer = self._deadline, self._subject, self._peer
         return part
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far, headers not counted."""
-        return self._sent[0]
 
     @property
     def seconds_left(self) -> float:
@@ -111,12 +103,7 @@ class PointToPoint:
         """
         target, leaving = send
         source, own, out = receive
-        if out.is_cuda:
-            arrived = torch.empty_like(own)
-            self.exchange([(target, leaving)], [(source, arrived)])
-            COMBINE[name](own, arrived, out=out)
-            return
-        if max(leaving.numel(), out.numel()) * out.element_size() <= PIECE_BYTES:
+        if out.is_cuda or max(leaving.nbytes, out.nbytes) <= PIECE_BYTES:
             # Nothing to overlap, and the loop below costs as much as a short message does.
             arrived = torch.empty_like(out)
             self.exchange([(target, leaving)], [(source, arrived)])
@@ -152,8 +139,6 @@ class PointToPoint:
                 if not tensor.numel():
                     continue
                 peer, raw = self._ranks[place], tensor.view(torch.uint8)
-                if operation == "send":
-                    self._sent[0] += raw.numel()
                 if raw.is_cuda:
                     batch.append((operation, raw, peer))
                     continue

@@ -39,7 +39,10 @@ BLOCK = 1 << 20
 TIMEOUT = timedelta(seconds=200)
 QUICK = (1 << 10, 64 << 10, 1 << 20)
 FULL = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 1 << 20, 10 << 20, 100 << 20, 1 << 30)
-CASES = ("all_reduce", "reduce_scatter", "all_gather")
+# By case, the function's name.
+FUNCTIONS = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter_tensor",
+             "all_gather": "all_gather_into_tensor"}  # fmt: skip
+CASES = tuple(FUNCTIONS)
 
 
 def bench(
@@ -84,81 +87,53 @@ def _rank(rank: int, world: int, folder: str, backend: str, *how: Any) -> None:
 def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str]) -> list[Row]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    rows: list[Row] = []
-    for kind, size in itertools.product(cases, sizes):
-        measure = _all_reduce_rows if kind == "all_reduce" else partial(_other_rows, kind)
-        rows += measure(device, size, quick)
-    return rows
+    found = (_rows(*case, device, quick) for case in itertools.product(cases, sizes))
+    return list(itertools.chain(*found))
 
 
-def _all_reduce_rows(device: str, size: int, quick: bool) -> list[Row]:
-    count, native = size // 4, dist.get_backend()
-    # Two tensors a rank, each the source of the other's copies: memory is what bounds the size.
-    plain, other = torch.empty(count, device=device), torch.empty(0)
-    calls: dict[str, Callable[..., object]] = {native: dist.all_reduce}
-    for name in ("auto", *_algorithms("all_reduce")):
-        calls[name] = partial(collectives.all_reduce, algorithm=name)
-    if device == "cpu":
-        other = collectives.shared_empty(count)
-        calls["shared_empty"] = collectives.all_reduce
-    else:
-        other = torch.empty_like(plain)
-
-    def tensors(name: str) -> tuple[Tensor, Tensor]:
-        return (other, plain) if name == "shared_empty" else (plain, other)
-
-    def in_place(name: str) -> None:
-        calls[name](tensors(name)[0])
+def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
+    rank, world, native = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    count = size // 4 // (1 if kind == "all_reduce" else world)
+    shares = {"all_reduce": (1, 1), "reduce_scatter": (1, world), "all_gather": (world, 1)}[kind]
+    result, source = (torch.empty(count * share, device=device) for share in shares)
+    calls: dict[str, Callable[..., object]] = {native: getattr(dist, FUNCTIONS[kind])}
+    ours = getattr(collectives, FUNCTIONS[kind])
+    calls |= {name: partial(ours, algorithm=name) for name in ("auto", *_algorithms(kind))}
+    # Each contender's result and source.
+    tensors = dict.fromkeys(calls, (result, source))
+    if kind == "all_reduce" and device == "cpu":
+        # Each is the source of the other's copies: memory is what bounds the size.
+        shared = collectives.shared_empty(count)
+        tensors = dict.fromkeys(calls, (result, shared)) | {"shared_empty": (shared, result)}
+        calls["shared_empty"] = ours
 
     def out_of_place(name: str) -> None:
-        result, source = tensors(name)
-        result.copy_(source)
-        calls[name](result)
+        result, source = tensors[name]
+        if kind == "all_reduce":
+            calls[name](result.copy_(source))
+        else:
+            calls[name](result, source)
 
-    want, own, wrong = _sum(device), _values(dist.get_rank(), device), {}
-    for name in calls:
-        result, source = tensors(name)
-        _fill(source, own)
-        result.fill_(torch.nan)
-        out_of_place(name)
-        wrong[name] = _wrong(result, want)
-        _fill(result, own)
-        in_place(name)
-        wrong[f"in_place {name}"] = _wrong(result, want)
-    outside = time_in_turns({n: partial(out_of_place, n) for n in calls}, size, quick, device)
-    inside = time_in_turns({n: partial(in_place, n) for n in calls}, size, quick, device)
-    rows = []
-    for name in calls:
-        row = _row("all_reduce", name, size, outside[name], wrong[name])
-        row |= {f"in_place_{k}": v for k, v in _speed("all_reduce", size, inside[name]).items()}
-        row |= {"in_place_wrong": wrong[f"in_place {name}"]}
-        rows.append(row | _ratios(inside, name, native))
-    return rows
+    def in_place(name: str) -> None:
+        calls[name](tensors[name][0])
 
-
-def _other_rows(kind: str, device: str, size: int, quick: bool) -> list[Row]:
-    rank, world, native = dist.get_rank(), dist.get_world_size(), dist.get_backend()
-    count = size // 4 // world
-    short, long = torch.empty(count, device=device), torch.empty(count * world, device=device)
-    if kind == "reduce_scatter":
-        name, result, source, wants = f"{kind}_tensor", short, long, [_sum(device)]
-    else:
-        name, result, source = f"{kind}_into_tensor", long, short
-        wants = [_values(r, device) for r in range(world)]
-    calls: dict[str, Callable[[], object]] = {native: partial(getattr(dist, name), result, source)}
-    ours = partial(getattr(collectives, name), result, source)
-    calls |= {n: partial(ours, algorithm=n) for n in ("auto", *_algorithms(kind))}
-    measured = time_in_turns(calls, size, quick, device)
-    rows = []
-    for name, call in calls.items():
-        for part in source.split(max(1, count)):
-            _fill(part, _values(rank, device))
-        result.fill_(torch.nan)
-        call()
-        wrong = sum(map(_wrong, result.split(max(1, count)), wants))
-        row = _row(kind, name, size, measured[name], wrong)
-        rows.append(row | _ratios(measured, name, native))
-    return rows
+    wants = [_values(r, device) for r in range(world)] if kind == "all_gather" else [_sum(device)]
+    rows: dict[str, Row] = {name: {} for name in calls}
+    ways = {"": out_of_place} | ({"in_place_": in_place} if kind == "all_reduce" else {})
+    for way, do in ways.items():
+        wrong = dict.fromkeys(calls, 0)
+        for name, (result, source) in tensors.items():
+            result.fill_(torch.nan)
+            for part in (result if way else source).split(max(1, count)):
+                _fill(part, _values(rank, device))
+            do(name)
+            wrong[name] = sum(map(_wrong, result.split(max(1, count)), wants))
+        times = time_in_turns({name: partial(do, name) for name in calls}, size, quick, device)
+        for name, row in rows.items():
+            told = _speed(kind, size, times[name]) | {"wrong": wrong[name]}
+            row |= {f"{way}{column}": value for column, value in told.items()}
+            row |= _ratios(times, name, native)
+    return [_case(kind, name, size) | row for name, row in rows.items()]
 
 
 def _algorithms(kind: str) -> list[str]:
@@ -189,7 +164,7 @@ def _wrong(result: Tensor, block: Tensor) -> int:
     )
 
 
-def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
+def _case(kind: str, name: str, size: int) -> Row:
     comm = communicator()
     # What is scattered or gathered is a multiple of the ranks.
     whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
@@ -201,7 +176,6 @@ def _row(kind: str, name: str, size: int, times: Times, wrong: int) -> Row:
         "world": dist.get_world_size(), "hosts": len(comm.topology.hosts),
         "size_bytes": size, "count": size // 4, "type": "float32",
         "redop": "none" if kind == "all_gather" else "sum",
-        **_speed(kind, size, times), "wrong": wrong,
     }  # fmt: skip
 
 

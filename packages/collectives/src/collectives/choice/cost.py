@@ -14,9 +14,10 @@ longer. Memory that ranks share costs less than messages at every size, and is n
 Sizes are nccl-tests': the whole array, for reduce-scatter and all-gather too.
 """
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
 
@@ -53,12 +54,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Four prices. The defaults are a loopback's; `fit` finds those of a machine."""
+    """Four prices, those of a loopback by default, and what was measured, which goes before them.
+
+    Between two measured sizes times lie on the line in logarithms; below the shortest it is
+    latency that counts, beyond the longest bytes.
+    """
 
     message_seconds: float = 1.5e-4
     wire_seconds_per_byte: float = 8e-10
     reduce_seconds_per_byte: float = 1e-10
     operation_seconds: float = 5e-5
+    samples: tuple[Sample, ...] = ()
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> "CostModel":
@@ -79,40 +85,59 @@ class CostModel:
         scale = np.linalg.norm(rows, axis=0)
         scale[scale == 0] = 1.0
         prices, _ = nnls(rows / scale, np.ones(len(samples)))
-        return cls(*(float(price) for price in prices / scale))
+        return cls(*(prices / scale).tolist())
 
     def predict(
         self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
     ) -> float:
         """Seconds on hosts with so many ranks each: (4,) is one host, (1, 1) two of one rank."""
-        spent = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
-        return sum(a * b for a, b in zip(spent, self.prices(), strict=True))
-
-    def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
-        """The algorithms whose time is known."""
-        return candidates(collective, hosts)
+        measured = self._of(collective, algorithm, hosts)
+        if not measured:
+            spent = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
+            return sum(a * b for a, b in zip(spent, self.prices().values(), strict=True))
+        sizes = sorted(measured)
+        logs = np.log([measured[size].seconds for size in sizes])
+        found = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs))
+        return float(found) * max(1.0, size_bytes / sizes[-1])
 
     def choose(
         self, collective: str, size_bytes: int, hosts: Sequence[int], *, native: bool = True
     ) -> str:
         """The algorithm with the lowest predicted time; gloo's own where none wins often."""
-        possible = self.candidates(collective, hosts)
-        if native and NATIVE in possible:
-            possible = tuple(
-                a for a in possible
-                if a == NATIVE or self.wins(collective, a, size_bytes, hosts) >= LEAST_WINS
-            )  # fmt: skip
-        else:
-            possible = tuple(a for a in possible if a != NATIVE)
+        possible = candidates(collective, hosts)
+        if native and self._of(collective, NATIVE, hosts):
+            often = (a for a in possible if self._wins(collective, a, size_bytes, hosts))
+            possible = (*often, NATIVE)
         return min(possible, key=lambda a: self.predict(collective, a, size_bytes, hosts))
 
-    def wins(self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]) -> float:
-        """The part of the measured turns in which it took less than gloo's own."""
-        return 1.0
+    def _wins(self, collective: str, algorithm: str, size: int, hosts: Sequence[int]) -> bool:
+        """Whether it took less than gloo's own often, at both measured sizes beside this one."""
+        measured = self._of(collective, algorithm, hosts)
+        beside = {
+            max((s for s in measured if s <= size), default=min(measured, default=0)),
+            min((s for s in measured if s >= size), default=max(measured, default=0)),
+        }
+        return all(s in measured and measured[s].wins >= LEAST_WINS for s in beside)
 
-    def prices(self) -> tuple[float, ...]:
-        """The four numbers in order."""
-        return tuple(getattr(self, field.name) for field in fields(CostModel))
+    def _of(self, collective: str, algorithm: str, hosts: Sequence[int]) -> dict[int, Sample]:
+        here = collective, algorithm, tuple(hosts)
+        same = [s for s in self.samples if (s.collective, s.algorithm, s.hosts) == here]
+        return {sample.size_bytes: sample for sample in same}
+
+    def prices(self) -> dict[str, float]:
+        """The four numbers by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
+
+    def to_json(self) -> str:
+        """The whole model as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "CostModel":
+        """What `to_json` said."""
+        told = json.loads(text)
+        samples = [Sample(**{**s, "hosts": tuple(s["hosts"])}) for s in told.pop("samples")]
+        return cls(**told, samples=tuple(samples))
 
 
 def candidates(
@@ -146,38 +171,30 @@ def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) ->
 
 
 def _by_messages(collective: str, algorithm: str, size: int, world: int, sharing: int) -> Terms:
-    part, steps = (world - 1) / world * size, math.ceil(math.log2(world))
-    pieces = max(1, math.ceil(size / PIECE_BYTES))
-    chain = pieces + world - 2
-
-    def exchanges(count: int, wire_bytes: float, reduced_bytes: float = 0.0) -> Terms:
-        # A send and a receive at once.
-        return Terms(count, wire_bytes, reduced_bytes, operations=2 * count)
-
-    def messages(
-        count: int, wire_bytes: float, reduced_bytes: float = 0.0, *, more: int = 0
-    ) -> Terms:
-        # Either a send or a receive; `more` operations beside them.
-        return Terms(count, wire_bytes, reduced_bytes, operations=count + more)
-
+    others, steps = world - 1, math.ceil(math.log2(world))
+    part, pieces = others / world * size, max(1, math.ceil(size / PIECE_BYTES))
+    chain = pieces + others - 1
     spent = {
-        ("all_reduce", "ring"): exchanges(2 * (world - 1), 2 * part, part),
-        ("reduce_scatter", "ring"): exchanges(world - 1, part, part),
-        ("all_gather", "ring"): exchanges(world - 1, part),
-        ("broadcast", "ring"): messages(
-            chain, size * chain / pieces, more=(pieces - 1) * (world > 2)
-        ),
-        ("all_to_all", "ring"): exchanges(world - 1, part * sharing),
+        # A send and a receive at once: two operations a message.
+        ("all_reduce", "ring"): Terms(2 * others, 2 * part, part, 4 * others),
+        ("reduce_scatter", "ring"): Terms(others, part, part, 2 * others),
+        ("all_gather", "ring"): Terms(others, part, 0, 2 * others),
+        ("all_to_all", "ring"): Terms(others, part * sharing, 0, 2 * others),
         ("all_reduce", "halving_doubling"): (
-            exchanges(steps, steps * size * sharing, steps * size)
+            Terms(steps, steps * size * sharing, steps * size, 2 * steps)
             if size <= SHORT_BYTES
-            else exchanges(2 * steps, 2 * part * sharing, part)
+            else Terms(2 * steps, 2 * part * sharing, part, 4 * steps)
         ),
-        ("reduce_scatter", "halving_doubling"): exchanges(steps, part * sharing, part),
-        ("all_gather", "halving_doubling"): exchanges(steps, part * sharing),
-        ("broadcast", "halving_doubling"): messages(2 * steps, part * (1 + sharing), more=steps),
-        ("all_reduce", "tree"): messages(2 * steps, 2 * steps * size, steps * size),
-        ("broadcast", "tree"): messages(steps, steps * size),
+        ("reduce_scatter", "halving_doubling"): Terms(steps, part * sharing, part, 2 * steps),
+        ("all_gather", "halving_doubling"): Terms(steps, part * sharing, 0, 2 * steps),
+        # Down a tree, where a rank sends or receives, and then both at once.
+        ("broadcast", "halving_doubling"): Terms(2 * steps, part * (1 + sharing), 0, 3 * steps),
+        ("all_reduce", "tree"): Terms(2 * steps, 2 * steps * size, steps * size, 2 * steps),
+        ("broadcast", "tree"): Terms(steps, steps * size, 0, steps),
+        # In the middle of the chain a rank passes one piece on as the next comes.
+        ("broadcast", "ring"): Terms(
+            chain, size * chain / pieces, 0, chain + (pieces - 1) * (world > 2)
+        ),
     }
     if (collective, algorithm) not in spent:
         raise ValueError(f"there is no {collective} by {algorithm!r}")

@@ -9,6 +9,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -120,23 +121,18 @@ class Topology:
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
         """Make a segment, open those of the other ranks; None stands for what could not be had."""
         segment = None
-        try:
-            if available():
-                segment = memory.Segment(size)
-        except OSError:
-            # No room: this rank will use messages.
-            segment = None
+        # Where there is no room, this rank will use messages.
+        with suppress(OSError):
+            segment = memory.Segment(size) if available() else None
         address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
         told = self._tell(key, json.dumps(asdict(address)), ranks)
         addresses = [Address(**json.loads(each)) for each in told]
-        mappings: list[mmap.mmap | None] = []
-        for rank, address in zip(ranks, addresses, strict=True):
-            if segment is None:
-                mappings.append(None)
-            else:
-                mappings.append(
-                    segment.mapping if rank == self._rank else memory.open_segment(address)
-                )
+        mappings: list[mmap.mmap | None] = [None] * len(addresses)
+        if segment is not None:
+            mappings = [
+                segment.mapping if rank == self._rank else memory.open_segment(address)
+                for rank, address in zip(ranks, addresses, strict=True)
+            ]
         # Nobody may close its file before all have opened it.
         self._tell(f"{key}/opened", "", ranks)
         if segment:

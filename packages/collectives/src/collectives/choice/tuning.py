@@ -6,13 +6,11 @@ median of the turns. Another algorithm than gloo's own is taken only where it wo
 so what is neither clearly ahead nor clearly behind is measured for longer.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from collectives.algorithms import tree
@@ -30,68 +28,10 @@ CLOSE, LONGER = 0.2, 3
 LEAST_OF_TIMEOUT = 40
 
 
-@dataclass(frozen=True)
-class TunedModel(CostModel):
-    """A model that says, of what was measured, what the measurement said.
-
-    Between two measured sizes times lie on the line in logarithms; below the shortest it is
-    latency that counts, beyond the longest bytes.
-    """
-
-    samples: tuple[Sample, ...] = ()
-
-    @classmethod
-    def fit(cls, samples: Sequence[Sample]) -> "TunedModel":
-        """The prices of `CostModel.fit`, and the samples."""
-        return cls(**asdict(CostModel.fit(samples)), samples=tuple(samples))
-
-    def candidates(self, collective: str, hosts: Sequence[int]) -> tuple[str, ...]:
-        """The algorithms of the package, and gloo's own where it was measured."""
-        known = super().candidates(collective, hosts)
-        return (*known, NATIVE) if self._measured(collective, NATIVE, hosts) else known
-
-    def predict(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
-    ) -> float:
-        """Seconds: what was measured if anything was, else what the prices say."""
-        seconds = self._measured(collective, algorithm, hosts)
-        if not seconds:
-            return super().predict(collective, algorithm, size_bytes, hosts)
-        sizes = sorted(seconds)
-        logs = np.log([seconds[size] for size in sizes])
-        found = np.exp(np.interp(np.log(max(1, size_bytes)), np.log(sizes), logs))
-        return float(found) * max(1.0, size_bytes / sizes[-1])
-
-    def wins(self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]) -> float:
-        """The lesser of what was measured at the two sizes beside this one; 0 if nothing was."""
-        wins = {s.size_bytes: s.wins for s in self._samples(collective, algorithm, hosts)}
-        below = max((size for size in wins if size <= size_bytes), default=min(wins, default=0))
-        above = min((size for size in wins if size >= size_bytes), default=max(wins, default=0))
-        return min(wins.get(below, 0.0), wins.get(above, 0.0))
-
-    def _measured(self, collective: str, algorithm: str, hosts: Sequence[int]) -> dict[int, float]:
-        return {s.size_bytes: s.seconds for s in self._samples(collective, algorithm, hosts)}
-
-    def _samples(self, collective: str, algorithm: str, hosts: Sequence[int]) -> list[Sample]:
-        here = collective, algorithm, tuple(hosts)
-        return [s for s in self.samples if (s.collective, s.algorithm, s.hosts) == here]
-
-    def to_json(self) -> str:
-        """The whole model as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> "TunedModel":
-        """What `to_json` said."""
-        told = json.loads(text)
-        samples = [Sample(**{**s, "hosts": tuple(s["hosts"])}) for s in told.pop("samples")]
-        return cls(**told, samples=tuple(samples))
-
-
 def tune(
     kind: str, call: Callable[[str, int], object], hosts: Sequence[int], wire: PointToPoint,
     agree: Callable[[str], bytes], *, native: bool,
-) -> TunedModel:  # fmt: skip
+) -> CostModel:  # fmt: skip
     """Time `call(algorithm, bytes)`, a collective of that kind, and fit a model to it.
 
     Every rank returns the same one: `agree` gives all of them rank 0's text. `native` says whether
@@ -121,7 +61,8 @@ def tune(
             Sample(kind, algorithm, size, tuple(hosts), times, won if native else 1.0)
             for algorithm, times, won in zip(algorithms, usual, wins, strict=True)
         ]
-    return TunedModel.from_json(agree(TunedModel.fit(samples).to_json() if wire.rank == 0 else ""))
+    model = replace(CostModel.fit(samples), samples=tuple(samples))
+    return CostModel.from_json(agree(model.to_json() if wire.rank == 0 else ""))
 
 
 def _wins(turns: torch.Tensor) -> list[float]:

@@ -94,13 +94,9 @@ def why_not() -> str:
 
 def reduces(dtype: torch.dtype, op: str) -> bool:
     """Whether the engine knows this reduction; AVG is for floats only."""
-    found = library()
-    return (
-        found is not None
-        and op in OPS
-        and dtype in DTYPES
-        and bool(found.can_reduce(DTYPES[dtype]))
-    )
+    if (found := library()) is None or op not in OPS or dtype not in DTYPES:
+        return False
+    return bool(found.can_reduce(DTYPES[dtype]))
 
 
 def at_once() -> ctypes.CDLL:

@@ -2,7 +2,8 @@
 
     one shot   copy in | tick | sum all slots                      small, or two ranks
     two shot   copy in | tick | sum own slice | tick | copy out    more ranks
-    in place           | tick | sum own slice, write it to all | tick    tensors in `shared_empty`
+    in place           | tick | sum own slice, write it to all | tick    tensors in `shared_empty`,
+                                                                         by the engine alone
 
 The rule that makes a tick enough stands in `arena`. A tensor of any size passes through a chunk of
 memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in the cache.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
 from collectives.shared_memory import engine
-from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES, SLOT_BYTES, Arena
+from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES, Arena
 
 # How many elements of a narrow dtype are widened at a time.
 WIDE_ELEMENTS = 32 * 1024
@@ -47,27 +48,22 @@ def all_reduce(
     """Reduce the flat tensor over all ranks, in place."""
     if _by_engine(arena, "all_reduce", call, flat, flat, name, shared=shared):
         return
-    small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
-    if small:
-        shared = None
-    note = _note(shared)
-    arena.announce(call, note)
+    # Offers no shared tensor, so all ranks go through the slots.
+    arena.announce(call, _note(None))
     pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
-    if shared is None:
-        _copy_in(arena, pieces[0])
+    _copy_in(arena, pieces[0])
     arena.sync()
-    notes = arena.heard(_NOTE.size)
-    if shared and notes.count(note) == len(notes):
-        _in_place(arena, shared.copies, name)
-        return
-    nobody_shares = notes.count(_NOTE.pack(0, 0)) == len(notes)
+    # Ranks that offered theirs have copied nothing yet.
+    again = any(note != _note(None) for note in arena.heard(_NOTE.size))
+    small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     scratch = _scratch(flat)
     for i, piece in enumerate(pieces):
-        if i or not nobody_shares:
+        if i or again:
             _copy_in(arena, piece)
             arena.sync()
         if small or arena.world <= 2:
-            _sum_slots(arena, piece, name, scratch)
+            parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
+            reduce_into(name, parts, piece, scratch)
         else:
             _sum_slices(arena, piece, name, scratch)
 
@@ -209,11 +205,6 @@ def _copy_in(arena: Arena, piece: Tensor) -> None:
     arena.slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
 
 
-def _sum_slots(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
-    parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
-    reduce_into(name, parts, piece, scratch)
-
-
 def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) -> None:
     rank, world = arena.rank, arena.world
     parts = [slot[: piece.numel()].tensor_split(world)[rank] for slot in arena.slots(piece.dtype)]
@@ -223,18 +214,6 @@ def _sum_slices(arena: Arena, piece: Tensor, name: str, scratch: Tensor | None) 
     results = [slot[: piece.numel()].tensor_split(world) for slot in arena.slots(piece.dtype)]
     for i, part in enumerate(piece.tensor_split(world)):
         part.copy_(results[i][i])
-
-
-def _in_place(arena: Arena, copies: Sequence[Tensor], name: str) -> None:
-    mine = [copy.tensor_split(arena.world)[arena.rank] for copy in copies]
-    size = PIECE_BYTES // mine[0].element_size()
-    scratch = _scratch(mine[0])
-    for parts in zip(*(in_pieces(part, size) for part in mine), strict=True):
-        # This slice is this rank's alone, in all copies: the first one collects the sum.
-        reduce_into(name, parts, parts[0], scratch)
-        for part in parts[1:]:
-            part.copy_(parts[0])
-    arena.sync()
 
 
 def _scratch(like: Tensor) -> Tensor | None:
