@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import random
 import shutil
 import subprocess
 
@@ -244,6 +245,39 @@ def test_every_way_is_exact_where_sums_are_odd_and_above_24_bits(way, groups):
     offered = filters.choice(images)
     if way not in offered.wrong:  # one that clips on this processor is left out there
         assert torch.equal(sums.double(), exact)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(80), pytest.param(range(80, 400), marks=pytest.mark.exhaustive)],
+    ids=["some", "many"],
+)
+def test_whatever_the_geometry_no_way_that_is_offered_clips(seeds, monkeypatch):
+    """Down to one filter: the library's kernel for it may add pairs in 16 bits."""
+    monkeypatch.setattr(products, "_chosen", {})
+    for seed in seeds:
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        groups, deep, many = (
+            draw.choice((1, 1, 2, 3)),
+            *(draw.choice((1, 2, 3, 16)) for _ in "ab"),
+        )
+        kernel, stride, dilation = (
+            (draw.randint(1, most), draw.randint(1, most)) for most in (3, 2, 2)
+        )
+        geometry = Geometry(kernel, stride=stride, dilation=dilation, groups=groups)
+        size = groups * many, deep, *kernel
+        codes = torch.randint(60, 128, size, generator=generator).to(torch.int8)
+        shape = draw.choice((1, 2, 5)), groups * deep, draw.randint(5, 9), draw.randint(5, 9)
+        filters = convolution.Int8Filters(codes, geometry)
+        offered = filters.choice(torch.zeros(shape, dtype=torch.int8)).timing.milliseconds
+        for images in (
+            torch.full(shape, 127, dtype=torch.int8),
+            torch.randint(-128, 128, shape, generator=generator).to(torch.int8),
+        ):
+            exact = convolution.float64(filters, images)
+            for way in offered:
+                sums = convolution.WAYS[way](filters, images)
+                assert torch.equal(sums.double(), exact), (way, geometry, size, shape)
 
 
 def compiled(program, folder, *options):

@@ -46,13 +46,21 @@ class Int8Filters(Exact):
         count = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return count, *inputs.shape[1:], len(self.codes)
 
-    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
-        """Images of the ends, where every sum is the largest, and of large sums that are odd."""
+    def details(self) -> object:
+        """The library's kernel depends on these too, and one of its kernels may clip sums."""
+        return self.geometry, len(self.parts)
+
+    def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
+        """Images of the ends, where every sum is the largest, and of large sums that are odd.
+
+        These weights are tried too, as the hardest ones are cut into more parts.
+        """
         codes = ends(self.codes, -127, 127, 0)
-        codes[: len(codes) // 2] = 127
-        few = inputs[:2]
-        trials = [ends(few, -128, 127, 1), torch.full_like(few, -128), ends(few, 126, 127, 2)]
-        return Int8Filters(codes, self.geometry), trials
+        codes[: (len(codes) + 1) // 2] = 127
+        hard = Int8Filters(codes, self.geometry)
+        lowest, highest = (torch.full_like(inputs, end) for end in (-128, 127))
+        trials = [ends(inputs, -128, 127, 1), lowest, ends(inputs, 126, 127, 2)]
+        return [*((hard, trial) for trial in trials), (self, lowest), (self, highest)]
 
     def padded(self, images: Tensor, fill: int) -> Tensor:
         """The images with `fill` around them, as the product takes them."""

@@ -77,8 +77,12 @@ class Exact:
         """The class of shapes that inputs belong to."""
         raise NotImplementedError
 
-    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
-        """Weights and inputs at the ends of their range, where a clipped sum shows."""
+    def details(self) -> object:
+        """What the time and the rightness of a way depend on beside the shapes."""
+        return None
+
+    def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
+        """Weights, and inputs at the ends of their range, where a clipped sum shows."""
         raise NotImplementedError
 
     def product(self, inputs: Tensor) -> Tensor:
@@ -99,18 +103,18 @@ class Exact:
     def choice(self, inputs: Tensor) -> Choice:
         """The way for inputs like these, measured if it is the first time."""
         shape, threads = self.shape_of(inputs), torch.get_num_threads()
-        key = type(self), shape, getattr(self, "geometry", None), str(inputs.device), threads
+        key = type(self), shape, self.details(), str(inputs.device), threads
         if key in _chosen:
             return _chosen[key]
         if not inputs.numel() or not self.codes.numel():
             return Choice(shape, threads, Timing("float64", {}, {}))
-        hard, trials = self.hardest(inputs)
-        exact = [self.ways()["float64"](hard, trial).double() for trial in trials]
+        trials = self.hardest(inputs)
+        exact = [self.ways()["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
         wrong = []
         for name, way in self.ways().items():
             try:
-                sums = [way(hard, trial).double() for trial in trials]
+                sums = [way(*trial).double() for trial in trials]
             except (RuntimeError, AttributeError):  # this build or shape has no such product
                 continue
             if all(map(torch.equal, sums, exact)):
@@ -154,14 +158,14 @@ class Int8Weights(Exact):
         tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return tokens, inputs.shape[1], len(self.codes)
 
-    def hardest(self, inputs: Tensor) -> tuple[Exact, list[Tensor]]:
+    def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
         """Half of the rows with neighbors that add up, not cancel."""
         codes = ends(self.codes, -128, 127, 0)
-        codes[: len(codes) // 2] = 127
-        inputs = inputs.float()
+        codes[: (len(codes) + 1) // 2] = 127
+        hard, inputs = Int8Weights(codes, largest=self.largest), inputs.float()
         trials = [ends(inputs, -self.largest, 127, seed) for seed in (1, 2)]
         trials.append(torch.full_like(inputs, -self.largest))
-        return Int8Weights(codes, largest=self.largest), trials
+        return [(hard, trial) for trial in trials]
 
     @property
     def edges(self) -> list[int]:
