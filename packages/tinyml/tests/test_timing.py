@@ -32,6 +32,7 @@ def clock(monkeypatch):
     [
         (0.5, 0.5, "other"),
         (0.95, 0.5, "plain"),  # a tie
+        (0.75, 0.75, "plain"),  # so much does one product on two copies of a weight differ
         (2.0, 0.5, "plain"),  # as 4 bits without AVX512: only out of the cache is it faster
         (0.5, 2.0, "plain"),
         (5.0, 0.1, "plain"),
