@@ -86,6 +86,17 @@ def test_every_grid_is_within_cuda_s_limits(
         assert all(other <= 65_535 for other in others)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_no_sequences_give_empty_results_and_gradients(interpreter, backend):
+    q, k = (torch.zeros(0, heads, 16, requires_grad=True) for heads in (4, 2))
+    none = torch.zeros(1, dtype=torch.int32)
+    out, lse = flash_attention_varlen(q, k, k, none, none, return_lse=True, backend=backend)
+    assert out.shape == (0, 4, 16)
+    assert lse.shape == (4, 0)
+    for grad, x in zip(torch.autograd.grad(out.sum() + lse.sum(), (q, k)), (q, k), strict=True):
+        assert grad.shape == x.shape
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(0, 0), (0, 2)])
 def test_no_heads_give_empty_results_and_zero_gradients(interpreter, backend, heads, kv_heads):

@@ -166,7 +166,8 @@ def test_the_paper_s_functions_take_three_dimensions(function):
         ([0, 5, 3, 8], [0, 1, 2, 8], r"cu_seqlens_q is \[0, 5, 3, 8\]; .* never fall"),
         ([1, 8], [0, 8], r"cu_seqlens_q is \[1, 8\]; cu_seqlens_q must start at 0"),
         ([0, 8], [0, 9], r"cu_seqlens_k is \[0, 9\]; .* end at 8"),
-        ([0], [0], r"cu_seqlens_q is torch.int32 of shape \(1,\)"),
+        ([0], [0], r"cu_seqlens_q is \[0\]; .* end at 8"),
+        ([], [], r"cu_seqlens_q is torch.int32 of shape \(0,\)"),
     ],
 )
 def test_malformed_boundaries(cu_q, cu_k, message):

@@ -126,6 +126,20 @@ def test_sinks_and_values_of_another_head_dim_pass_gradcheck_and_gradgradcheck()
     assert gradgradcheck(run, leaves)
 
 
+@pytest.mark.parametrize("backend", ["torch", "aten"])
+def test_a_sink_of_small_share_keeps_its_gradient(backend):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 33, 16).double()
+    sinks = torch.tensor([-14.0, -40.0], dtype=torch.float64)  # shares of about 1e-8 and 1e-19
+    grads = []
+    for dtype, function in ((torch.float64, attention_reference), (torch.float32, flash_attention)):
+        leaf = sinks.to(dtype).requires_grad_()
+        options = {"backend": backend} if function is flash_attention else {}
+        out = function(*(x.to(dtype) for x in (q, k, v)), sinks=leaf, **options)
+        grads += torch.autograd.grad(out.square().sum(), leaf)
+    torch.testing.assert_close(grads[1].double(), grads[0], rtol=1e-4, atol=0)
+
+
 def test_a_row_that_sees_no_key_sees_its_sink():
     q, k = torch.randn(1, 2, 5, 8, requires_grad=True), torch.randn(1, 2, 3, 8)
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)

@@ -55,8 +55,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     so it needs no kernel of its own: gradients of every order follow from those of O and L.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
-    # A row that sees no key has L = -inf: the sink takes all, and its output stays 0.
-    share = torch.sigmoid(lse - sink)
+    # A row that sees no key has L = -inf: the sink takes all, and its output stays 0.  The gradient
+    # of σ itself, σ (1 - σ), would lose a sink of small share: the logarithm's is 1 / (1 + e^x).
+    share = torch.nn.functional.logsigmoid(lse - sink).exp()
     return (out * share[..., None]).to(out.dtype), torch.logaddexp(lse, sink)
 
 

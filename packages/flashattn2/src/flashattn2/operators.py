@@ -147,7 +147,7 @@ def by_sequence(
     if autocast.is_on(key_side[0].device.type):
         with autocast.off(key_side[0]):
             return by_sequence(function, query_side, key_side, cu_q, cu_k)
-    if cu_q is None or cu_k is None:
+    if cu_q is None or cu_k is None or cu_q.shape[0] == 1:  # dense, or no sequence and no row
         return function(*query_side, *key_side)
     q_bounds, k_bounds = cu_q.tolist(), cu_k.tolist()
     parts = []

@@ -142,7 +142,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
         )
     _check_heads(q.shape[1], k.shape[1])
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 2:
+        if cu.dtype != torch.int32 or cu.dim() != 1 or not cu.shape[0]:
             raise ValueError(
                 f"{name} is {cu.dtype} of shape {tuple(cu.shape)}; give int32 boundaries of shape "
                 "(sequences + 1,), such as torch.tensor([0, 3, 7], dtype=torch.int32)"
