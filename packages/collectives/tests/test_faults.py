@@ -136,6 +136,35 @@ def test_whoever_waits_for_a_speaker_is_not_blamed_for_the_one_it_waits_for():
     assert [outcomes[rank].value for rank in (0, 1, 3)] == [(2,)] * 3, outcomes
 
 
+def one_signs_late():
+    """Rank 2 hangs; rank 1, whose wait times out first, takes long to say that it is there."""
+    start(TIMEOUT)
+    place("apart")
+    rank, tensor = dist.get_rank(), torch.ones(1000)
+    collectives.all_reduce(tensor, algorithm="ring")
+    if rank == 2:
+        time.sleep(2.5 * TIMEOUT)
+        os._exit(1)
+    if rank == 0:
+        time.sleep(0.3)
+    sign = faults.Faults._sign
+
+    def late(self, operation, **told):
+        time.sleep(1.6 * faults.ROLL_SECONDS if rank == 1 else 0)
+        sign(self, operation, **told)
+
+    faults.Faults._sign = late
+    with pytest.raises(collectives.RankLost) as caught:
+        collectives.all_reduce(tensor, algorithm="ring")
+    time.sleep(3)
+    return caught.value.ranks
+
+
+def test_whose_wait_timed_out_is_not_blamed_for_the_connections_that_this_ends():
+    outcomes = try_ranks(one_signs_late, 3, backend="")
+    assert [outcomes[rank].value for rank in (0, 1)] == [(2,)] * 2, outcomes
+
+
 def one_connects_late(seconds_late):
     """Rank 1 connects gloo's own group when the others have given up waiting for it."""
     start(TIMEOUT / 2)

@@ -165,16 +165,19 @@ def sequences(world_seed, first, most, timeout):
     for i in range(first, first + most):
         choose = random.Random(f"{world_seed} {i}")
         fault, odd = choose.choice(FAULTS), choose.randrange(world)
-        found.append(sequence(choose, fault, odd, control, i, timeout))
-        # Whoever hangs does so until the others have told what they found.
-        control.set(f"told/{i}/{rank}", "")
         ends = fault in ("dies", "is killed", "is stopped")
         survivors = [r for r in range(world) if not (ends and r == odd)]
-        control.wait([f"told/{i}/{r}" for r in survivors], PATIENCE)
-        if ends:
-            if rank == survivors[0]:
+        try:
+            found.append(sequence(choose, fault, odd, control, i, timeout))
+        finally:
+            # Whoever hangs does so until the others have told what they found; and where one found
+            # what it should not, no other is to wait for it, nor all for one that is stopped.
+            control.set(f"told/{i}/{rank}", "")
+            control.wait([f"told/{i}/{r}" for r in survivors], PATIENCE)
+            if ends and rank == survivors[0]:
                 with suppress(ProcessLookupError):
                     os.kill(int(control.get(f"pid/{odd}")), signal.SIGKILL)
+        if ends:
             break
         dist.destroy_process_group()
     return found
@@ -276,7 +279,8 @@ def check(seed, count, timeout):
         told = [o.value for o in outcomes if o.exit_code not in (7, -signal.SIGKILL)]
         for outcome in outcomes:
             assert outcome.exit_code in (None, 7, -signal.SIGKILL), (seed, done, outcome)
-            assert outcome.error is None, (seed, done, outcome.trace)
+        if errors := [o for o in outcomes if o.error is not None]:
+            pytest.fail(f"{seed} from {done}:\n" + "\n".join(o.trace for o in errors))
         assert len({len(each) for each in told}) == 1, (seed, done, told)
         for case in zip(*told, strict=True):
             met[case[0][1]] += 1

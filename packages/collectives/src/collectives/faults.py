@@ -62,7 +62,8 @@ class Entry:
 
     `difference` tells how calls differ, where that is the reason. `lengths` is what it brought to
     an all-to-all: elements that it sends to each rank, and that it expects from each. `waits` is
-    the rank that it waits for, if it knows; `ended` are those whose connections had ended.
+    the rank that it waits for, if it knows, and `timed_out` that it did so for as long as it may;
+    `ended` are those whose connections had ended.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class Entry:
     lengths: tuple[list[int], list[int]] | None = None
     waits: int | None = None
     ended: Sequence[int] = ()
+    timed_out: bool = False
 
     def call(self, number: int) -> bytes:
         """The call of that number, packed; nothing if it was too long ago."""
@@ -125,7 +127,7 @@ class Faults:
         self.broken = RankLost(reason.ranks, str(reason))
         if not self._one_host:
             difference = str(reason) if isinstance(reason, Mismatch) else ""
-            self._sign(operation, reason.ranks, difference)
+            self._sign(operation, blames=reason.ranks, difference=difference)
         # Last: who is told so in memory looks for the reason in the roll.
         if self._arena is not None and not found_here:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
@@ -135,18 +137,14 @@ class Faults:
         lengths = (own.sends, own.receives) if own else None
         return Entry(self._rank, operation.number, calls, lengths=lengths, waits=waits, **told)
 
-    def _sign(
-        self, operation: Operation, blames: Sequence[int] = (), difference: str = "",
-        waits: int | None = None,
-    ) -> None:  # fmt: skip
+    def _sign(self, operation: Operation, **told: Any) -> None:
         """Say that this rank is still there, and what it knows; then hang up."""
-        told = {"blames": blames, "difference": difference, "ended": self._wire.ended()}
-        text = json.dumps(astuple(self._entry(operation, waits, **told)))
+        text = json.dumps(astuple(self._entry(operation, ended=self._wire.ended(), **told)))
 
         def go() -> None:
             self._store.set(f"roll/{self._rank}", text)
             # Whoever knows the reason tells it where all look.
-            if blames:
+            if told.get("blames"):
                 self._store.set("roll/reason", text)
 
         with suppress(TimeoutError, RuntimeError):
@@ -219,7 +217,8 @@ class Faults:
             ranks = [arena.names[i] for i in dead]
             return RankLost(ranks, f"rank {ranks[0]} died (call {number}); {UNUSABLE}")
         told = f"messages failed in call {number}: {error}; {UNUSABLE}"
-        self._sign(operation, waits=error.peer)
+        timed_out = time.monotonic() - operation.begun > (1 - LOOKS_PART) * timeout
+        self._sign(operation, waits=error.peer, timed_out=timed_out)
         try:
             entries, notes = self._read(asked, operation.begun + timeout)
         except RankLost as silent:
@@ -231,19 +230,21 @@ class Faults:
                 return RankLost(
                     entry.blames, f"lost {names_of(entry.blames)}, says rank {rank}; {told}"
                 )
+        heard = entries | notes
+        # Those who are waited for, and do not wait themselves.
+        unheard = asked.union(e.waits for e in heard.values() if e.waits is not None) - heard.keys()
         gone = ended(entries)
+        if unheard and any(entry.timed_out for entry in entries.values()):
+            # A wait that times out ends connections too: whoever waited is about to sign.
+            gone = [rank for rank in gone if rank not in notes]
         # First: a rank that is absent may have had all that it needed of this call.
         try:
-            self._compare(entries if gone else entries | notes)
+            self._compare(entries if gone else heard)
         except Mismatch as difference:
             return Mismatch(f"{difference}; {UNUSABLE}", difference.ranks)
         if gone:
             return RankLost(gone, f"the connections of {names_of(gone)} have ended: {told}")
-        heard = entries | notes
-        # Those who are waited for, and do not wait themselves.
-        awaited = asked | {e.waits for e in heard.values() if e.waits is not None}
-        absent = sorted(awaited - heard.keys()) or sorted(asked - entries.keys())
-        if absent:
+        if absent := sorted(unheard) or sorted(asked - entries.keys()):
             silence = f"gave no sign of life within the timeout of {timeout:g} s:"
             return RankLost(absent, f"{names_of(absent)} {silence} {told}")
         if error.peer is None:
@@ -257,8 +258,7 @@ class Faults:
         is what counts, and what they brought to the same one.
         """
         first = min((entry.number for entry in entries.values()), default=0)
-        calls = {r: call for r, entry in entries.items() if (call := entry.call(first))}
-        if calls:
+        if calls := {r: call for r, entry in entries.items() if (call := entry.call(first))}:
             compare(list(calls.values()), list(calls))
         same = {e.rank: e.lengths for e in entries.values() if e.lengths and e.number == first}
         compare_lengths({r: Lengths(*told) for r, told in same.items()}, range(self._world))
