@@ -1,5 +1,6 @@
 """What every test folder shares: pytest finds this file from any of them."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,3 +20,9 @@ if not any(Path("/dev").glob("nvidia[0-9]*")):
 settings.register_profile("explore", parent=settings(), deadline=None)
 settings.register_profile("same everywhere", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("same everywhere")
+
+
+def pytest_collection_finish():
+    """Exclude everything that has been imported and collected from garbage collection."""
+    # Modules and collected tests live until the end, so the garbage collector need not scan them.
+    gc.freeze()

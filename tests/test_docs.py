@@ -86,7 +86,6 @@ def test_the_readme_quotes_the_newest_run():
     text = (ROOT / "README.md").read_text()
     assert text == COMPUTED.readme()
     assert "| torch DDP |" in text
-    assert len(text.split()) <= 1100
 
 
 def test_pictures_are_drawn_from_their_rows():

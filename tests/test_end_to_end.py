@@ -32,7 +32,8 @@ def llmsys(*arguments, timeout=300, **kwargs):
 def finished(tmp_path_factory):
     """One short run of every stage, shared by the tests that read its folder."""
     out = tmp_path_factory.mktemp("run") / "run"
-    done = llmsys("run", "--steps", 4, "--warmup", 1, "--learn", 24, "--out", out, timeout=600)
+    command = ["run", "--size", "mini", "--steps", 6, "--warmup", 1, "--learn", 24, "--out", out]
+    done = llmsys(*command, timeout=600)
     return out, done
 
 
@@ -98,7 +99,7 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
     out, _ = finished
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     flat = [s for s in samples if s["stage"] == "train" and s["variant"] == "ddp flat"]
-    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(5)}
+    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(7)}
     assert {s["phase"] for s in flat} == {
         "step",
         "forward",
@@ -208,7 +209,7 @@ def children_of(process):
 
 def start_and_wait_for_samples(out):
     process = subprocess.Popen(
-        [*LLMSYS, "run", "train", "--steps", "2000", "--out", str(out)],
+        [*LLMSYS, "run", "train", "--size", "mini", "--steps", "2000", "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # What a background job starts ignores Ctrl-C, and the tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -307,7 +308,8 @@ def test_torchruns_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path):
 def test_it_runs_under_torchrun(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "llmsys_suite", "run", "parallel", "--preset", "cpu", "--out", tmp_path / "run"],
+         "-m", "llmsys_suite", "run", "parallel", "--preset", "cpu", "--size",
+         "mini", "--out", tmp_path / "run"],
         capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ Notable:
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -32,6 +33,7 @@ from typing import Any
 # torch itself.
 PRELOADED = [
     "numpy",
+    "scipy.optimize",
     "pytest",
     "hypothesis",
     "torch",
@@ -156,6 +158,9 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    # Imported modules live until the end. Without freezing them, each garbage collection scans them
+    # all, which takes 0.2 s and copies every page that this rank shares with the fork server.
+    gc.freeze()
     os.environ.update(environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
