@@ -62,7 +62,7 @@ def test_every_kind_of_seed_is_shifted():
 
 
 def test_option_reaches_the_ranks_that_a_test_starts(tmp_path):
-    # A test file of its own, because the option changes the process that collects it.
+    # In another process, because the option changes the process that collects the file.
     file = tmp_path / "test_draws.py"
     file.write_text(
         f"import torch\nfrom worker_pool import run_ranks\n"

@@ -1,10 +1,9 @@
-"""Run a function on several ranks, each a process of its own.
+"""Run a function on several ranks, one process per rank.
 
-Notable:
-- processes are forked from a server that has imported torch already, so a rank costs milliseconds,
-  not the seconds of an import; every call gets fresh ranks, so a test may kill one;
-- ranks meet through a file, so that no port is chosen;
-- the function is found by its file and name, because a test module is not importable by name.
+Processes are forked from a server that has imported torch already, so a rank starts in milliseconds
+instead of the seconds of an import. Every call gets new processes, so a test may kill one. Ranks
+rendezvous through a file, so no port is chosen. The function is loaded from its file by its name,
+because a test module cannot be imported by name.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What the server imports before ranks are forked from it, by names that need no path of ours: the
-# server has none. The first optimizer of a process imports torch._dynamo, which costs more than
-# torch itself.
+# Modules that the server imports before it forks ranks. It does not know the paths of this
+# repository. The first optimizer of a process imports torch._dynamo, which takes longer than torch.
 PRELOADED = [
     "numpy",
     "scipy.optimize",
@@ -52,7 +50,7 @@ SEED_OFFSET = "LLMSYS_SEED_OFFSET"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a value, or the exception or the exit code that ended it."""
+    """The result of one rank: a value, or the exception or exit code that ended it."""
 
     rank: int
     value: Any = None
@@ -76,10 +74,10 @@ def run_ranks(
     timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Call `function(*args)` on `world` ranks of a process group; return their values by rank.
+    """Call `function(*args)` on `world` ranks of a process group and return their values by rank.
 
-    `function` stands at the top level of its file. Raises RankFailed with every failed rank's
-    traceback.
+    `function` must be defined at the top level of its file. Raises `RankFailed` with the traceback
+    of every rank that failed.
     """
     outcomes = try_ranks(function, world, *args, timeout=timeout, backend=backend)
     failures = [outcome for outcome in outcomes if outcome.failed]
@@ -96,10 +94,11 @@ def try_ranks(
     timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Outcome]:
-    """Call `function(*args)` on `world` ranks; return each rank's outcome, failures included.
+    """Call `function(*args)` on `world` ranks and return the outcome of each, failures included.
 
     A rank that still runs after `timeout` seconds is killed. An empty `backend` starts the ranks
-    without a process group; RANK, WORLD_SIZE and STORE_FILE in the environment let them make one.
+    without a process group; they can create one from RANK, WORLD_SIZE and STORE_FILE in the
+    environment.
     """
     path = sys.modules[function.__module__].__file__
     call = pickle.dumps(args)
@@ -180,7 +179,7 @@ def _serve(
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=limit
             )
-            # A rank that is done closes connections, which others may still be making.
+            # A rank that ends early closes connections that other ranks may still be opening.
             store.set(f"connected {rank}", "yes")
             store.wait([f"connected {other}" for other in range(world)], limit)
         function: Any = _load(path)
@@ -194,7 +193,7 @@ def _serve(
     pipe.send_bytes(message)
     if dist.is_initialized() and not outcome.failed:
         dist.destroy_process_group()
-    # No farewell: a failed rank must not wait in a collective that its peers will never join.
+    # End without clean-up: a failed rank must not wait in a collective that its peers never join.
     os._exit(0)
 
 
@@ -204,7 +203,7 @@ def _failure(rank: int, error: BaseException) -> bytes:
         message = pickle.dumps(Outcome(rank, error=error, trace=trace))
         pickle.loads(message)
     except Exception:
-        # An exception that cannot be pickled travels as its text.
+        # An exception that cannot be pickled is sent as its text.
         text = RuntimeError(f"{type(error).__name__}: {error}")
         message = pickle.dumps(Outcome(rank, error=text, trace=trace))
     return message
