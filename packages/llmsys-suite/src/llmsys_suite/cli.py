@@ -72,11 +72,11 @@ def run(
         data=data,
         out=out,
     )
-    status = execute(config)
-    if first and (config.out / "report.md").exists():
+    status, out = execute(config)
+    if first and (out / "report.md").exists():
         from llmsys_suite.report.page import headline
 
-        print(headline(config.out))
+        print(headline(out))
     raise typer.Exit(status)
 
 

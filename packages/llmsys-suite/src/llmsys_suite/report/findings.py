@@ -37,9 +37,7 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     """Those of the stages that ran, in the order of a run."""
     results = folder.results
     for stage, result in results.items():
-        if isinstance(result, of.Failed):
-            yield Section(stage, f"This stage failed: {result.failed}")
-        elif isinstance(result, of.Skipped):
+        if isinstance(result, of.Skipped):
             yield Section(stage, f"Skipped: {result.skipped}.")
         else:
             yield MAKERS[stage](result, results, folder)
