@@ -106,7 +106,6 @@ class Profile:
     protocol: Rows
     operators: Rows
     products: Rows
-    bytes_per_second: float
 
 
 @dataclass(frozen=True)
