@@ -164,7 +164,8 @@ def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
     assert "## Train" in done.stdout
     assert (out / "report.html").read_text().count("<svg") == before.count("<svg")
     compared = llmsys("compare", out, out, "--fail-above", 5)
-    assert compared.returncode == 0, compared.stderr
+    # Six rounds cannot show that no variant is slower by more than 5 %.
+    assert compared.returncode == 3, compared.stderr
     assert compared.stdout.count("cannot tell") == len(VARIANT_NAMES) - 1
     equal = llmsys("compare", out, out, "--assert-equal")
     assert (equal.returncode, equal.stdout) == (0, "losses and counts are equal\n")
