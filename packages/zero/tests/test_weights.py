@@ -345,7 +345,7 @@ def test_a_save_that_nobody_waits_for_is_published_at_the_end(tmp_path):
     ]
     assert [rank.wait(timeout=DEADLINE) for rank in ranks] == [0, 0]
     assert (tmp_path / "last" / ".metadata").exists()
-    assert not (tmp_path / ".last.saving").exists()
+    assert not list(tmp_path.glob(".last.*"))
     assert run_ranks(load_last, 1, str(tmp_path / "last"), timeout=DEADLINE) == [{}]
 
 
@@ -354,12 +354,12 @@ def load_last(path):
 
 
 def die_after_the_rename(path):
-    import zero.checkpoint.storage as storage
+    import zero.checkpoint.draft as draft
 
     model = make()
     if dist.get_rank() == 0:
-        rename = storage.put_in_place
-        storage.put_in_place = lambda *where: (rename(*where), os._exit(3))
+        rename = draft.put_in_place
+        draft.put_in_place = lambda *where: (rename(*where), os._exit(3))
     save_checkpoint(path, model)
 
 
