@@ -252,13 +252,14 @@ def load_checkpoint(
     def check() -> int:
         place = current(Path(path))
         before = fingerprint(place)
-        weights = None if (place / ".metadata").exists() else find_weights(place)
-        parts = model_parts(model)[0]
-        names = [*(part.name for part in parts), *second_names(model)]
-        contents = read_contents(weights or find(place), names, prefix)
-        loading = Loading(contents, model, optimizer, strict)
-        loading.verify()
-        opened.append(loading)
+        try:
+            opened.append(_open(place, model, optimizer, strict, prefix))
+        except Exception as error:
+            if fingerprint(current(Path(path))) != before:
+                raise RuntimeError(
+                    "another job replaced the checkpoint while it was being checked: load again"
+                ) from error
+            raise
         return before
 
     found = together(check, group, failure)
@@ -278,6 +279,22 @@ def load_checkpoint(
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra
+
+
+def _open(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+    prefix: str | None,
+) -> Loading:
+    """Match what is at `path` with the model and the optimizer, and check the stored bytes."""
+    weights = None if (path / ".metadata").exists() else find_weights(path)
+    names = [*(part.name for part in model_parts(model)[0]), *second_names(model)]
+    contents = read_contents(weights or find(path), names, prefix)
+    loading = Loading(contents, model, optimizer, strict)
+    loading.verify()
+    return loading
 
 
 def _state(
