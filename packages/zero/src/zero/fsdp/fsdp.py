@@ -27,7 +27,7 @@ from zero.fsdp.optimizers import install
 from zero.fsdp.replicated import Replicated
 from zero.fsdp.unit import ShardedParameter, Unit, home_of
 from zero.fsdp.whole import StateDictionaries, summoned
-from zero.fsdp.wrap import Materialize, clean, make_units, watch
+from zero.fsdp.wrap import Materialize, clean, make_units, reads_weight_in_backward, watch
 from zero.wire import Collective, DryRun, Group, Wire
 
 
@@ -76,6 +76,13 @@ class FSDP(nn.Module):
                 raise ValueError(
                     f"{name or 'the module'} is FSDP already: wrap the whole model once, and say "
                     "with shard=(...) which layers are gathered by themselves"
+                )
+            embeds = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
+            if embeds and inner.max_norm is not None:
+                raise ValueError(
+                    f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
+                    "whose forward writes to its weight; that would be lost at stage 3: pass "
+                    "max_norm=None and renormalize the rows after each step, or use stage 1 or 2"
                 )
         for name, parameter in module.named_parameters():
             if home_of(parameter) is not None:
@@ -172,6 +179,8 @@ class FSDP(nn.Module):
         self._running = max(0, self._running - 1)
         if self._running or self._in_backward:
             return output
+        for unit in self._read_outside:
+            unit.check_unchanged()
         self._lift()
         if torch.is_grad_enabled():
             kept = self._order[-1:] if self.reshard_after_forward else self._order
@@ -337,11 +346,14 @@ class FSDP(nn.Module):
             self._order == self._last_order or not self.reshard_after_forward
         )
         units = self._units_of[module]
+        for unit in units if output is not None else ():
+            # Without an output the forward has raised.
+            unit.check_unchanged()
         for unit in units:
             unit.swap_in_local()
             if not keep and not self._in_backward:
                 unit.free()
-        if units and not isinstance(module, nn.Embedding):
+        if units and reads_weight_in_backward(module, self._hook_ids[module]):
             # What is recomputed in backward has a backward of its own, without layers before it.
             position = 0 if self._in_backward else self._position[module]
             before = partial(self._before_backward, module, position)
