@@ -1,6 +1,7 @@
 """Layers that read or write their weights unusually, and buffers that differ between ranks."""
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,14 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
+from zero import (
+    FSDP,
+    ShardedOptimizer,
+    load_checkpoint,
+    memory_report,
+    save_checkpoint,
+    save_safetensors,
+)
 from zero_training import assert_alike
 
 DEADLINE = 300.0
@@ -214,3 +222,47 @@ def save_buffers(folder):
 
 def test_all_buffers_are_saved_from_rank_0(tmp_path):
     assert all(run_ranks(save_buffers, 3, str(tmp_path), timeout=DEADLINE))
+
+
+class Transposed(nn.Module):
+    """A linear layer that is not an `nn.Linear`, as in GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def report_whole():
+    def build(shard, group=None):
+        torch.manual_seed(0)
+        layers = nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 32), Transposed()
+        model = FSDP(nn.Sequential(*layers), shard=shard, group=group)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    first = dist.get_rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, _ = build((nn.Linear,))
+    # 1024 of 1024 + 16 + 264 + 288 elements, and those of the LayerNorm, are whole.
+    expected = ["keeps 65% of the model whole on every rank (Transposed 64%), because these classes"
+                " are not in shard=: pass shard=(Linear, Transposed,)"]  # fmt: skip
+    said = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
+    assert said == (expected if first else [])
+    assert model.whole_bytes == {"Transposed": 4096, "LayerNorm": 64}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build((nn.Linear, Transposed))
+        report = memory_report(
+            lambda group: build((nn.Linear, Transposed), group),
+            lambda m: m(torch.ones(2, 32)).sum(),
+        )
+    assert report.whole == {"LayerNorm": 64}
+    assert "whole on every rank: 0.000 MiB of LayerNorm, not in shard=" in str(report)
+    return True
+
+
+def test_parameters_that_stay_whole_are_reported():
+    assert all(run_ranks(report_whole, 2, timeout=DEADLINE))

@@ -19,6 +19,7 @@ from zero.checkpoint.holding import (
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
+from zero.optimizer.elementwise import ELEMENTWISE
 from zero.optimizer.optimizer import ShardedOptimizer
 from zero.optimizer.state import options_of
 
@@ -168,6 +169,23 @@ class Loading:
             self.groups = saved
         self.slots = slots(model, optimizer)
         self.states = [states.get(slot.name, []) for group in self.slots for slot in group]
+        inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        if type(inner) in ELEMENTWISE:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """Raise if an element-wise optimizer's state is not shaped as its parameter."""
+        held = [slot for group in self.slots for slot in group]
+        stored = self.contents.source.tensors
+        for slot, entries in zip(held, self.states, strict=True):
+            for key, name in entries:
+                found: Any = stored.get(name)
+                if found is not None and found[0].numel() != 1 and found[0] != slot.whole:
+                    raise ValueError(
+                        f"{name} ({key}) has shape {tuple(found[0])} in the checkpoint, and "
+                        f"{slot.name} has {tuple(slot.whole)}: give the optimizer its parameters "
+                        "in the order in which they were saved"
+                    )
 
     def _check_one_optimizer(self) -> None:
         """Raise if it is not certain which stored state belongs to which parameter."""

@@ -142,6 +142,8 @@ class Unit:
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
+        # Classes that the caller has declared element-wise.
+        self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
         # Whether shards are whole for a while, for an optimizer that needs that.
         self.lent = False
         self._unsharded = False

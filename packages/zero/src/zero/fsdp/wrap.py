@@ -131,6 +131,19 @@ class Materialize:
                 (self.initialize or _reset_parameters)(owner)
 
 
+def bytes_by_class(root: nn.Module, parameters: list[nn.Parameter]) -> dict[str, int]:
+    """Return the bytes of `parameters` by the name of their module's class, the most first."""
+    left = set(parameters)
+    found: dict[str, int] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in left:
+                left.discard(parameter)
+                name = type(module).__name__
+                found[name] = found.get(name, 0) + parameter.numel() * parameter.itemsize
+    return dict(sorted(found.items(), key=lambda entry: entry[1], reverse=True))
+
+
 Read = Callable[[nn.Parameter], nn.Parameter]
 
 
