@@ -445,6 +445,15 @@ class Coupled(Signs):
         return state["average"] / (1 + total)
 
 
+class Estimating(Signs):
+    """Sums over all parameters from the first step on, and uses the sum much later."""
+
+    def change(self, state, parameter):
+        group = self.param_groups[0]
+        group["total"] = group.get("total", 0.0) + float(state["average"].sum())
+        return state["average"] if state["step"] < 1000 else group["total"] * state["average"]
+
+
 class Forgetful(Signs):
     """Hides an argument from its groups and attributes."""
 
@@ -509,14 +518,15 @@ def test_optimizers_of_unknown_classes_see_whole_parameters_at_every_stage(stage
 def refuse_unknown(stage):
     """What cannot be sharded, or is declared element-wise by mistake, is refused alike."""
     error = RuntimeError if stage == 3 else ValueError
-    with pytest.raises(error, match="Coupled cannot be sharded: its step on one parameter"):
-        stepped(stage, Coupled, 1)
+    for cls in (Coupled, Estimating):
+        with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: its step on one para"):
+            stepped(stage, cls, 1)
     for name in REFUSED:
         # SparseAdam wants to be constructed without options.
         cls = getattr(torch.optim, name)
         with pytest.raises(error, match=f"{name} cannot be sharded"):
             stepped(stage, cls, 1)
-    for cls in (Large, Rows, Adam2, Coupled):
+    for cls in (Large, Rows, Adam2, Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its steps on a"):
             stepped(stage, cls, 1, 1e3, elementwise=True)
     if stage == 3:
@@ -545,8 +555,12 @@ def test_what_stage_one_refuses_stage_three_refuses(stage):
 def step_published(stage):
     import pytorch_optimizer
 
-    for name in ("AdaShift", "AdaNorm", "AdamP", "AdamS", "Lion"):
+    for name in ("AdaShift", "AdaNorm", "AdamP", "Lion", "SOAP"):
         stepped(stage, getattr(pytorch_optimizer, name), 30)
+    # These sum over all parameters.
+    for name in ("AdamS", "Prodigy"):
+        with pytest.raises((ValueError, RuntimeError), match=f"{name} cannot be sharded"):
+            stepped(stage, getattr(pytorch_optimizer, name), 1)
     return True
 
 

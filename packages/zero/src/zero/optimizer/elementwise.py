@@ -148,15 +148,15 @@ class _Trial:
         """Raise if the step on one parameter depends on the others."""
         dims = sorted({*map(len, seen)}) or [2]
         values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
-        whole = self._run(values, gradients)
-        for index in range(len(values)):
-            alone = self._run(values, gradients, only=index)
-            if not _same(whole[index], alone[0]):
+        wholes, numbers = self._run(values, gradients)
+        for index, whole in enumerate(wholes):
+            [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
+            if numbers != others or not _same(whole, alone):
                 where = " or on its shape at construction" if self.as_columns else ""
+                remedy = " or with ShardedOptimizer" if self.as_columns else ""
                 raise ValueError(
-                    f"{self.name} cannot be sharded: its step on one parameter depends on "
-                    f"the others{where}, which other ranks hold; use it unsharded"
-                    + (" or with ShardedOptimizer" if self.as_columns else "")
+                    f"{self.name} cannot be sharded: its step on one parameter depends on the "
+                    f"others{where}, which other ranks hold; use it unsharded{remedy}"
                 )
 
     def check_elements(self, seen: Sequence[tuple[int, ...]]) -> None:
@@ -167,20 +167,18 @@ class _Trial:
         kinds += [_example(dim, 4) for dim in sorted({*map(len, seen)}) if dim > 2]
         for shape in kinds:
             values, gradients = self._draw([shape, (4, 3)])
-            whole = self._run(values, gradients)
-            flat = [value.flatten() for value in values]
-            pieces = [piece for value in flat for piece in (value[:7], value[7:])]
-            cut = []
-            for step in gradients:
-                flat = [gradient.flatten() for gradient in step]
-                cut.append([piece for gradient in flat for piece in (gradient[:7], gradient[7:])])
-            parts = self._run(pieces, cut)
-            joined = [torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)]
-            if not all(_same(a.flatten(), b) for a, b in zip(whole, joined, strict=True)):
-                raise ValueError(
-                    f"{self.name} is not element-wise: its steps on a {shape} tensor and "
-                    "on parts of it differ; leave out elementwise=True"
-                )
+            wholes, numbers = self._run(values, gradients)
+            pieces = [piece for value in values for piece in _cut(value)]
+            cut = [[piece for gradient in step for piece in _cut(gradient)] for step in gradients]
+            expected = [piece for whole in wholes for piece in _cut(whole)]
+            for index, part in enumerate(expected):
+                # As on one rank, which has no other pieces.
+                [alone], others = self._run(pieces, cut, index)
+                if numbers != others or not _same(part, alone):
+                    raise ValueError(
+                        f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
+                        "parts of it differ; leave out elementwise=True"
+                    )
 
     def _draw(self, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return values and, for each step, gradients."""
@@ -193,7 +191,8 @@ class _Trial:
             drawn = draw(SCALES[step % len(SCALES)])
             if step % 4 == 3:
                 # Some elements get no gradient, as rows of an embedding do.
-                drawn = [gradient * (torch.rand_like(gradient) < 0.5) for gradient in drawn]
+                kept = [torch.tensor(self.random.random(shape) < 0.5) for shape in shapes]
+                drawn = [gradient * mask for gradient, mask in zip(drawn, kept, strict=True)]
             gradients.append(drawn)
         return values, gradients
 
@@ -202,30 +201,35 @@ class _Trial:
         values: Sequence[Tensor],
         gradients: Sequence[Sequence[Tensor]],
         only: int | None = None,
-    ) -> list[Tensor]:
-        """Return the values after all steps; with `only`, those of one that is stepped alone."""
+        *,
+        as_columns: bool = False,
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the values after all steps, and the numbers that all parameters share.
+
+        With `only`, one of the parameters is stepped alone.
+        """
         try:
-            stepped = self._steps(values, gradients, only)
+            optimizer, stepped = self._steps(values, gradients, only, as_columns)
             if not all(bool(torch.isfinite(value).all()) for value in stepped):
                 raise ArithmeticError("values became infinite or NaN")
-            return stepped
         except Exception as error:
             raise ValueError(
                 f"{self.name} cannot be sharded: it fails on dense tensors with a plain "
                 f"step() ({error}); if it treats each parameter by itself, pass "
                 "ShardedOptimizer(..., elementwise=False)"
             ) from error
+        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _steps(
         self,
         values: Sequence[Tensor],
         gradients: Sequence[Sequence[Tensor]],
         only: int | None,
-    ) -> list[Tensor]:
+        as_columns: bool,
+    ) -> tuple[Optimizer, list[Tensor]]:
         chosen = list(range(len(values))) if only is None else [only]
         wholes = [values[index].clone() for index in chosen]
-        columns = only is not None and self.as_columns
-        if columns:
+        if as_columns:
             # As at stage 3: constructed on elements, of all parameters, and whole in a step.
             parameters = [nn.Parameter(_column(value)) for value in values]
             stepped = [parameters[index] for index in chosen]
@@ -239,10 +243,31 @@ class _Trial:
             optimizer.step()
             for position, parameter in enumerate(stepped):
                 wholes[position] = parameter.data
-                if columns:
+                if as_columns:
                     parameter.grad = None
                     parameter.data = _column(values[chosen[position]])
-        return wholes
+        return optimizer, wholes
+
+
+def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among an optimizer's options and attributes.
+
+    An optimizer that sums over its parameters, such as Prodigy, often keeps the sum there, long
+    before it changes a step.
+    """
+    found: dict[str, float] = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = value.item()
+        elif isinstance(value, int | float):
+            found[name] = value
+    return found
+
+
+def _cut(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first elements and the others, at no multiple of a row."""
+    flat = tensor.flatten()
+    return flat[:7], flat[7:]
 
 
 def _example(dim: int, size: int) -> tuple[int, ...]:
