@@ -97,7 +97,7 @@ class FSDP(nn.Module):
                 raise ValueError(
                     f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
                     "whose forward writes to its weight; that would be lost at stage 3: pass "
-                    "max_norm=None and renormalize the rows after each step, or use stage 1 or 2"
+                    "max_norm=None and renormalize the rows after each step"
                 )
         for name, parameter in module.named_parameters():
             if home_of(parameter) is not None:

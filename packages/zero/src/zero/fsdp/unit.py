@@ -306,7 +306,7 @@ class Unit:
         return (
             f"rank {self.wire.rank}: forward or backward wrote to {name}, which is whole only "
             "while its layer runs, so the written values would be lost: change parameters between "
-            "steps, or use stage 1 or 2"
+            "steps"
         )
 
     def forget(self) -> None:
