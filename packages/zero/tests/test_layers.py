@@ -1,5 +1,6 @@
 """Layers that read or write their weights unusually, and buffers that differ between ranks."""
 
+import copy
 import sys
 import warnings
 from pathlib import Path
@@ -266,3 +267,35 @@ def report_whole():
 
 def test_parameters_that_stay_whole_are_reported():
     assert all(run_ranks(report_whole, 2, timeout=DEADLINE))
+
+
+def write_in_forward(stage):
+    """Renormalized rows, and a caller's own edits, of the same values on all ranks or of others."""
+    for same in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 1)).double()
+        twin = copy.deepcopy(model)
+        ours = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1
+        )
+        theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(3):
+            tokens = torch.tensor([0, 1, 2]) + (0 if same else 3 * dist.get_rank())
+            model(tokens).square().mean().backward()
+            twin(tokens).square().mean().backward()
+            if not same:
+                with pytest.raises(RuntimeError, match=r"of shape \(6, 4\) was written"):
+                    ours.step()
+                break
+            for module, optimizer in ((model, ours), (twin, theirs)):
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    module[1].weight.clamp_(-0.3, 0.3)
+            assert_alike(model, twin)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_values_that_ranks_write_differently_in_forward_are_refused(stage):
+    assert all(run_ranks(write_in_forward, 2, stage, timeout=DEADLINE))

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -281,6 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _lend_gradients(self) -> None:
         used = self.reducer.finish()
+        self._check_same_values()
         for parameter, piece, shard, bucket in self._pieces:
             shard.grad = None
             if parameter in used and bucket.gradient is not None:
@@ -297,6 +299,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 works.append(self.wire.broadcast(bucket.data, owner))
         for work in works:
             work.wait()
+        self.reducer.note_versions()
+
+    def _check_same_values(self) -> None:
+        """Raise if parameters that were written to in place since the last step differ by rank."""
+        written = [p for p in self._places if p in self.reducer.written]
+        if not written:
+            return
+        everyone = self.wire.objects([_checksum(parameter) for parameter in written])
+        for index, parameter in enumerate(written):
+            if len({sums[index] for sums in everyone}) > 1:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
+                    "step and differs between ranks: make the same changes on every rank (a "
+                    "forward that writes to its weight, as nn.Embedding(max_norm=...) does, writes "
+                    "what its rank's batch needs)"
+                )
 
     def _check_no_twins(self, given: list[Any]) -> None:
         seen = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
@@ -334,3 +352,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problem = difference(self.wire.objects(mine))
         if problem:
             raise ValueError(problem)
+
+
+def _checksum(parameter: Tensor) -> int:
+    values = parameter.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
