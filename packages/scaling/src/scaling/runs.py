@@ -74,10 +74,22 @@ class Runs:
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
 
     def budgets(self, tolerance: float = 0.05) -> "list[Runs]":
-        """The runs grouped by compute, ascending; a gap wider than `tolerance` starts a group."""
+        """Return the runs grouped by compute, ascending.
+
+        A gap wider than `tolerance` starts a group. Runs spread over decades have no such gaps, so
+        a group that spans more than a factor of two is cut into groups as wide as `tolerance`.
+        """
         order = np.argsort(self.compute, kind="stable")
-        gaps = np.diff(np.log(self.compute[order])) > math.log1p(tolerance)
-        return [self[group] for group in np.split(order, np.flatnonzero(gaps) + 1)]
+        logs, width = np.log(self.compute[order]), math.log1p(tolerance)
+        groups = []
+        for group in np.split(order, np.flatnonzero(np.diff(logs) > width) + 1):
+            inside = np.log(self.compute[group])
+            starts = [0]
+            for i in range(len(group)):
+                if np.ptp(inside) > math.log(2) and inside[i] > inside[starts[-1]] + width:
+                    starts.append(i)
+            groups += np.split(group, starts[1:])
+        return [self[group] for group in groups]
 
 
 def load_runs(

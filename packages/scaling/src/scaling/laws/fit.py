@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.fit import newton
+from scaling.fit.identifiability import LEAST, require_identified, singular_values
 from scaling.fit.search import Loss, Proof, check, refit, search, total
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
@@ -79,7 +80,8 @@ def fit_law(
     form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
     of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
     are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
-    constants, fewer rows than constants. ScalingWarning: a constant at its bound.
+    constants, fewer rows than constants, rows that do not identify the law.
+    ScalingWarning: a constant at its bound.
     """
     form = _named(form)
     fixed, priors = dict(fixed or {}), dict(priors or {})
@@ -94,6 +96,8 @@ def fit_law(
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:
         raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
+    if not priors:
+        _require_identified(form, columns, fixed)
     problem = Problem(form, columns, z, fixed, untuned=untuned)
     theta, proof = search(problem, loss, delta, prove)
     springs = []
@@ -127,6 +131,24 @@ def fit_law(
         )
     constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
     return LawFit(form, constants, total(problem, errors, loss, delta), errors, proof, draw)
+
+
+def _require_identified(
+    form: Form, columns: Mapping[str, Array], fixed: Mapping[str, float]
+) -> None:
+    """Raise `ValueError` if the rows' sizes and tokens leave a constant of the form open."""
+    known = all(name in fixed for name in form.exponents)
+    logs = [np.log(columns[k]) for k in ("parameters", "tokens") if k in form.inputs]
+    if known or not logs:
+        return
+    names = " and ".join(k for k in ("parameters", "tokens") if k in form.inputs)
+    if len(logs) == 2 and len(form.terms) > 1:
+        require_identified(columns["parameters"], columns["tokens"])
+    elif singular_values(np.stack(logs)).min() < LEAST:
+        raise ValueError(
+            f"these {len(logs[0])} rows do not identify {form.name}: the logarithms of {names} do"
+            " not vary independently; add rows that do, fix the exponents, or give them priors"
+        )
 
 
 def select_law(
