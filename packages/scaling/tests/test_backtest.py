@@ -134,14 +134,15 @@ FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent"))
     not (FOLDER / "chinchilla_svg_extracted_data.csv").exists(),
     reason="SCALING_DATA names no folder with chinchilla_svg_extracted_data.csv (README: Limits)",
 )
-def test_chinchilla_s_small_runs_hold_what_its_large_ones_say():
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_chinchilla_s_small_runs_hold_what_its_large_ones_say(step):
     """Every cut of the README's table is as printed, and the answer moves smoothly."""
     runs = load_runs(FOLDER / "chinchilla_svg_extracted_data.csv").without_highest(5)
     truth = fit_parametric(runs).law.optimal(5.76e23).parameters
     assert f"{truth:.1e}".replace("e+", "e") == "7.3e10"
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     factors = []
-    for cut in np.geomspace(3e19, 5e20, 25):
+    for cut in np.geomspace(3e19, 5e20, 25)[::step]:
         fit = fit_parametric(runs[runs.compute <= cut])
         interval = fit.optimal(5.76e23).intervals["parameters"]
         factors.append(interval.high / interval.low)
@@ -151,7 +152,8 @@ def test_chinchilla_s_small_runs_hold_what_its_large_ones_say():
         row = f"| {cut:.2e} | {len(fit.runs)} | {noise.low:.1e} to {noise.high:.1e} |"
         row += f" {interval.low:.1e} to {interval.high:.1e} |"
         assert row.replace("e+", "e") in readme
-    assert max(np.abs(np.diff(np.log(factors)))) < np.log(1.5)
+    # Neighboring cuts of the whole table are one to ten runs apart.
+    assert step > 1 or max(np.abs(np.diff(np.log(factors)))) < np.log(1.5)
     rows = [row for row in backtest(runs) if row.method == "parametric"]
     assert sum(row.losses_held for row in rows) >= 0.9 * sum(row.losses for row in rows)
 
@@ -171,10 +173,17 @@ def widths(runs, kept, level):
     not (FOLDER / "scaling" / "isoflop_tables.csv").exists(),
     reason="SCALING_DATA names no folder with scaling/isoflop_tables.csv",
 )
-@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.exhaustive)])
-def test_no_interval_of_a_real_table_hangs_on_three_runs(share):
+@pytest.mark.parametrize(
+    ("share", "tables"),
+    [
+        (0.6, slice(2, 3)),
+        pytest.param(0.6, slice(None), marks=pytest.mark.exhaustive),
+        pytest.param(1.0, slice(None), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_interval_of_a_real_table_hangs_on_three_runs(share, tables):
     """No width changes by 1.5 when a cut moves by a run or three runs are dropped."""
-    for runs in real_sets():
+    for runs in list(real_sets())[tables]:
         order = np.argsort(runs.compute, kind="stable")
         part = runs[order[: round(share * len(runs))]]
         count = len(part)
@@ -202,7 +211,24 @@ def test_intervals_hold_what_came_later_on_all_real_sets():
     sizes = sum(row.size_held for row in rows)
     assert losses > 700
     assert 0.90 <= held / losses <= 0.98
-    assert 0.90 <= sizes / len(rows) <= 0.98
+    # Of 39 intervals at 95 % all hold in one of seven cases, so there is no upper bound.
+    assert sizes / len(rows) >= 0.90
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "porian.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/porian.csv",
+)
+def test_where_small_runs_were_tuned_less_intervals_hold_less_than_they_say():
+    """Eleven sets of Porian et al., whose warm-up and rates are not scaled with the model."""
+    table = FOLDER / "scaling" / "porian.csv"
+    with table.open() as file:
+        names = sorted({row["set"] for row in csv.DictReader(file)})
+    sets = [load_runs(table, where={"set": name}) for name in names]
+    rows = [row for runs in sets for row in backtest(runs, methods=["parametric"])]
+    assert 0.65 <= sum(row.size_held for row in rows) / len(rows) <= 0.9
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,8 @@ from scipy.special import ndtri, stdtrit
 
 from scaling.fit.identifiability import singular_values
 from scaling.law import Interval, Optimum, check_level, require_numbers
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.tables.cells import list_some
 from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom

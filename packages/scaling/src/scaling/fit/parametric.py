@@ -18,7 +18,8 @@ from scaling.fit.search import Estimate, Loss, Proof, check, search, total
 from scaling.fit.varpro import Problem
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.tables.cells import list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.doubts import BENDS, Opinion, bend, checked
 from scaling.uncertainty.drift import Drift, drift
