@@ -194,7 +194,7 @@ def held(law, sets, degree=None, **grid):
         fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree)
         fit = dataclasses.replace(fit, drift=0.0)
         # What the parametric law would say costs more than the fit, and is not asked for here.
-        fit.__dict__["_by_parametric"] = lambda compute: None
+        fit.__dict__["_by_parametric"] = None
         with warnings.catch_warnings():
             # At four runs a budget some intervals are too wide to use, and say so.
             warnings.simplefilter("ignore", ScalingWarning)

@@ -10,7 +10,6 @@ interval holds.
 import itertools
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,11 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
+from scaling.equality import ComparesArrays
 from scaling.fit.identifiability import singular_values
 from scaling.law import Interval, Optimum, check_level, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
 from scaling.tables.cells import list_some
-from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
+from scaling.uncertainty.doubts import Doubts, ParametricOpinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
@@ -36,8 +36,8 @@ LEAST_BEND = 0.01
 FEWEST_BEYOND = 3
 
 
-@dataclass(frozen=True)
-class IsoflopFit:
+@dataclass(frozen=True, eq=False)
+class IsoflopFit(ComparesArrays):
     """N_opt = scale * C^exponent, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
 
     runs: Runs
@@ -76,11 +76,13 @@ class IsoflopFit:
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         best = Optimum(compute, n, pairs / n, math.nan, intervals)
         # The parametric law knows of 6 N D alone: it is asked for as many pairs.
-        return checked(best, self.runs, self._by_parametric(FLOPS_PER_PARAMETER_TOKEN * pairs))
+        law = self._by_parametric
+        other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
+        return checked(best, self.runs, other)
 
     @cached_property
-    def _by_parametric(self) -> Callable[[float], Opinion | None]:
-        """What the parametric law of the same runs says."""
+    def _by_parametric(self) -> ParametricOpinion | None:
+        """The parametric law of the same runs, if they identify one."""
         return parametric_opinion(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from scaling.equality import ComparesArrays
 from scaling.tables.cells import blank, decimal_comma, list_some, numbers
 from scaling.tables.names import SETS, Column, Match, ambiguous, match
 from scaling.tables.source import Located, located
@@ -32,7 +33,7 @@ LARGEST_LOSS = 20.0
 FEWEST = 1000.0
 # Median of tokens per parameter; published tables have 4 to 40, and units that differ by a thousand
 # take any of these out of the range.
-TOKENS_PER_PARAMETER = (0.5, 2000.0)
+TOKENS_PER_PARAMETER = (0.1, 2000.0)
 # Least median of a table. Both columns in millions would give a tenth of that or less.
 USUALLY = {"parameters": 1e5, "tokens": 1e6}
 # Two columns of the same numbers differ by less, relatively: by rounding.
@@ -47,8 +48,8 @@ class ScalingWarning(UserWarning):
     """The data or the method cannot carry the question as well as the answer looks."""
 
 
-@dataclass(frozen=True)
-class Runs:
+@dataclass(frozen=True, eq=False)
+class Runs(ComparesArrays):
     """A table of finished runs, each column a float64 vector of the same length.
 
     `load_runs` makes one from a file, from records or from columns, and checks it.

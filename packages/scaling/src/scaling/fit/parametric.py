@@ -28,7 +28,7 @@ FEWEST_RUNS = 5
 """As many as there are constants."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParametricFit(Estimate):
     """A law and what speaks for it.
 

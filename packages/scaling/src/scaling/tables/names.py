@@ -19,6 +19,10 @@ UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in
 _WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
 HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS, REPETITIONS, PARTS = _WORDS.values()
 STATES = {kind: frozenset(words.split()) for kind, words in _DATA["states"].items()}
+OTHERS = {
+    ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
+    for ours in NAMES
+}
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 PETAFLOP_DAY = 86_400e15
 FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
@@ -154,7 +158,8 @@ def recognize(name: str, ours: str) -> Column | None:
     for start in range(len(words)):
         # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
         stem = "".join(words[start:])
-        if stem in NAMES[ours]:
+        # D/N and tokens/params are ratios of two of ours, not paths.
+        if stem in NAMES[ours] and not {*words[:start]} & OTHERS[ours]:
             before = words[start - 1] if start else ""
             power = re.fullmatch(r"1?e(\d+)", before)
             if power or (len(before) > 3 and before in UNITS):  # 1e18 FLOPs, billion tokens

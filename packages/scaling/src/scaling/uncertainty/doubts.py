@@ -6,7 +6,7 @@ the residuals of a law that is not true bend, which an F test sees before any ex
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,26 +63,36 @@ class Opinion:
     half: float
 
 
-def parametric_opinion(runs: Runs) -> Callable[[float], Opinion | None]:
-    """The parametric law's at any compute, with the interval of its curvature; None if none is."""
+@dataclass(frozen=True)
+class ParametricOpinion:
+    """The parametric law's best size at any compute, with the interval of its curvature."""
+
+    problem: Problem
+    theta: Array
+    unit: float
+    """Half-width of an interval per deviation that the curvature gives for a unit of noise."""
+
+    def __call__(self, compute: float) -> Opinion:
+        """Return the opinion at a compute in FLOPs."""
+        asked = optimum("parameters", compute)
+
+        def implied(rows: Array) -> Array:
+            return np.log(asked.of(self.problem.natural(rows)))
+
+        half = self.unit * curvature(self.problem, self.theta, implied)
+        return Opinion("parametric", float(implied(self.theta)[0]), half)
+
+
+def parametric_opinion(runs: Runs) -> ParametricOpinion | None:
+    """Return what the parametric law says of the runs; None if they do not identify one."""
     freedom = len(runs) - 5
     if freedom < 3 or design_defect(runs.parameters, runs.tokens):
-        return lambda compute: None
+        return None
     problem = Problem.of(runs)
     theta = search(problem, "huber", 1e-3, prove=False)[0]
     errors = newton.residuals(problem, theta)[0]
     unit = float(stdtrit(freedom, 0.975)) * math.sqrt(robust_scale(errors, 1e-3, freedom)[1])
-
-    def opinion(compute: float) -> Opinion:
-        asked = optimum("parameters", compute)
-
-        def implied(rows: Array) -> Array:
-            return np.log(asked.of(problem.natural(rows)))
-
-        half = unit * curvature(problem, theta, implied)
-        return Opinion("parametric", float(implied(theta)[0]), half)
-
-    return opinion
+    return ParametricOpinion(problem, theta, unit)
 
 
 def checked(best: Optimum, runs: Runs, other: Opinion | None = None) -> Optimum:
