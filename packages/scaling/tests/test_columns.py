@@ -100,6 +100,28 @@ def test_columns_that_claim_to_be_the_same_must_agree(ours, first, second):
         np.testing.assert_allclose(getattr(chosen, ours), right)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("batch_size", "hidden_size", "window_size", "checkpoint_size", "time_budget"),
+        *("peak_flops", "inference_flops", "achieved_flops", "warmup_tokens", "decay_tokens"),
+    ],
+)
+def test_columns_about_other_things_do_not_displace_those_of_one_letter(other):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs = load_runs({"N": N, "D": D, "loss": LOSS, other: N * 3})
+    for ours, right in (("parameters", N), ("tokens", D), ("compute", C)):
+        np.testing.assert_allclose(getattr(runs, ours), right)
+
+
+def test_a_letter_that_may_be_meant_must_agree():
+    with pytest.raises(ValueError, match=r"'tokens', 'D'\] may each be the tokens"):
+        load_runs({"N": N, "D": D, "tokens": 3 * D, "loss": LOSS})
+    widths = {"params": N, "tokens": D, "loss": LOSS, "n": [24] * 72, "d": [4096] * 72}
+    assert "'d' is too small to be that" in load_runs(widths).explanation
+
+
 BAD = np.arange(72) % 9 == 0
 
 

@@ -30,8 +30,8 @@ Method = Literal["parabola"]
 
 # Sizes about the best run that are further apart, as a factor, leave a parabola to guess.
 COARSE = 2.5
-# Least singular value of log N and its half square in a budget; three sizes 4/3 apart have 0.02.
-LEAST_BEND = 0.01
+# Least singular value of log N and its half square in a budget; three sizes 1.1 apart have 0.002.
+LEAST_BEND = 0.002
 # Runs beyond the three that the curve of each budget takes, for a skew that all share.
 FEWEST_BEYOND = 3
 

@@ -35,7 +35,7 @@ FEWEST = 1000.0
 # take any of these out of the range.
 TOKENS_PER_PARAMETER = (0.1, 2000.0)
 # Least median of a table. Both columns in millions would give a tenth of that or less.
-USUALLY = {"parameters": 1e5, "tokens": 1e6}
+USUALLY = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 # Two columns of the same numbers differ by less, relatively: by rounding.
 SAME_NUMBER = 0.01
 # C over 6 N D: attention, embeddings and recomputation are worth a factor, not ten.
@@ -235,6 +235,9 @@ def _agreeing(
             if theirs is None:
                 choices.append(f"{ours} by {column.name!r}: {rival.name!r} holds no such numbers")
                 continue
+            if rival.letter and np.median(theirs) < USUALLY[ours]:
+                choices.append(f"{ours} by {column.name!r}: {rival.name!r} is too small to be that")
+                continue
             within = tolerance if ours == "compute" else SAME_NUMBER
             apart = np.abs(np.log(theirs / values[ours]))
             if (apart > math.log1p(within)).any():
@@ -377,11 +380,12 @@ def _check_scale(
         sure = ", ".join(f"{k!r}: 1" for k in ("parameters", "tokens", "compute") if k in found)
         raise ValueError(
             f"columns {a!r} and {b!r} are {x:.4g} and {y:.4g} in row {rows[at]}, {each[at]:.2g}"
-            f" tokens per parameter, where published runs have {low:g} to {high:g}: they are not on"
+            f" tokens per parameter, outside {low:g} to {high:g}: they are not on"
             " one scale; pass units={'tokens': 1e3} or 1e6 or 1e9, say, or confirm the numbers with"
             f" units={{{sure}}}"
         )
-    for k, least in USUALLY.items():
+    for k in ("parameters", "tokens"):
+        least = USUALLY[k]
         if k in found and not (known or confirmed or np.median(values[k]) >= least):
             raise ValueError(
                 f"column {found[k].name!r} is {np.median(values[k]):.4g} in the median, where runs"

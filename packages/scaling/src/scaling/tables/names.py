@@ -17,7 +17,8 @@ _DATA: dict[str, dict[str, str]] = tomllib.loads(
 NAMES, SWEPT = ({k: v.split() for k, v in _DATA[t].items()} for t in ("names", "sweeps"))
 UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in words.split()}
 _WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
-HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS, REPETITIONS, PARTS = _WORDS.values()
+HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS, *_MORE = _WORDS.values()
+REPETITIONS, PARTS, NO_COMPUTE, PATHS, VAGUE = _MORE
 STATES = {kind: frozenset(words.split()) for kind, words in _DATA["states"].items()}
 OTHERS = {
     ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
@@ -84,9 +85,9 @@ def match(present: Sequence[str], given: Mapping[str, str], source: str) -> Matc
         if len(top) > 1:
             raise ValueError(f"{source}: {ambiguous(ours, [c.name for c in top])}")
         found[ours] = top[0]
-        rest = [c for c in likely if c is not top[0] and not c.letter]
-        rivals[ours] = [c for c in rest if c in pool and ours != "loss"]
-        other[ours] = [c for c in rest if c not in rivals[ours]]
+        rest = [c for c in likely if c is not top[0]]
+        rivals[ours] = [c for c in rest if (c in pool or c.letter) and ours != "loss"]
+        other[ours] = [c for c in rest if c not in rivals[ours] and not c.letter]
     if "loss" not in found or len(found) < 3:
         raise ValueError(
             f"{source} has columns {list(present)}; needed are loss and two of parameters, tokens "
@@ -126,6 +127,8 @@ def recognize(name: str, ours: str) -> Column | None:
         return _loss(name, words)
     if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
         return None
+    if ours == "compute" and {*NO_COMPUTE} & set(words):
+        return None
     if ours == "tokens" and {*HELD_OUT, *NO_TOKENS} & set(words):
         return None
     if words[0] in LOGARITHMS:
@@ -159,11 +162,15 @@ def recognize(name: str, ours: str) -> Column | None:
         # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
         stem = "".join(words[start:])
         # D/N and tokens/params are ratios of two of ours, not paths.
-        if stem in NAMES[ours] and not {*words[:start]} & OTHERS[ours]:
-            before = words[start - 1] if start else ""
-            power = re.fullmatch(r"1?e(\d+)", before)
-            if power or (len(before) > 3 and before in UNITS):  # 1e18 FLOPs, billion tokens
-                unit = 10.0 ** int(power[1]) if power else UNITS[before]
+        before = words[:start]
+        if stem in NAMES[ours] and not {*before} & OTHERS[ours]:
+            # batch_size and time_budget are other things; config.size is a path.
+            if stem in VAGUE and not {*before} <= {*PATHS, *UNITS}:
+                return None
+            last = before[-1] if before else ""
+            power = re.fullmatch(r"1?e(\d+)", last)
+            if power or (len(last) > 3 and last in UNITS):  # 1e18 FLOPs, billion tokens
+                unit = 10.0 ** int(power[1]) if power else UNITS[last]
                 said = f"in units of {unit:g}"
             said = ", ".join([*sorted(kinds), *filter(None, [said])])
             rank = len(stem) - start / 10
