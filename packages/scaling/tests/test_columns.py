@@ -61,7 +61,14 @@ def test_parameters_without_embeddings_are_recognized_and_said(name):
 @pytest.mark.parametrize("all_of_them", ["total_params", "params", "n_params", "model_size"])
 @pytest.mark.parametrize(
     "active",
-    ["active_params", "activated_params", "params_active", "n_active_parameters", "activeParams"],
+    [
+        "active_params",
+        "activated_params",
+        "N_active",
+        "params_active",
+        "n_active_parameters",
+        "activeParams",
+    ],
 )
 def test_of_a_mixture_of_experts_the_active_parameters_compute(active, all_of_them):
     runs = parameters(**{all_of_them: 8 * N, active: N})
@@ -130,6 +137,7 @@ BAD = np.arange(72) % 9 == 0
     [
         *("state", "State", "run_state", "runState", "status", "job_status", "sys/state"),
         *("attributes.status", "info.run_status", "trial_status", "TrialState"),
+        *("outcome", "phase", "result", "Run", "how_it_ended"),
     ],
 )
 @pytest.mark.parametrize(
@@ -143,8 +151,7 @@ BAD = np.arange(72) % 9 == 0
         ("TrialState.COMPLETE", "TrialState.PRUNED"),
         ("JOB_STATE_SUCCEEDED", "JOB_STATE_RUNNING"),
         ("success", "OUT_OF_MEMORY"),
-        ("finished", None),
-        ("done", ""),
+        ("✅ finished", "❌ crashed"),
     ],
 )
 def test_runs_that_did_not_finish_are_left_out_under_any_name(column, good, bad):
@@ -154,6 +161,13 @@ def test_runs_that_did_not_finish_are_left_out_under_any_name(column, good, bad)
         runs = load_runs(table)
     np.testing.assert_allclose(runs.loss, LOSS[~BAD])
     assert "8 runs are not 'finished'" in runs.explanation
+
+
+@pytest.mark.parametrize("blank", [None, "", "nan"])
+def test_a_run_without_a_state_among_runs_with_one_is_left_out(blank):
+    table = {"N": N, "D": D, "loss": LOSS, "state": [blank if b else "finished" for b in BAD]}
+    with pytest.warns(ScalingWarning, match="8 runs are not 'finished'"):
+        assert len(load_runs(table)) == 64
 
 
 @pytest.mark.parametrize(

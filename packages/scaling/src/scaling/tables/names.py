@@ -174,7 +174,7 @@ def recognize(name: str, ours: str) -> Column | None:
                 said = f"in units of {unit:g}"
             said = ", ".join([*sorted(kinds), *filter(None, [said])])
             rank = len(stem) - start / 10
-            return Column(name, unit, said, rank, kinds, len(stem) == 1)
+            return Column(name, unit, said, rank, kinds, len(stem) == 1 and not kinds)
     return None
 
 

@@ -1,7 +1,7 @@
 """Which runs of a tracker's export finished: a crashed run's last loss is not its final loss.
 
-The column is found by its name (`state`, `run_state`, `status`, `sys/failed`, `exit_code`, …) and
-read by its values. A value that trackers write for both outcomes, or a new one, is refused.
+The column is found by its name (`state`, `run_state`, `status`, `sys/failed`, `exit_code`, …), or
+by its values under any name. A value that trackers write for both outcomes, or a new one, is refused.
 """
 
 import re
@@ -53,6 +53,12 @@ def _finished(name: str, table: Located) -> list[bool] | None:
         # Not a flag: the name of a loss, a date, a duration.
         if all(text in TRUTHS or not text for _, text in cells):
             return [TRUTHS.get(text, not flag) == flag for _, text in cells]
+    # By any other name (outcome, phase, result): only if its words are those of states.
+    texts = {text for _, text in cells if text}
+    if texts <= {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}:
+        both = texts & STATES["finished"] and texts & STATES["unfinished"]
+        if both or texts & STATES["broken"]:
+            return _by_state(name, cells)
     return None
 
 
@@ -76,4 +82,4 @@ def _plain(cell: Any) -> str:
     if blank(cell):
         return ""
     text = PREFIX.sub("", str(cell).strip().lower()).split(" by ")[0]
-    return re.sub(r"[ _-]", "", text)
+    return re.sub(r"[^a-z0-9.]", "", text)
