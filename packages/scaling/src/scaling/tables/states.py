@@ -1,7 +1,8 @@
 """Which runs of a tracker's export finished: a crashed run's last loss is not its final loss.
 
 The column is found by its name (`state`, `run_state`, `status`, `sys/failed`, `exit_code`, …), or
-by its values under any name. A value that trackers write for both outcomes, or a new one, is refused.
+by its values under any name. A value that is not known is refused, and so is one that trackers
+write for both outcomes.
 """
 
 import re
