@@ -1,6 +1,7 @@
 """Intervals are held against what came later, where the law holds and where it does not."""
 
 import csv
+import math
 import os
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from scaling import (
     load_runs,
     select_law,
 )
-from scaling.uncertainty.drift import per_decade
+from scaling.uncertainty.drift import USUAL_SIZE, per_decade
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -31,36 +32,48 @@ def bent(seed, noise=3e-3):
     return load_runs({"N": n, "D": d, "loss": loss})
 
 
-@pytest.mark.parametrize(("per_budget", "budgets"), [(8, 9), (6, 5)])
-def test_a_law_that_holds_shows_no_drift_and_its_intervals_stay_as_they_are(per_budget, budgets):
-    drifting, held = 0, 0
-    for seed in range(6):
-        compute = np.geomspace(6e18, 3e21, budgets)
-        fit = fit_parametric(
-            isoflop_runs(LAW, budgets=compute, per_budget=per_budget, noise=3e-3, seed=seed)
-        )
-        drifting += fit.drift.size > 0
-        best = fit.optimal(1e24)
-        held += LAW.optimal(1e24).parameters in best.intervals["parameters"]
-        if not fit.drift.size:
-            assert (
-                best.intervals["parameters"]
-                == (fit.resampled.optimal(1e24).intervals["parameters"])
-            )
-    assert drifting <= 1
-    assert held >= 5
+def test_drift_widens_continuously_from_the_largest_run_on():
+    """At the largest run nothing is added, just beyond it next to nothing: of sizes and of runs."""
+    fit = fit_parametric(isoflop_runs(LAW, noise=3e-3))
+    top = fit.drift.highest
+    for name in ("parameters", "tokens", "loss"):
+        noise = fit.resampled.optimal(top).intervals[name]
+        assert fit.optimal(top).intervals[name] == noise
+        beyond = fit.optimal(top * 1.001).intervals[name]
+        assert beyond.low == pytest.approx(noise.low, rel=2e-3)
+        assert beyond.high == pytest.approx(noise.high, rel=2e-3)
+    best = LAW.optimal(top)
+    inside = fit.predict(best.parameters, best.tokens / 1.001).interval
+    outside = fit.predict(best.parameters, best.tokens * 1.001).interval
+    assert outside.high / outside.low == pytest.approx(inside.high / inside.low, rel=1e-3)
+
+
+def test_a_law_that_holds_is_widened_by_less_than_the_usual_drift():
+    """Clean runs pull the drift below that of published tables; a law that bends pulls it above."""
+    for seed in range(3):
+        clean = fit_parametric(isoflop_runs(LAW, noise=1e-3, seed=seed)).drift
+        assert 0.7 * USUAL_SIZE < clean.size < 0.9 * USUAL_SIZE
+    rising = [per_decade([(1.0, error, 0.05, 1.0)] * 5) for error in np.linspace(0, 1, 21)]
+    assert np.all(np.diff(rising) > 0)
+    assert np.all(np.diff(rising) < 0.02)
+    assert rising[-1] > 1.5 * USUAL_SIZE
+
+
+def test_errors_that_noise_explains_leave_the_usual_drift():
+    assert per_decade([]) == USUAL_SIZE
+    assert per_decade([(1.0, 2.0, 5.0, 1.0)] * 5) == pytest.approx(USUAL_SIZE, rel=0.01)
+    assert per_decade([(0.0, 2.0, 0.1, 1.0)] * 5) == USUAL_SIZE
+    assert per_decade([(1.0, 2.0, 0.1, 0.0)] * 5) == USUAL_SIZE
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_a_law_that_bends_widens_every_interval_beyond_the_runs():
-    for seed in range(2):
-        fit = fit_parametric(bent(seed))
-        assert fit.drift.size > 0
-        best, narrow = fit.optimal(1e24), fit.resampled.optimal(1e24)
-        for name in ("parameters", "tokens"):
-            wide = best.intervals[name]
-            assert wide.low < narrow.intervals[name].low
-            assert wide.high > narrow.intervals[name].high
+def test_every_interval_beyond_the_runs_is_wider_than_its_noise():
+    fits = [fit_parametric(runs) for runs in (bent(0), bent(1), isoflop_runs(LAW, noise=3e-3))]
+    for fit in fits:
+        best, noise = fit.optimal(1e24).intervals, fit.resampled.optimal(1e24).intervals
+        for name in ("parameters", "tokens", "loss"):
+            assert best[name].low < noise[name].low
+            assert best[name].high > noise[name].high
         within = fit.optimal(1e20).intervals["parameters"]
         assert within == fit.resampled.optimal(1e20).intervals["parameters"]
 
@@ -76,12 +89,6 @@ def test_the_interval_of_a_run_holds_as_many_runs_as_it_says():
             held += loss in fit.predict(best.parameters, best.tokens).interval
             asked += 1
     assert held >= 0.85 * asked
-
-
-def test_errors_that_noise_explains_are_no_drift():
-    assert per_decade([(1.0, 0.1, 0.1), (2.0, -0.1, 0.1)]) == 0
-    assert per_decade([(1.0, 0.4, 0.1), (2.0, 0.8, 0.1)]) == pytest.approx(0.39, abs=0.01)
-    assert per_decade([]) == 0
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
@@ -127,19 +134,69 @@ FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent"))
     not (FOLDER / "chinchilla_svg_extracted_data.csv").exists(),
     reason="SCALING_DATA names no folder with chinchilla_svg_extracted_data.csv (README: Limits)",
 )
-def test_chinchilla_s_small_runs_hold_what_its_large_ones_say():
-    """From runs below 1e20 FLOPs the best size at its budget was 1.92e11, from all 7.3e10."""
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_chinchilla_s_small_runs_hold_what_its_large_ones_say(step):
+    """Every cut of the README's table is as printed, and the answer moves smoothly."""
     runs = load_runs(FOLDER / "chinchilla_svg_extracted_data.csv").without_highest(5)
-    fit = fit_parametric(runs[runs.compute <= 1e20])
-    interval = fit.optimal(5.76e23).intervals["parameters"]
-    noise = fit.resampled.optimal(5.76e23).intervals["parameters"]
-    assert 7.3e10 in interval
-    assert 7.3e10 not in noise
+    truth = fit_parametric(runs).law.optimal(5.76e23).parameters
+    assert f"{truth:.1e}".replace("e+", "e") == "7.3e10"
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    for told in (noise, interval):
-        assert f"[{told.low:.1e}, {told.high:.1e}]".replace("e+", "e") in readme
+    factors = []
+    for cut in np.geomspace(3e19, 5e20, 25)[::step]:
+        fit = fit_parametric(runs[runs.compute <= cut])
+        interval = fit.optimal(5.76e23).intervals["parameters"]
+        factors.append(interval.high / interval.low)
+        assert truth in interval
+        noise = fit.resampled.optimal(5.76e23).intervals["parameters"]
+        assert truth not in noise
+        row = f"| {cut:.2e} | {len(fit.runs)} | {noise.low:.1e} to {noise.high:.1e} |"
+        row += f" {interval.low:.1e} to {interval.high:.1e} |"
+        assert row.replace("e+", "e") in readme
+    # Neighboring cuts of the whole table are one to ten runs apart.
+    assert step > 1 or max(np.abs(np.diff(np.log(factors)))) < np.log(1.5)
     rows = [row for row in backtest(runs) if row.method == "parametric"]
     assert sum(row.losses_held for row in rows) >= 0.9 * sum(row.losses for row in rows)
+
+
+def widths(runs, kept, level):
+    """Return the log widths of an interval from all runs and from the runs `kept`."""
+    found = []
+    for part in (runs, runs[kept]):
+        fit = fit_parametric(part)
+        interval = fit.optimal(level * float(runs.compute.max())).intervals["parameters"]
+        found.append(math.log(interval.high / interval.low))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "isoflop_tables.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/isoflop_tables.csv",
+)
+@pytest.mark.parametrize(
+    ("share", "tables"),
+    [
+        (0.6, slice(2, 3)),
+        pytest.param(0.6, slice(None), marks=pytest.mark.exhaustive),
+        pytest.param(1.0, slice(None), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_interval_of_a_real_table_hangs_on_three_runs(share, tables):
+    """No width changes by 1.5 when a cut moves by a run or three runs are dropped."""
+    for runs in list(real_sets())[tables]:
+        order = np.argsort(runs.compute, kind="stable")
+        part = runs[order[: round(share * len(runs))]]
+        count = len(part)
+        drops = [np.arange(count - 1)]
+        for seed in range(2):
+            left = np.random.default_rng(seed).permutation(count)[:-3]
+            drops.append(np.sort(left))
+        for kept in drops:
+            for level in (10, 100):
+                before, after = widths(part, kept, level)
+                assert max(before, after) < 1.5 * min(before, after)
+                # Three of 34 runs are most of what a small table knows of its noise.
+                assert count < 40 or abs(before - after) < math.log(1.5)
 
 
 @pytest.mark.exhaustive
@@ -154,7 +211,24 @@ def test_intervals_hold_what_came_later_on_all_real_sets():
     sizes = sum(row.size_held for row in rows)
     assert losses > 700
     assert 0.90 <= held / losses <= 0.98
-    assert 0.90 <= sizes / len(rows) <= 0.98
+    # Of 39 intervals at 95 % all hold in one of seven cases, so there is no upper bound.
+    assert sizes / len(rows) >= 0.90
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.skipif(
+    not (FOLDER / "scaling" / "porian.csv").exists(),
+    reason="SCALING_DATA names no folder with scaling/porian.csv",
+)
+def test_where_small_runs_were_tuned_less_intervals_hold_less_than_they_say():
+    """Eleven sets of Porian et al., whose warm-up and rates are not scaled with the model."""
+    table = FOLDER / "scaling" / "porian.csv"
+    with table.open() as file:
+        names = sorted({row["set"] for row in csv.DictReader(file)})
+    sets = [load_runs(table, where={"set": name}) for name in names]
+    rows = [row for runs in sets for row in backtest(runs, methods=["parametric"])]
+    assert 0.65 <= sum(row.size_held for row in rows) / len(rows) <= 0.9
 
 
 @pytest.mark.exhaustive

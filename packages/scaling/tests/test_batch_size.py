@@ -213,7 +213,8 @@ def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
         # Not all rates at all sizes.
         if 0.02 < r / 0.1 / b**0.5 < 50
     ]
-    sweep = fit_sweep(rows)
+    with pytest.warns(ScalingWarning, match="runs diverged"):
+        sweep = fit_sweep(rows)
     np.testing.assert_allclose(sweep.best_rates, 0.1 * np.sqrt(SIZES), rtol=0.15)
     exact = 0.1 * np.sqrt(SIZES)
     assert sum(e in i for e, i in zip(exact, sweep.intervals, strict=True)) >= 4
@@ -223,8 +224,10 @@ def test_a_table_of_one_s_own_is_a_sweep(tmp_path):
         "lr,bs,loss\n"
         + "\n".join(f"{r['learning_rate']},{r['batch_size']},{r['final_loss']}" for r in rows)
     )
-    np.testing.assert_array_equal(fit_sweep(path).best_rates, sweep.best_rates)
-    once = fit_sweep(rows[::3])
+    with pytest.warns(ScalingWarning, match="runs diverged"):
+        np.testing.assert_array_equal(fit_sweep(path).best_rates, sweep.best_rates)
+    with pytest.warns(ScalingWarning, match="runs diverged"):
+        once = fit_sweep(rows[::3])
     assert all(0 < i.low < b < i.high for b, i in zip(once.best_rates, once.intervals, strict=True))
     # No gradient was seen: there is no noise scale, and a figure without it.
     assert np.isnan(sweep.critical_batch_size)
@@ -251,8 +254,10 @@ def test_a_cell_of_a_sweep_is_a_loss_or_diverged_or_missing(cell, loss):
     if loss is None:
         assert fit_sweep(table).rates.tolist() == [1.0, 3.0]
     elif loss == np.inf:
-        with pytest.warns(ScalingWarning, match="edge of the rates"):
+        with pytest.warns(ScalingWarning) as caught:
             assert fit_sweep(table).loss[0, 1] == np.inf
+        assert "1 of 3 runs diverged (rows 2)" in str(caught[0].message)
+        assert "edge of the rates" in str(caught[1].message)
     else:
         assert fit_sweep(table).loss[0, 1] == pytest.approx(loss)
     with pytest.raises(ValueError, match=r"'loss' must be positive, but row 2: '2\.5x'"):

@@ -140,9 +140,9 @@ def test_a_wider_level_gives_a_wider_interval_that_is_carried_to_the_optimum(fit
 
 
 def test_every_extrapolation_of_a_fit_carries_its_interval(fit):
-    best = fit.optimal(1e25)
+    best = fit.optimal(1e24)
     assert best.loss in best.intervals["loss"]
-    served = fit.optimal(1e25, inference_tokens=1e13)
+    served = fit.optimal(1e24, inference_tokens=1e13)
     assert served.parameters in served.intervals["parameters"]
     assert served.parameters < best.parameters
     seen = fit.predict(1e12, 1e13)
@@ -155,13 +155,14 @@ def test_the_seed_is_all_that_chance_depends_on(fit):
     assert not np.array_equal(a, c)
 
 
-def test_noise_free_runs_leave_no_doubt():
+def test_runs_without_noise_leave_only_drift():
     law = Law(2, 300, 600, 0.35, 0.4)
     runs = isoflop_runs(law)
     sure = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": runs.loss})
     fit = fit_parametric(sure)
     for interval in (
-        fit.optimal(1e24).intervals["parameters"],
+        fit.resampled.optimal(1e24).intervals["parameters"],
+        fit.optimal(fit.drift.highest).intervals["parameters"],
         profile(fit, optimum("parameters", 1e24)).interval,
     ):
         assert interval.high / interval.low == pytest.approx(1, abs=1e-6)

@@ -92,19 +92,9 @@ def test_fewer_than_five_runs_are_refused(fit):
         fit(isoflop_runs()[:4])
 
 
-def test_one_budget_carries_no_isoflop_law_and_warns_of_a_parametric_one():
-    runs = isoflop_runs(budgets=[1e19], per_budget=20, noise=1e-4)
+def test_one_budget_carries_no_isoflop_law():
     with pytest.raises(ValueError, match="column 'compute' holds one budget, 1e"):
-        fit_isoflop(runs)
-    with pytest.warns(ScalingWarning, match="one budget"):
-        fit_parametric(runs)
-
-
-def test_sizes_that_do_not_vary_are_refused():
-    n = np.full(6, 1e8)
-    runs = load_runs({"N": n, "D": np.geomspace(1e9, 1e10, 6), "loss": np.linspace(4, 3, 6)})
-    with pytest.raises(ValueError, match="column 'parameters' takes 1 values"):
-        fit_parametric(runs)
+        fit_isoflop(isoflop_runs(budgets=[1e19], per_budget=20, noise=1e-4))
 
 
 def test_five_runs_have_no_degrees_of_freedom_and_an_infinite_interval():

@@ -38,7 +38,13 @@ def test_the_band_that_is_drawn_is_the_interval():
     frontier = next(x for x in contour.lines if x.get_label() == "efficient frontier")
     np.testing.assert_allclose(frontier.get_ydata()[-1], fit.law.optimal(1e24).parameters)
     np.testing.assert_allclose(residuals.collections[0].get_offsets()[:, 1], -fit.residuals)
-    assert [x.get_label() for x in interval.lines[:2]] == ["bootstrap, 95 %", "profile, 95 %"]
+    drawn = {x.get_label(): 10 ** np.array(x.get_xdata()) for x in interval.lines[:3]}
+    noise = ["noise alone, bootstrap, 95 %", "noise alone, profile, 95 %"]
+    assert [*drawn] == ["answer, 95 %", *noise]
+    np.testing.assert_allclose(drawn["answer, 95 %"], [expected.low, expected.high])
+    for name in noise:
+        low, high = drawn[name]
+        assert expected.low < low < high < expected.high
 
 
 def test_the_stars_of_the_valleys_are_their_bottoms():

@@ -83,7 +83,7 @@ def test_a_wandb_export_without_the_runs_that_did_not_finish(tmp_path, suffix):
 
 
 def test_budgets_are_the_runs_of_like_compute():
-    compute = np.array([1e18, 2e18, 1.01e18, 2.01e18, 1e18])
+    compute = np.array([1e15, 2e15, 1.01e15, 2.01e15, 1e15])
     runs = load_runs({"N": [1e6, 2e6, 3e6, 4e6, 5e6], "C": compute, "loss": [3.0] * 5})
     assert [sorted(group.rows) for group in runs.budgets()] == [[1, 3, 5], [2, 4]]
 

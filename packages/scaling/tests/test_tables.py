@@ -426,7 +426,7 @@ def test_a_name_is_recognized_with_its_unit(name, ours, unit):
     [
         *("tokens_per_second", "throughput/tflops_per_second", "flops_per_token", "mfu", "d_model"),
         *("tokens_per_param", "router_z_loss", "aux_loss", "loss_std", "lr", "val_tokens"),
-        *("unique_tokens", ""),
+        *("unique_tokens", "", "D/N", "tokens/params", "N/D", "token/param", "flops/params"),
     ],
 )
 def test_names_of_other_things_are_not_taken(name):

@@ -15,7 +15,7 @@ from scaling.plan import Plan, plan
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
-from scaling.sweeps.own import fit_sweep
+from scaling.sweeps.own import fit_sweep, fit_sweeps
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.sweeps.sweep import Sweep, gradient_noise_scale
 from scaling.synthetic import isoflop_runs
@@ -31,6 +31,6 @@ __all__ = [
     "Optimum", "ParametricFit", "Plan", "Prediction", "Profile", "Quantity", "RateLaw", "Runs",
     "ScalingWarning", "Speedup", "Sweep", "backtest", "bootstrap", "design", "effective_speedup",
     "exact_loss", "exact_rate", "fit_isoflop", "fit_law", "fit_parametric", "fit_rate_law",
-    "fit_sweep", "gradient_noise_scale", "isoflop_runs", "load_runs", "loss_at", "optimum", "plan",
-    "plot", "profile", "select_law", "sweep_learning_rate",
+    "fit_sweep", "fit_sweeps", "gradient_noise_scale", "isoflop_runs", "load_runs", "loss_at",
+    "optimum", "plan", "plot", "profile", "select_law", "sweep_learning_rate",
 ]

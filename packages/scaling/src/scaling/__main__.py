@@ -124,7 +124,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         best = [fit.optimal(c) for c in at]
         constants = asdict(fit.law) | {"exponent": fit.law.exponent}
         intervals = {k: drawn.interval(k) for k in constants}
-        lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta"]
+        lines = [runs.explanation, "L(N, D) = E + A / N^alpha + B / D^beta, 95% of noise alone"]
         lines += [f"  {k:<9}{v:<12.6g}{_range(intervals[k])}" for k, v in constants.items()]
         ranges = {k: asdict(v) for k, v in intervals.items()}
         result: dict[str, Any] = {"law": constants, "intervals": ranges}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
+from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.parametric import ParametricFit
 from scaling.fit.varpro import Problem
@@ -23,8 +24,8 @@ from scaling.uncertainty.profile import robust_scale
 from scaling.uncertainty.quantity import Quantity, optimum
 
 
-@dataclass(frozen=True)
-class Design:
+@dataclass(frozen=True, eq=False)
+class Design(ComparesArrays):
     """Runs to train, and what they are expected to do for the quantity asked."""
 
     quantity: str

@@ -10,17 +10,19 @@ interval holds.
 import itertools
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 
+from scaling.equality import ComparesArrays
+from scaling.fit.identifiability import singular_values
 from scaling.law import Interval, Optimum, check_level, require_numbers
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
-from scaling.uncertainty.doubts import Doubts, Opinion, checked, parametric_opinion
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.tables.cells import list_some
+from scaling.uncertainty.doubts import Doubts, ParametricOpinion, checked, parametric_opinion
 from scaling.uncertainty.drift import per_decade
 from scaling.valley import Valley, common_shape, polynomial_bottom
 
@@ -28,12 +30,14 @@ Method = Literal["parabola"]
 
 # Sizes about the best run that are further apart, as a factor, leave a parabola to guess.
 COARSE = 2.5
+# Least singular value of log N and its half square in a budget; three sizes 1.1 apart have 0.002.
+LEAST_BEND = 0.002
 # Runs beyond the three that the curve of each budget takes, for a skew that all share.
 FEWEST_BEYOND = 3
 
 
-@dataclass(frozen=True)
-class IsoflopFit:
+@dataclass(frozen=True, eq=False)
+class IsoflopFit(ComparesArrays):
     """N_opt = scale * C^exponent, and D_opt = C / (k N_opt), k = C / (N D) of the runs."""
 
     runs: Runs
@@ -43,8 +47,7 @@ class IsoflopFit:
     covariance: Array
     """(2, 2) of the line's height at the middle budget and its slope, in logs."""
     drift: float
-    """The deviation of log N per decade beyond the budgets that lines through fewer of them show
-    and scatter does not explain."""
+    """Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift]."""
     level: float
     warnings: tuple[str, ...]
 
@@ -64,19 +67,22 @@ class IsoflopFit:
             middle = float(np.mean(np.log([v.compute for v in self.valleys])))
             reach = np.array([1.0, math.log(compute) - middle])
             beyond = self.drift * max(math.log10(compute / self.valleys[-1].compute), 0.0)
-            deviation = math.hypot(math.sqrt(float(reach @ self.covariance @ reach)), beyond)
-            half = float(stdtrit(freedom, 0.5 + self.level / 2)) * deviation
+            scatter = math.sqrt(float(reach @ self.covariance @ reach))
+            student, normal = stdtrit(freedom, 0.5 + self.level / 2), ndtri(0.5 + self.level / 2)
+            half = math.hypot(float(student) * scatter, float(normal) * beyond)
             low, high = n * math.exp(-half), n * math.exp(min(half, 600.0))
         pairs = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(pairs / high, pairs / low if low else math.inf, self.level)
         intervals = {"parameters": Interval(low, high, self.level), "tokens": tokens}
         best = Optimum(compute, n, pairs / n, math.nan, intervals)
         # The parametric law knows of 6 N D alone: it is asked for as many pairs.
-        return checked(best, self.runs, self._by_parametric(FLOPS_PER_PARAMETER_TOKEN * pairs))
+        law = self._by_parametric
+        other = law(FLOPS_PER_PARAMETER_TOKEN * pairs) if law else None
+        return checked(best, self.runs, other)
 
     @cached_property
-    def _by_parametric(self) -> Callable[[float], Opinion | None]:
-        """What the parametric law of the same runs says."""
+    def _by_parametric(self) -> ParametricOpinion | None:
+        """The parametric law of the same runs, if they identify one."""
         return parametric_opinion(self.runs)
 
     def flops_per_parameter_token(self, compute: float) -> float:
@@ -202,10 +208,15 @@ def _polynomial(
 
 
 def _enough(x: Array, needed: int, where: str, doubts: Doubts) -> bool:
-    sizes = len(np.unique(x))
-    if sizes < needed:
+    """Return whether the log sizes of a budget carry `needed` coefficients; add a doubt if not."""
+    if (sizes := len(np.unique(x))) < needed:
         doubts.add(f"{sizes} sizes do not fix {needed} coefficients; left out", where)
-    return sizes >= needed
+        return False
+    # Repetitions of one size differ by rounding, and a curve through them is noise.
+    if singular_values(np.stack([x, (x - x.mean()) ** 2 / 2])).min() < LEAST_BEND:
+        doubts.add("sizes that hardly differ do not fix a valley; left out", where)
+        return False
+    return True
 
 
 def _skewed_alike(groups: list[Runs], doubts: Doubts) -> tuple[list[Valley], Array] | None:
@@ -283,5 +294,6 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
     for i, (line, inverse, _) in enumerate(lines[:-1]):
         (top, _), whole, scatter = lines[-1]
         explained = math.sqrt(scatter * (inverse[0, 0] - whole[0, 0])) + 1e-12
-        cuts.append((math.log10(c[-1] / c[i + 2]), float(line[0] - top), explained))
+        # Every budget is several runs, so these cuts count fully.
+        cuts.append((math.log10(c[-1] / c[i + 2]), float(line[0] - top), explained, 1.0))
     return per_decade(cuts)

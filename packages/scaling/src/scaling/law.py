@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import brentq
 
+from scaling.equality import ComparesArrays
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
@@ -47,8 +48,8 @@ def check_level(level: float) -> None:
         raise ValueError(f"level = {level}: must lie between 0 and 1")
 
 
-@dataclass(frozen=True)
-class Optimum:
+@dataclass(frozen=True, eq=False)
+class Optimum(ComparesArrays):
     """The best model for a compute budget in FLOPs; intervals where it was inferred from runs."""
 
     compute: float

@@ -28,7 +28,8 @@ def plot(
     """One figure; `up_to` is the compute in FLOPs to which a fit is extrapolated.
 
     A parametric fit: N and D against C with their band, contours of the loss with the efficient
-    frontier, residuals, and the interval at `up_to` by bootstrap and by profile. An IsoFLOP fit:
+    frontier, residuals, and the interval of `optimal` at `up_to` beside those of noise alone, by
+    bootstrap and by profile. An IsoFLOP fit:
     the valleys, N and D against C. A sweep: loss against rate, best rate against batch size. A
     backtest: what each cut foretold beside what all runs say.
     """
@@ -143,7 +144,7 @@ def _residuals(axes: "Axes", fit: ParametricFit) -> None:
 
 
 def _interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
-    """The resampled best sizes, and the intervals by bootstrap and by profile."""
+    """Draw the interval of `optimal`, and what noise alone makes of it: resamples and profile."""
     asked = optimum("parameters", compute)
     values: Array = np.log10(asked.of(fit.resampled.constants))
     values = values[np.isfinite(values)]
@@ -151,9 +152,13 @@ def _interval(axes: "Axes", fit: ParametricFit, compute: float) -> None:
     low, high = values.min(), max(values.max(), values.min() + 1e-6)
     axes.hist(values, np.linspace(low, high, 51).tolist(), color="0.8")
     top = axes.get_ylim()[1]
-    opinions = {"bootstrap": fit.resampled.interval(asked)}
+    answer = fit.optimal(compute).intervals or {}
+    opinions = {
+        "answer": answer["parameters"],
+        "noise alone, bootstrap": fit.resampled.interval(asked),
+    }
     if len(fit.runs) > 5:
-        opinions["profile"] = profile(fit, asked).interval
+        opinions["noise alone, profile"] = profile(fit, asked).interval
     for i, (name, interval) in enumerate(opinions.items()):
         ends = [math.log10(max(interval.low, 1.0)), math.log10(min(interval.high, 1e30))]
         height = top * (1.06 + 0.06 * i)

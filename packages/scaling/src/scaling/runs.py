@@ -7,7 +7,7 @@ choke on, a wrong scale first of all, is refused here, by row and column.
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from scaling.tables.cells import blank, decimal_comma, numbers
-from scaling.tables.names import SETS, Column, match
+from scaling.equality import ComparesArrays
+from scaling.tables.cells import blank, decimal_comma, list_some, numbers
+from scaling.tables.names import SETS, Column, Match, ambiguous, match
 from scaling.tables.source import Located, located
+from scaling.tables.states import keep_finished
 
 Array = NDArray[np.float64]
 
@@ -29,8 +31,13 @@ LARGEST_LOSS = 20.0
 
 # No model has fewer parameters, and none is trained on fewer tokens: such numbers are in units.
 FEWEST = 1000.0
-# Tokens a parameter: outside of these N and D are not on one scale.
-TOKENS_A_PARAMETER = (2e-4, 1e6)
+# Median of tokens per parameter; published tables have 4 to 40, and units that differ by a thousand
+# take any of these out of the range.
+TOKENS_PER_PARAMETER = (0.1, 2000.0)
+# Least median of a table. Both columns in millions would give a tenth of that or less.
+USUALLY = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
+# Two columns of the same numbers differ by less, relatively: by rounding.
+SAME_NUMBER = 0.01
 # C over 6 N D: attention, embeddings and recomputation are worth a factor, not ten.
 FARTHEST = 10.0
 
@@ -41,8 +48,8 @@ class ScalingWarning(UserWarning):
     """The data or the method cannot carry the question as well as the answer looks."""
 
 
-@dataclass(frozen=True)
-class Runs:
+@dataclass(frozen=True, eq=False)
+class Runs(ComparesArrays):
     """A table of finished runs, each column a float64 vector of the same length.
 
     `load_runs` makes one from a file, from records or from columns, and checks it.
@@ -74,10 +81,22 @@ class Runs:
         return self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
 
     def budgets(self, tolerance: float = 0.05) -> "list[Runs]":
-        """The runs grouped by compute, ascending; a gap wider than `tolerance` starts a group."""
+        """Return the runs grouped by compute, ascending.
+
+        A gap wider than `tolerance` starts a group. Runs spread over decades have no such gaps, so
+        a group that spans more than a factor of two is cut into groups as wide as `tolerance`.
+        """
         order = np.argsort(self.compute, kind="stable")
-        gaps = np.diff(np.log(self.compute[order])) > math.log1p(tolerance)
-        return [self[group] for group in np.split(order, np.flatnonzero(gaps) + 1)]
+        logs, width = np.log(self.compute[order]), math.log1p(tolerance)
+        groups = []
+        for group in np.split(order, np.flatnonzero(np.diff(logs) > width) + 1):
+            inside = np.log(self.compute[group])
+            starts = [0]
+            for i in range(len(group)):
+                if np.ptp(inside) > math.log(2) and inside[i] > inside[starts[-1]] + width:
+                    starts.append(i)
+            groups += np.split(group, starts[1:])
+        return [self[group] for group in groups]
 
 
 def load_runs(
@@ -98,22 +117,24 @@ def load_runs(
     are such tables: nested `config` and `summary` are looked into. `Runs.explanation` says what was
     understood.
 
-    Left out, with a warning and a count: rows without a loss, runs whose `state` is not finished,
-    all but the last row of each run of a history. ValueError names the row and the column of every
-    other value that is missing, not a number, zero, negative or infinite, and columns of the wrong
-    scale. ScalingWarning: a compute that differs from 6 N D by more than `tolerance`, a loss above
-    20 nats, repeated rows.
+    Left out, with a warning and a count: rows without a loss, runs that did not finish by a column
+    such as `state`, `run_state`, `status`, `failed` or `exit_code`, and all but the last row of
+    each run of a history. ValueError names the row and the column of every other value that is
+    missing, not a number, zero, negative or infinite, columns of the wrong scale, states that are
+    not known, and two columns that may each be meant and differ. ScalingWarning: a compute that
+    differs from 6 N D by more than `tolerance`, a loss above 20 nats, repeated rows.
     """
     name = str(source) if isinstance(source, str | Path) else "the table"
     left_out: list[str] = []
     table = located(source, delimiter)
     total = len(table)
     table = _chosen(table, where or {}, name)
-    table = _finished(table, left_out)
+    table = keep_finished(table, where or {}, left_out)
     if not table:
-        raise ValueError(f"{name} holds no runs")
+        raise ValueError("; ".join([f"{name} holds no runs", *left_out]))
     present = list(dict.fromkeys(column for _, record in table for column in record))
-    found = match(present, columns or {}, name)
+    matched = match(present, columns or {}, name)
+    found = matched.found
     measured = [(row, r) for row, r in table if not blank(r.get(found["loss"].name))]
     if not measured:
         raise ValueError(f"{name} holds no runs with a loss in column {found['loss'].name!r}")
@@ -122,7 +143,8 @@ def load_runs(
         lost = list_some(row for row, _ in table if row not in kept)
         where_lost = f"column {found['loss'].name!r} is blank in {missing} rows ({lost})"
         left_out.append(f"{where_lost}: left out")
-    values = _values(measured, found, units or {})
+    values, choices = _values(measured, found, units or {})
+    choices += _agreeing(measured, matched, values, units or {}, tolerance)
     rows = [row for row, _ in measured]
     if (last := _last_of_each_run(measured, present, found, values)) is not None:
         left_out.append(
@@ -135,11 +157,15 @@ def load_runs(
         # n and d of layers and widths, beside columns that say it all.
         beside = k in values and len(values) == 4 and len(found[k].name) == 1
         if beside and values[k].min() < FEWEST:
+            choices.append(
+                f"column {found[k].name!r} is too small for {k}: they follow from the compute"
+            )
             del values[k], found[k]
+    scaled = _scaled(measured, found, units or {})
     for k, other in (("parameters", "tokens"), ("tokens", "parameters")):
         if k not in values:
             values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
-    _check_scale(values, found, rows, units or {})
+    _check_scale(values, found, rows, units or {}, scaled)
     expected = FLOPS_PER_PARAMETER_TOKEN * values["parameters"] * values["tokens"]
     values = {"compute": expected, **values}
     left_out += _mixed(table, present)
@@ -148,8 +174,9 @@ def load_runs(
     n, d, c, z = (values[k] for k in COLUMNS)
     runs = Runs(n, d, c, z, tuple(rows))
     _warn(runs, runs.compute / expected, found, tolerance)
-    lines = [f"{len(runs)} of {total} rows of {name}", *_explained(runs, found, present), *left_out]
-    return replace(runs, explanation="\n".join(lines))
+    lines = [f"{len(runs)} of {total} rows of {name}", *_explained(runs, found, present)]
+    lines += [f"  chosen: {choice}" for choice in choices]
+    return replace(runs, explanation="\n".join([*lines, *left_out]))
 
 
 def _chosen(table: Located, where: Mapping[str, Any], name: str) -> Located:
@@ -162,27 +189,13 @@ def _chosen(table: Located, where: Mapping[str, Any], name: str) -> Located:
     return table
 
 
-def _finished(table: Located, left_out: list[str]) -> Located:
-    """Only runs that ended: a crashed run's last loss is not its final loss."""
-    state = next((k for k in table[0][1] if k.lower() == "state"), None) if table else None
-    if state is None:
-        return table
-    ended = [(i, r) for i, r in table if str(r.get(state, "finished")).lower() == "finished"]
-    if len(ended) < len(table):
-        kept = {row for row, _ in ended}
-        lost = list_some(row for row, _ in table if row not in kept)
-        left_out.append(
-            f"column {state!r} is not 'finished' in rows {lost}: those runs are left out"
-        )
-    return ended
-
-
 def _values(
     table: Located, found: Mapping[str, Column], units: Mapping[str, float]
-) -> dict[str, Array]:
-    """The columns as numbers, in parameters, tokens, FLOPs and nats (or bits per byte)."""
+) -> tuple[dict[str, Array], list[str]]:
+    """Return the columns in parameters, tokens, FLOPs and nats, and how their cells were read."""
     cells = {k: [(row, r.get(c.name)) for row, r in table] for k, c in found.items()}
     comma = decimal_comma((found[k].name, column) for k, column in cells.items())
+    choices = ["a comma in a number begins its decimals"] if comma else []
     values = {}
     for k, column in found.items():
         unit = units.get(k, column.unit)
@@ -200,7 +213,94 @@ def _values(
             values[k] = np.log(plain)
             if not (values[k] > 0).all():
                 raise ValueError(f"column {column.name!r}: a perplexity is above 1")
-    return values
+    return values, choices
+
+
+def _agreeing(
+    table: Located,
+    matched: Match,
+    values: Mapping[str, Array],
+    units: Mapping[str, float],
+    tolerance: float,
+) -> list[str]:
+    """Return why each column was read rather than another one that could have been.
+
+    Raise `ValueError` with both readings if columns that claim to be the same differ, or if active
+    parameters exceed all parameters, or those without embeddings exceed those with them.
+    """
+    choices = []
+    for ours, column in matched.found.items():
+        for rival in matched.rivals.get(ours, []):
+            theirs = _readable(table, ours, rival, units)
+            if theirs is None:
+                choices.append(f"{ours} by {column.name!r}: {rival.name!r} holds no such numbers")
+                continue
+            if rival.letter and np.median(theirs) < USUALLY[ours]:
+                choices.append(f"{ours} by {column.name!r}: {rival.name!r} is too small to be that")
+                continue
+            within = tolerance if ours == "compute" else SAME_NUMBER
+            apart = np.abs(np.log(theirs / values[ours]))
+            if (apart > math.log1p(within)).any():
+                at = int(np.argmax(apart))
+                raise ValueError(
+                    f"{ambiguous(ours, [column.name, rival.name])}: in row {table[at][0]} they are"
+                    f" {values[ours][at]:.5g} and {theirs[at]:.5g}"
+                )
+            choices.append(f"{ours} by {column.name!r}, with which {rival.name!r} agrees")
+        for other in matched.other.get(ours, []):
+            choices.append(_other_kind(ours, column, other, table, values, units))
+    return choices
+
+
+def _other_kind(
+    ours: str,
+    column: Column,
+    other: Column,
+    table: Located,
+    values: Mapping[str, Array],
+    units: Mapping[str, float],
+) -> str:
+    """Return why a column of another kind is not the one read; `ValueError` if it contradicts."""
+    reason = f"{ours} by {column.name!r}, not {other.name!r}"
+    if ours != "parameters":
+        return reason
+    theirs = _readable(table, ours, other, units)
+    fewer = "active" in column.kinds and "active" not in other.kinds
+    # Active parameters with embeddings and all parameters without are in no order.
+    comparable = not fewer or "non-embedding" in column.kinds or "non-embedding" not in other.kinds
+    if theirs is not None and comparable:
+        wrong = theirs < values[ours] if fewer else theirs > values[ours]
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(
+                f"{ambiguous(ours, [column.name, other.name])}: in row {table[at][0]} they are"
+                f" {values[ours][at]:.5g} and {theirs[at]:.5g}, which is the wrong order for what"
+                " their names say"
+            )
+    if fewer:
+        return f"{reason}: only active parameters compute, C = 6 N D"
+    return f"{reason}: with embeddings; pass columns={{{ours!r}: {other.name!r}}} for without"
+
+
+def _readable(
+    table: Located, ours: str, column: Column, units: Mapping[str, float]
+) -> Array | None:
+    """Return the numbers of a column, or None if a cell is not positive and finite."""
+    try:
+        return _values(table, {ours: column}, units)[0][ours]
+    except ValueError:
+        return None
+
+
+def _scaled(table: Located, found: Mapping[str, Column], units: Mapping[str, float]) -> set[str]:
+    """Return which columns say in which unit they count, by name, by cell or by `units`."""
+    known = set(units)
+    for k, column in found.items():
+        cells = [record.get(column.name) for _, record in table]
+        suffixed = [isinstance(c, str) and c.strip()[-1:].isalpha() for c in cells]
+        if "unit" in column.said or " in " in f" {column.said}" or all(suffixed):
+            known.add(k)
+    return known
 
 
 def _last_of_each_run(
@@ -243,8 +343,12 @@ def _check_scale(
     found: Mapping[str, Column],
     rows: Sequence[int],
     units: Mapping[str, float],
+    scaled: Container[str],
 ) -> None:
-    """ValueError, with the cell and the remedy, where a column is in thousands, millions, …"""
+    """Raise `ValueError`, with the cell and the remedy, if a column is in thousands, millions, …
+
+    `scaled` are the columns that say their unit.
+    """
     # What was not given follows from the compute, and shows a wrong scale of that.
     told = {k: k if k in found else "compute" for k in ("parameters", "tokens")}
     small = [k for k, of in told.items() if of not in units and values[k].min() < FEWEST]
@@ -266,16 +370,28 @@ def _check_scale(
         )
     n, d = values["parameters"], values["tokens"]
     each = d / n
-    low, high = TOKENS_A_PARAMETER
-    # Whoever says that a unit is one has counted.
-    counted = 1.0 in (units.get("parameters"), units.get("tokens"))
-    if not (counted or low <= np.median(each) <= high):
+    low, high = TOKENS_PER_PARAMETER
+    # Two columns of three are enough to know the third and its scale.
+    known = sum(k in scaled for k in ("parameters", "tokens", "compute")) >= 2
+    confirmed = "compute" in found and "parameters" in found and "tokens" in found
+    if not (known or confirmed or low <= np.median(each) <= high):
         at = int(np.argsort(each)[len(each) // 2])
         (a, x), (b, y) = [(found[k].name, values[k][at]) for k in COLUMNS if k in found][:2]
+        sure = ", ".join(f"{k!r}: 1" for k in ("parameters", "tokens", "compute") if k in found)
         raise ValueError(
             f"columns {a!r} and {b!r} are {x:.4g} and {y:.4g} in row {rows[at]}, {each[at]:.2g}"
-            " tokens a parameter: they are not on one scale; pass units={'tokens': 1e9}, say"
+            f" tokens per parameter, outside {low:g} to {high:g}: they are not on"
+            " one scale; pass units={'tokens': 1e3} or 1e6 or 1e9, say, or confirm the numbers with"
+            f" units={{{sure}}}"
         )
+    for k in ("parameters", "tokens"):
+        least = USUALLY[k]
+        if k in found and not (known or confirmed or np.median(values[k]) >= least):
+            raise ValueError(
+                f"column {found[k].name!r} is {np.median(values[k]):.4g} in the median, where runs"
+                f" have {least:.0e} {k} or more: is it in thousands or millions? Pass"
+                f" units={{{k!r}: 1e6}}, say, or confirm both columns with units of 1"
+            )
     if "compute" in values:
         ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
         at = int(np.argmax(np.abs(np.log(ratio))))
@@ -350,9 +466,3 @@ def _warn(runs: Runs, ratio: Array, found: Mapping[str, Column], tolerance: floa
         )
     for doubt in doubts:
         warnings.warn(doubt, ScalingWarning, stacklevel=3)
-
-
-def list_some(items: Iterable[object]) -> str:
-    """The first eight, and how many more there are."""
-    listed = [str(item) for item in items]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

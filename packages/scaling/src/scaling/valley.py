@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares
 
+from scaling.equality import ComparesArrays
 from scaling.runs import Array, Runs
 
 # Where the search for the shape starts, in each of its two numbers.
@@ -26,8 +27,8 @@ USUAL, PRIOR = 1 / 3, np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.
 FLATTEST, STEEPEST = 0.01, 4.0
 
 
-@dataclass(frozen=True)
-class Valley:
+@dataclass(frozen=True, eq=False)
+class Valley(ComparesArrays):
     """One budget: where its loss is least, from which runs."""
 
     compute: float

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.equality import ComparesArrays
 from scaling.fit.varpro import Problem
 from scaling.runs import Array
 
@@ -27,8 +28,8 @@ def vanished(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     return gone
 
 
-@dataclass(frozen=True)
-class Spring:
+@dataclass(frozen=True, eq=False)
+class Spring(ComparesArrays):
     """stiffness / 2 (implied(theta) - target)^2, added to each objective to hold a quantity."""
 
     implied: Callable[[Array], Array]

@@ -13,11 +13,13 @@ from functools import cached_property
 import numpy as np
 
 from scaling.fit import newton
+from scaling.fit.identifiability import require_identified
 from scaling.fit.search import Estimate, Loss, Proof, check, search, total
 from scaling.fit.varpro import Problem
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import CONSTANTS, Optimum
-from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning, list_some
+from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs, ScalingWarning
+from scaling.tables.cells import list_some
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction, bootstrap
 from scaling.uncertainty.doubts import BENDS, Opinion, bend, checked
 from scaling.uncertainty.drift import Drift, drift
@@ -26,7 +28,7 @@ FEWEST_RUNS = 5
 """As many as there are constants."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ParametricFit(Estimate):
     """A law and what speaks for it.
 
@@ -113,8 +115,9 @@ def fit_parametric(
     of runs whose loss is above the law, is below one where some were tuned too little: the law then
     follows the runs that were tuned well, as a tenth, say, makes it follow the best quarter.
 
-    ValueError for fewer than five runs, or for sizes or tokens that do not vary. ScalingWarning for
-    one budget only, an unproven optimum, a constant at its bound and runs far from the law.
+    Raise `ValueError` for fewer than five runs and for runs that do not identify the law, such as
+    those of one size, one budget or one ratio of tokens to parameters (`fit.identifiability`).
+    ScalingWarning for an unproven optimum, a constant at its bound and runs far from the law.
     """
     _check(runs, loss, delta, untuned)
     problem = Problem.of(runs, untuned)
@@ -136,13 +139,7 @@ def _check(runs: Runs, loss: Loss, delta: float, untuned: float) -> None:
         )
     if np.ptp(runs.loss) == 0:
         raise ValueError(f"column 'loss' is {runs.loss[0]:g} in every run: there is nothing to fit")
-    for name in ("parameters", "tokens"):
-        distinct = len(np.unique(getattr(runs, name)))
-        if distinct < 3:
-            raise ValueError(
-                f"column {name!r} takes {distinct} values in {len(runs)} runs: E, its coefficient "
-                "and its exponent need three; vary it, or fit fewer constants"
-            )
+    require_identified(runs.parameters, runs.tokens)
 
 
 def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof) -> list[str]:
@@ -157,11 +154,6 @@ def _doubts(runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Pr
         found.append(
             "five runs leave no degrees of freedom for five constants: the law meets them all, and"
             " every interval is infinite; train more"
-        )
-    if len(runs.budgets()) == 1:
-        found.append(
-            "column 'compute' holds one budget: how the optimum moves with compute rests on the "
-            "form of the law alone; train at a second budget"
         )
     chance = bend(problem, theta, errors)
     if chance < BENDS:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.varpro import Problem, grid_starts
 from scaling.law import Law
@@ -51,8 +52,8 @@ class Proof:
         return self.complete and self.landed == self.converged > 0
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, eq=False)
+class Estimate(ComparesArrays):
     """A law without intervals, and what it was fitted to: what any uncertainty starts from."""
 
     runs: Runs

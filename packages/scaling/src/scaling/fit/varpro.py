@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scaling.equality import ComparesArrays
 from scaling.law import Law
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Array, Runs
@@ -36,8 +37,8 @@ class Terms:
     """(S or 1,) what was taken off each log."""
 
 
-@dataclass(frozen=True)
-class Problem:
+@dataclass(frozen=True, eq=False)
+class Problem(ComparesArrays):
     """The data of a fit of a form: z = log y at rows of the form's inputs.
 
     Its parameters theta are the amplitudes, then the exponents. The amplitude of a term that holds

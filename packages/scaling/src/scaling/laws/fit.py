@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scaling.equality import ComparesArrays
 from scaling.fit import newton
+from scaling.fit.identifiability import LEAST, require_identified, singular_values
 from scaling.fit.search import Loss, Proof, check, refit, search, total
 from scaling.fit.varpro import Problem
 from scaling.law import Interval, check_level
@@ -23,8 +25,8 @@ Rows = Runs | Mapping[str, ArrayLike]
 DRAWS = 400
 
 
-@dataclass(frozen=True)
-class LawFit:
+@dataclass(frozen=True, eq=False)
+class LawFit(ComparesArrays):
     """A law of a form, and what it was fitted to."""
 
     form: Form
@@ -33,8 +35,29 @@ class LawFit:
     residuals: Array
     """log of predicted over observed, one a row."""
     proof: Proof
-    draw: Callable[[], Array]
-    """(DRAWS, P) constants of refits to resampled rows."""
+    problem: Problem
+    theta: Array
+    """(1, P) the fitted parameters of the problem."""
+    loss: Loss
+    delta: float
+    springs: tuple[newton.Spring, ...]
+    """The priors."""
+
+    def draw(self) -> Array:
+        """Return (DRAWS, P) constants of refits to resampled rows."""
+        n = len(self.problem.z)
+        counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
+        starts = np.tile(self.theta, (DRAWS, 1))
+        ends = refit(
+            self.problem,
+            starts,
+            self.loss,
+            self.delta,
+            weights=counts,
+            finest=1e-6,
+            springs=self.springs,
+        )
+        return self.problem.natural(ends.theta)
 
     def predict(self, **inputs: ArrayLike) -> Array:
         """The fitted law at other inputs."""
@@ -57,7 +80,14 @@ class LawFit:
             return Interval(-math.inf, math.inf, level)
         values = [of(dict(zip(self.form.constants, row, strict=True))) for row in self.draw()]
         ends = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-        low, high = center + math.sqrt(n / (n - p)) * (ends - center)
+        wider = math.sqrt(n / (n - p))
+        if center > 0 and min(values) > 0:
+            # What cannot be negative is spread in logs, or its interval would end below zero.
+            low, high = center * (ends / center) ** wider
+        else:
+            low, high = center + wider * (ends - center)
+            if isinstance(asked, str) and asked in self.form.terms:
+                low = max(low, 0.0)
         return Interval(min(float(low), center), max(float(high), center), level)
 
 
@@ -79,7 +109,8 @@ def fit_law(
     form's own), a vector each. `fixed` constants stay. `priors` are (value, factor): the logarithm
     of the constant is normal about that of value, with deviation log factor. `untuned` and `prove`
     are those of `fit_parametric`. ValueError: missing, non-positive or unequal columns, unknown
-    constants, fewer rows than constants. ScalingWarning: a constant at its bound.
+    constants, fewer rows than constants, rows that do not identify the law.
+    ScalingWarning: a constant at its bound.
     """
     form = _named(form)
     fixed, priors = dict(fixed or {}), dict(priors or {})
@@ -94,6 +125,8 @@ def fit_law(
     needed = len(form.constants) - len(fixed) - len(priors)
     if len(z) < needed:
         raise ValueError(f"{len(z)} rows cannot fix {needed} constants of {form.name}")
+    if not priors:
+        _require_identified(form, columns, fixed)
     problem = Problem(form, columns, z, fixed, untuned=untuned)
     theta, proof = search(problem, loss, delta, prove)
     springs = []
@@ -107,13 +140,6 @@ def fit_law(
         theta, proof = search(problem, loss, delta, prove, springs)
     errors = newton.residuals(problem, theta)[0]
 
-    def draw() -> Array:
-        n = len(z)
-        counts = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS).astype(float)
-        starts = np.tile(theta, (DRAWS, 1))
-        ends = refit(problem, starts, loss, delta, weights=counts, finest=1e-6, springs=springs)
-        return problem.natural(ends.theta)
-
     low, high = problem.bounds
     gone = newton.vanished(problem, theta)[0]
     ends = (theta[0] <= low) | (theta[0] >= high)
@@ -126,7 +152,28 @@ def fit_law(
             stacklevel=2,
         )
     constants = dict(zip(form.constants, map(float, problem.natural(theta)[0]), strict=True))
-    return LawFit(form, constants, total(problem, errors, loss, delta), errors, proof, draw)
+    least = total(problem, errors, loss, delta)
+    return LawFit(
+        form, constants, least, errors, proof, problem, theta, loss, delta, tuple(springs)
+    )
+
+
+def _require_identified(
+    form: Form, columns: Mapping[str, Array], fixed: Mapping[str, float]
+) -> None:
+    """Raise `ValueError` if the rows' sizes and tokens leave a constant of the form open."""
+    known = all(name in fixed for name in form.exponents)
+    logs = [np.log(columns[k]) for k in ("parameters", "tokens") if k in form.inputs]
+    if known or not logs:
+        return
+    names = " and ".join(k for k in ("parameters", "tokens") if k in form.inputs)
+    if len(logs) == 2 and len(form.terms) > 1:
+        require_identified(columns["parameters"], columns["tokens"])
+    elif singular_values(np.stack(logs)).min() < LEAST:
+        raise ValueError(
+            f"these {len(logs[0])} rows do not identify {form.name}: the logarithms of {names} do"
+            " not vary independently; add rows that do, fix the exponents, or give them priors"
+        )
 
 
 def select_law(
@@ -195,11 +242,21 @@ def _columns(form: Form, rows: Rows, target: str) -> tuple[dict[str, Array], Arr
     return columns, np.log(y)
 
 
+@dataclass(frozen=True, eq=False)
+class LogConstant(ComparesArrays):
+    """The logarithm of one constant, as a function of the parameters of a problem."""
+
+    problem: Problem
+    at: int
+
+    def __call__(self, theta: Array) -> Array:
+        """Return (S,) logarithms of (S, P) parameters."""
+        logs: Array = np.log(np.maximum(self.problem.natural(theta)[:, self.at], 1e-300))
+        return logs
+
+
 def _prior(problem: Problem, name: str, value: float, factor: float, noise: float) -> newton.Spring:
     at = problem.names.index(name)
 
-    def implied(theta: Array) -> Array:
-        logs: Array = np.log(np.maximum(problem.natural(theta)[:, at], 1e-300))
-        return logs
-
-    return newton.Spring(implied, np.log([value]), (noise / math.log(factor)) ** 2)
+    target = np.log([value])
+    return newton.Spring(LogConstant(problem, at), target, (noise / math.log(factor)) ** 2)

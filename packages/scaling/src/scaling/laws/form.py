@@ -8,7 +8,7 @@ has a law that `fit_law` fits, proves, resamples and compares; catalog.toml is n
 import ast
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.resources import files
 from types import CodeType
@@ -81,6 +81,10 @@ class Form:
             found.append((needed, named, code))
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: compiled code cannot be pickled, and is compiled again."""
+        return {name: value for name, value in vars(self).items() if name in _FIELDS}
+
     def log_term(self, k: int, columns: Mapping[str, Array], exponents: Mapping[str, Any]) -> Any:
         """log g of a term, of inputs (n,) and exponents (S, 1), which may be complex."""
         scope: dict[str, Any] = {**FUNCTIONS, "__builtins__": {}, **exponents, **columns}
@@ -100,6 +104,9 @@ class Form:
         )
         y: Array = np.asarray(total) ** (constants[self.power] if self.power else 1.0)
         return y
+
+
+_FIELDS = frozenset(f.name for f in fields(Form))
 
 
 def _names(text: str) -> set[str]:

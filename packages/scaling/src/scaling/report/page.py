@@ -96,7 +96,10 @@ def _constants(fit: Fit) -> str:
         return f"<p>{law}</p>" + _table(head, bottoms)
     names = ("E", "A", "B", "alpha", "beta", "exponent")
     rows = [[k, _with(getattr(fit.law, k), fit.resampled.interval(k))] for k in names]
-    return "<p>L = E + A / N^alpha + B / D^beta</p>" + _table(["constant", "95 %"], rows)
+    law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants are of noise alone;"
+    law += f" the answers also allow for drift, {fit.drift.size:.2g} in log N and"
+    law += f" {fit.drift.loss:.2g} in log loss per decade beyond the runs.</p>"
+    return law + _table(["constant", "95 %, noise alone"], rows)
 
 
 def _backtest(rows: Sequence[Foretold]) -> str:

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
+from scaling.equality import ComparesArrays
 from scaling.law import Interval
 from scaling.runs import Array, ScalingWarning
 from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 
 
-@dataclass(frozen=True)
-class Sweep:
+@dataclass(frozen=True, eq=False)
+class Sweep(ComparesArrays):
     """Mean final loss of every (batch size, rate), and the rate at the bottom of each curve.
 
     A minimum at the lowest or highest rate is no optimum: `best_rates` is nan there, and the law
@@ -45,6 +46,10 @@ class Sweep:
     gradient_squares: Array
     """(batch sizes,) mean squared norm of the first step's gradient."""
     runs: int
+    diverged: int = 0
+    """Number of runs that diverged; a rate at which any run did is not used."""
+    explanation: str = ""
+    """Which columns of a table were read, and which runs were left out."""
 
     @property
     def loss(self) -> Array:
@@ -188,4 +193,14 @@ def _bottom(rates: Array, log_loss: Array) -> float:
     degree = 4 if near.sum() > 6 else 2
     curve = np.polynomial.Polynomial.fit(x[near], log_loss[near], degree)
     fine = np.linspace(x[near][0], x[near][-1], 2001)
-    return float(rates[best] * np.exp(fine[np.argmin(curve(fine))]))
+    bottom = float(fine[np.argmin(curve(fine))])
+    trained = np.flatnonzero(~np.isnan(log_loss))
+    at = int(np.searchsorted(trained, best))
+    around = trained[at - 1 : at + 2]
+    if not x[around[0]] <= bottom <= x[around[-1]]:
+        # The curve is no parabola that far out: the neighbors of the least loss bracket its bottom.
+        around = around[np.isfinite(log_loss[around])]
+        curve = np.polynomial.Polynomial.fit(x[around], log_loss[around], len(around) - 1)
+        fine = np.linspace(x[around[0]], x[around[-1]], 2001)
+        bottom = float(fine[np.argmin(curve(fine))])
+    return float(rates[best] * np.exp(bottom))

@@ -118,3 +118,9 @@ def numbers(
 ) -> NDArray[np.float64]:
     """All cells of a column."""
     return np.array([number(cell, comma, thousands, unit) for cell in cells], np.float64)
+
+
+def list_some(items: Iterable[object]) -> str:
+    """Return the first eight items as text, and the number of the others."""
+    listed = [str(item) for item in items]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

@@ -17,16 +17,23 @@ _DATA: dict[str, dict[str, str]] = tomllib.loads(
 NAMES, SWEPT = ({k: v.split() for k, v in _DATA[t].items()} for t in ("names", "sweeps"))
 UNITS = {word: float(unit) for unit, words in _DATA["units"].items() for word in words.split()}
 _WORDS = {kind: words.split() for kind, words in _DATA["words"].items()}
-HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS = _WORDS.values()
+HELD_OUT, NO_LOSS, NO_TOKENS, SAYS_NOTHING, RATES, SETS, *_MORE = _WORDS.values()
+REPETITIONS, PARTS, NO_COMPUTE, PATHS, VAGUE = _MORE
+STATES = {kind: frozenset(words.split()) for kind, words in _DATA["states"].items()}
+OTHERS = {
+    ours: {"token", *(name for kind in NAMES if kind != ours for name in NAMES[kind])}
+    for ours in NAMES
+}
 PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15, "e": 1e18, "z": 1e21, "y": 1e24}
 PETAFLOP_DAY = 86_400e15
 FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
+EMBEDDINGS = "(?:emb|embd|embed|embedding)s?"
 KINDS = (
-    ("non-embedding", "(?:no|non|without|excl?|excluding)(?:emb|embd|embed|embedding)s?", -50.0),
-    ("active", "activ(?:e|ated)", -20.0),
-    ("total", "total", 1.0),
+    ("non-embedding", f"(?:non?|w/?o|without|excl?|excluding|exclude){EMBEDDINGS}"),
+    ("active", "activ(?:e|ated)"),
+    ("total", "total"),
 )
 
 
@@ -39,13 +46,30 @@ class Column:
     said: str = ""
     """In words: "non-embedding", "bits per byte", "perplexity", …; empty if nothing."""
     rank: float = 0.0
+    kinds: frozenset[str] = frozenset()
+    """Kinds of parameters that the name says it counts: "non-embedding", "active", "total"."""
+    letter: bool = False
+    """Whether the name is a single letter, which may stand for layers or a width as well."""
 
 
-def match(present: Sequence[str], given: Mapping[str, str], source: str) -> dict[str, Column]:
-    """Our names to columns; ValueError where they are not enough or two are equally likely."""
+@dataclass(frozen=True)
+class Match:
+    """The columns of a table by our names, and the columns that could be read instead."""
+
+    found: dict[str, Column]
+    rivals: dict[str, list[Column]]
+    """Columns that claim to hold the same numbers; they must agree with the column that is used."""
+    other: dict[str, list[Column]]
+    """Columns of another kind of parameters, or losses that are less to the point."""
+
+
+def match(present: Sequence[str], given: Mapping[str, str], source: str) -> Match:
+    """Match columns to our names; `ValueError` if there are too few or two are equally likely."""
     if unknown := set(given) - set(NAMES):
         raise ValueError(f"columns names {sorted(unknown)}; it may name {list(NAMES)}")
     found: dict[str, Column] = {}
+    rivals: dict[str, list[Column]] = {}
+    other: dict[str, list[Column]] = {}
     for ours in NAMES:
         if ours in given:
             if given[ours] not in present:
@@ -55,21 +79,40 @@ def match(present: Sequence[str], given: Mapping[str, str], source: str) -> dict
         likely = [c for name in present if (c := recognize(name, ours))]
         if not likely:
             continue
-        best = max(c.rank for c in likely)
-        top = [c for c in likely if c.rank == best]
+        pool = _preferred(likely)
+        best = max(c.rank for c in pool)
+        top = [c for c in pool if c.rank == best]
         if len(top) > 1:
-            names = [c.name for c in top]
-            raise ValueError(
-                f"{source}: columns {names} may each be the {ours}; say which with"
-                f" columns={{{ours!r}: {names[0]!r}}}"
-            )
+            raise ValueError(f"{source}: {ambiguous(ours, [c.name for c in top])}")
         found[ours] = top[0]
+        rest = [c for c in likely if c is not top[0]]
+        rivals[ours] = [c for c in rest if (c in pool or c.letter) and ours != "loss"]
+        other[ours] = [c for c in rest if c not in rivals[ours] and not c.letter]
     if "loss" not in found or len(found) < 3:
         raise ValueError(
             f"{source} has columns {list(present)}; needed are loss and two of parameters, tokens "
             f"and compute, found {sorted(found)}; name the others with columns={{'loss': '…'}}"
         )
-    return found
+    return Match(found, rivals, other)
+
+
+def ambiguous(ours: str, names: Sequence[str]) -> str:
+    """Return that each of these columns may be the one, and how to say which is."""
+    readings = " or ".join(f"columns={{{ours!r}: {name!r}}}" for name in names)
+    return f"columns {list(names)} may each be the {ours}; say which with {readings}"
+
+
+def _preferred(likely: list[Column]) -> list[Column]:
+    """Return the columns of the kind that C = 6 N D needs, named by more than a letter if any are.
+
+    Active parameters of a mixture of experts come before all of them, since only they compute; with
+    embeddings comes before without.
+    """
+    if any("active" in c.kinds for c in likely):
+        likely = [c for c in likely if "active" in c.kinds]
+    if any("non-embedding" not in c.kinds for c in likely if not c.letter):
+        likely = [c for c in likely if "non-embedding" not in c.kinds]
+    return [c for c in likely if not c.letter] or likely
 
 
 def is_known(name: str) -> bool:
@@ -83,6 +126,8 @@ def recognize(name: str, ours: str) -> Column | None:
     if ours == "loss":
         return _loss(name, words)
     if not words or ("per" in words and words[-1] in RATES) or "mfu" in words:
+        return None
+    if ours == "compute" and {*NO_COMPUTE} & set(words):
         return None
     if ours == "tokens" and {*HELD_OUT, *NO_TOKENS} & set(words):
         return None
@@ -106,29 +151,45 @@ def recognize(name: str, ours: str) -> Column | None:
             unit = 10.0 ** int(power[1]) if power else UNITS[tail]
             words, said = words[:end], f"in units of {unit:g}"
             break
+    kinds: frozenset[str] = frozenset()
+    if ours == "parameters":
+        words, kinds = _without_kinds(words)
+        if set(words[:-1]) & {*PARTS}:
+            return None
+    if ours == "tokens":
+        words = [word for word in words if word != "total"]
     for start in range(len(words)):
         # A path is shortened from its front: throughput/total_tokens, config.model.n_params.
-        stem, kind, rank = _kind("".join(words[start:]), ours)
-        if stem in NAMES[ours]:
-            before = words[start - 1] if start else ""
-            power = re.fullmatch(r"1?e(\d+)", before)
-            if power or (len(before) > 3 and before in UNITS):  # 1e18 FLOPs, billion tokens
-                unit = 10.0 ** int(power[1]) if power else UNITS[before]
+        stem = "".join(words[start:])
+        # D/N and tokens/params are ratios of two of ours, not paths.
+        before = words[:start]
+        if stem in NAMES[ours] and not {*before} & OTHERS[ours]:
+            # batch_size and time_budget are other things; config.size is a path.
+            if stem in VAGUE and not {*before} <= {*PATHS, *UNITS}:
+                return None
+            last = before[-1] if before else ""
+            power = re.fullmatch(r"1?e(\d+)", last)
+            if power or (len(last) > 3 and last in UNITS):  # 1e18 FLOPs, billion tokens
+                unit = 10.0 ** int(power[1]) if power else UNITS[last]
                 said = f"in units of {unit:g}"
-            said = ", ".join(filter(None, (kind, said)))
-            return Column(name, unit, said, rank + len(stem) - start / 10)
+            said = ", ".join([*sorted(kinds), *filter(None, [said])])
+            rank = len(stem) - start / 10
+            return Column(name, unit, said, rank, kinds, len(stem) == 1 and not kinds)
     return None
 
 
-def _kind(stem: str, ours: str) -> tuple[str, str, float]:
-    """A name without what it says of how it was counted, and how much that is preferred."""
-    if ours == "parameters":
-        for kind, form, rank in KINDS:
-            if re.search(form, stem):
-                return re.sub(form, "", stem), kind, rank
-    if ours == "tokens":
-        stem = stem.replace("total", "")
-    return stem, "", 0.0
+def _without_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
+    """Return the words that do not say which parameters are counted, and the kinds that they say.
+
+    A kind may be several words (`non_embedding_params`) or part of one (`nonembedding`).
+    """
+    text, kinds = " ".join(words), set()
+    for kind, form in KINDS:
+        spaced = form.replace(EMBEDDINGS, f" ?{EMBEDDINGS}")
+        text, count = re.subn(rf"(?:^|(?<= )|(?<=n)){spaced}(?= |$|param)", " ", text)
+        if count:
+            kinds.add(kind)
+    return text.split(), frozenset(kinds)
 
 
 def _loss(name: str, words: list[str]) -> Column | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop import IsoflopFit, fit_isoflop
 from scaling.law import Interval
@@ -20,8 +21,8 @@ from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Runs, ScalingWarning
 METHODS = ("parametric", "isoflop")
 
 
-@dataclass(frozen=True)
-class Foretold:
+@dataclass(frozen=True, eq=False)
+class Foretold(ComparesArrays):
     """One method at one cut."""
 
     method: str

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtr, ndtri, stdtrit
 
+from scaling.equality import ComparesArrays
 from scaling.fit.newton import vanished
 from scaling.fit.search import Estimate, refit
 from scaling.law import CONSTANTS, Interval, Optimum, check_level
@@ -31,8 +32,8 @@ class Prediction:
         return self.loss
 
 
-@dataclass(frozen=True)
-class Bootstrap:
+@dataclass(frozen=True, eq=False)
+class Bootstrap(ComparesArrays):
     """A fit's law and the laws of its resamples."""
 
     fit: Estimate

@@ -6,13 +6,14 @@ the residuals of a law that is not true bend, which an F test sees before any ex
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.special import fdtrc, stdtrit
 
 from scaling.fit import newton
+from scaling.fit.identifiability import design_defect
 from scaling.fit.search import search
 from scaling.fit.varpro import Problem
 from scaling.law import Optimum
@@ -62,26 +63,36 @@ class Opinion:
     half: float
 
 
-def parametric_opinion(runs: Runs) -> Callable[[float], Opinion | None]:
-    """The parametric law's at any compute, with the interval of its curvature; None if none is."""
+@dataclass(frozen=True)
+class ParametricOpinion:
+    """The parametric law's best size at any compute, with the interval of its curvature."""
+
+    problem: Problem
+    theta: Array
+    unit: float
+    """Half-width of an interval per deviation that the curvature gives for a unit of noise."""
+
+    def __call__(self, compute: float) -> Opinion:
+        """Return the opinion at a compute in FLOPs."""
+        asked = optimum("parameters", compute)
+
+        def implied(rows: Array) -> Array:
+            return np.log(asked.of(self.problem.natural(rows)))
+
+        half = self.unit * curvature(self.problem, self.theta, implied)
+        return Opinion("parametric", float(implied(self.theta)[0]), half)
+
+
+def parametric_opinion(runs: Runs) -> ParametricOpinion | None:
+    """Return what the parametric law says of the runs; None if they do not identify one."""
     freedom = len(runs) - 5
-    if freedom < 3 or any(len(np.unique(c)) < 3 for c in (runs.parameters, runs.tokens)):
-        return lambda compute: None
+    if freedom < 3 or design_defect(runs.parameters, runs.tokens):
+        return None
     problem = Problem.of(runs)
     theta = search(problem, "huber", 1e-3, prove=False)[0]
     errors = newton.residuals(problem, theta)[0]
     unit = float(stdtrit(freedom, 0.975)) * math.sqrt(robust_scale(errors, 1e-3, freedom)[1])
-
-    def opinion(compute: float) -> Opinion:
-        asked = optimum("parameters", compute)
-
-        def implied(rows: Array) -> Array:
-            return np.log(asked.of(problem.natural(rows)))
-
-        half = unit * curvature(problem, theta, implied)
-        return Opinion("parametric", float(implied(theta)[0]), half)
-
-    return opinion
+    return ParametricOpinion(problem, theta, unit)
 
 
 def checked(best: Optimum, runs: Runs, other: Opinion | None = None) -> Optimum:
@@ -125,17 +136,39 @@ def _doubts(best: Optimum, runs: Runs, other: Opinion | None) -> Iterator[str]:
 
 
 def bend(problem: Problem, theta: Array, errors: Array) -> float:
-    """The chance of residuals that bend as much with log N and log D where the law holds.
+    """Return the chance of residuals that bend as much with log N and log D if the law holds."""
+    found = _bent(problem, theta, errors)
+    if found is None:
+        return 1.0
+    explained, rest, directions, freedom = found
+    return float(fdtrc(directions, freedom, explained / directions / (rest / freedom)))
 
-    An F test of x^2, x y, y^2, x^3 and y^3 against what the five constants cannot take up, with
-    the errors of misread runs cut off at four spreads.
+
+def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
+    """Return the standard deviation of log loss that the law's form misses, by its bends.
+
+    It is the mean square that bends explain beyond their share of the noise. It grows from zero
+    continuously, so an interval that uses it does not jump where a test becomes significant.
+    """
+    found = _bent(problem, theta, errors)
+    if found is None:
+        return 0.0
+    explained, rest, directions, freedom = found
+    return math.sqrt(max(explained - directions * rest / freedom, 0.0) / len(errors))
+
+
+def _bent(problem: Problem, theta: Array, errors: Array) -> tuple[float, float, int, int] | None:
+    """Return the squares that bends explain, the other squares, and the degrees of freedom of both.
+
+    The bends are x^2, x y, y^2, x^3 and y^3 without what the five constants take up. The errors of
+    misread runs are cut off at four spreads. None for too few runs or runs without noise.
     """
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
     extra = bends((logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]).T
     spread = 1.4826 * float(np.median(np.abs(errors)))
     freedom = len(errors) - 10
     if freedom < 5 or spread < 1e-7:
-        return 1.0
+        return None
     basis, _ = np.linalg.qr(newton.sensitivity(problem, theta).T)
     r = np.clip(errors, -4 * spread, 4 * spread)
     r, extra = r - basis @ (basis.T @ r), extra - basis @ (basis.T @ extra)
@@ -143,7 +176,7 @@ def bend(problem: Problem, theta: Array, errors: Array) -> float:
     left = left[:, sizes > 1e-8 * sizes[0]]
     explained = float(((left.T @ r) ** 2).sum())
     rest = max(float(r @ r) - explained, 1e-300)
-    return float(fdtrc(left.shape[1], freedom, explained / left.shape[1] / (rest / freedom)))
+    return explained, rest, left.shape[1], freedom
 
 
 def bends(logs: Array) -> Array:

@@ -1,12 +1,19 @@
-"""What the law of the smaller runs gets wrong about the larger ones, and so this law about others.
+"""Drift: how far the law of the smaller runs misses the larger ones.
 
-Notable: resampled runs show the noise of runs, not that the law is not quite true. That shows where
-the past is foretold: fit the runs below a cut, compare with all runs at the top. Errors that noise
-explains add nothing; else their drift in each decade goes into every interval beyond the runs.
+Resampled runs show the noise of the runs, not the error of a law that is only nearly true. That
+error shows in a backtest: fit the runs below a cut and compare with all runs at the top.
+
+Note [Shrunken drift]
+The cuts of one table share their runs, so together they are worth about one observation of the
+drift per decade. A rule that switches the drift on where one observation is significant makes an
+interval jump between x2 and x100 when a single run is dropped. So there is no test: the drift is a
+weighted mean of the usual drift of published tables, which counts as `PRIOR_WEIGHT` observations,
+and of this table's drift, which counts as at most one. A cut counts less the more of its error its
+noise explains, and a cut of few runs counts less, so that no cut enters or leaves abruptly.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,12 +23,21 @@ from scaling.law import Interval, Optimum
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array, Runs
 from scaling.uncertainty.bootstrap import Bootstrap, Prediction
 
-# Of the runs, by compute, what the cuts keep; and how many runs a cut has at the least: five
-# constants and as many to be wrong about them.
-SHARES, FEWEST_RUNS = (0.25, 0.35, 0.5, 0.65, 0.8), 12
-# Mean square of errors over their deviations. Where the law holds, cuts of one set exceed it in one
-# set of twenty.
-SIGNIFICANT = 2.2
+SHARES = (0.25, 0.35, 0.5, 0.65, 0.8)
+"""Shares of the runs, by compute, below the cuts."""
+
+USUAL_SIZE, USUAL_LOSS = 0.2, 0.01
+"""Usual drift per decade of log best size and of log loss. With these, the 95 % intervals of seven
+published tables hold what came later (see test_backtest.py)."""
+
+PRIOR_WEIGHT = 4.0
+"""Number of observations that the usual drift counts as."""
+
+FEWEST_RUNS, ENOUGH_RUNS = 10, 22
+"""Runs of a cut at which it starts to count, and at which it counts fully."""
+
+RAMP = 0.5
+"""Decades beyond the runs over which the factor for single runs grows to its full value."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +57,15 @@ class Cut:
     """The 95 % quantile of |error| of a run beyond the cut, in units of what was to be expected
     with its noise: 1.96 where the law holds."""
 
+    @property
+    def weight(self) -> float:
+        """Weight of the cut by its number of runs, from 0 to 1."""
+        return min(max((self.runs - FEWEST_RUNS) / (ENOUGH_RUNS - FEWEST_RUNS), 0.0), 1.0)
+
 
 @dataclass(frozen=True)
 class Drift:
-    """Standard deviations in logs, per decade beyond the runs; zero where noise explains all."""
+    """Standard deviations in logs, per decade beyond the runs."""
 
     highest: float
     """FLOPs of the largest run: at or below it nothing is extrapolated."""
@@ -52,7 +73,7 @@ class Drift:
     size: float
     loss: float
     run: float
-    """How many times further than expected runs beyond the cuts fell; at least 1."""
+    """Ratio of the errors of runs beyond the cuts to the expected errors; at least 1."""
 
     def widened(self, best: Optimum) -> Optimum:
         """An optimum whose intervals allow for the drift up to its compute."""
@@ -64,12 +85,12 @@ class Drift:
         )
 
     def of_a_run(self, mean: Prediction, compute: float, residuals: Array) -> Interval:
-        """The interval of one more run: of the mean, the noise of a run, and the drift."""
-        level = mean.interval.level
-        widened = _widen(mean.interval, mean.loss, run_noise(residuals, level))
-        if not self.decades(compute):
-            return widened
-        return _widen(widened, mean.loss, self.loss * self.decades(compute), self.run)
+        """Return the interval of one more run: of the mean, the noise of a run, and the drift."""
+        decades = self.decades(compute)
+        noise = run_noise(residuals, mean.interval.level)
+        times = self.run ** min(decades / RAMP, 1.0)
+        widened = _widen(mean.interval, mean.loss, noise)
+        return _widen(widened, mean.loss, self.loss * decades, times)
 
     def decades(self, compute: float) -> float:
         """How far a compute lies beyond the runs."""
@@ -90,19 +111,21 @@ def drift(runs: Runs, refit: Callable[[Runs], Bootstrap]) -> Drift:
     try:
         whole = refit(runs)
     except ValueError:
-        return Drift(highest, (), 0.0, 0.0, 1.0)
+        return Drift(highest, (), USUAL_SIZE, USUAL_LOSS, 1.0)
     for limit in np.unique(np.quantile(compute, SHARES, method="lower")):
         below = compute <= limit
-        if below.sum() < FEWEST_RUNS or below.all():
+        if below.sum() <= FEWEST_RUNS or below.all():
             continue
         try:
             cuts.append(_cut(refit(runs[below]), whole, runs[~below], float(limit), highest))
         except ValueError:
             continue
-    size = per_decade([(c.decades, c.size_error, c.size_deviation) for c in cuts])
-    loss = per_decade([(c.decades, c.loss_error, c.loss_deviation) for c in cuts])
-    worst = max((c.run_error for c in cuts), default=0.0)
-    return Drift(highest, tuple(cuts), size, loss, max(1.0, worst / _reach(0.95)))
+    size = per_decade([(c.decades, c.size_error, c.size_deviation, c.weight) for c in cuts])
+    loss = per_decade(
+        [(c.decades, c.loss_error, c.loss_deviation, c.weight) for c in cuts], usual=USUAL_LOSS
+    )
+    times = [max(c.run_error / _reach(0.95), 1.0) ** c.weight for c in cuts]
+    return Drift(highest, tuple(cuts), size, loss, max(times, default=1.0))
 
 
 def _cut(part: Bootstrap, whole: Bootstrap, beyond: Runs, limit: float, highest: float) -> Cut:
@@ -125,14 +148,28 @@ def _cut(part: Bootstrap, whole: Bootstrap, beyond: Runs, limit: float, highest:
     )
 
 
-def per_decade(cuts: list[tuple[float, float, float]]) -> float:
-    """The deviation per decade, of (decades, error, deviation), that noise does not explain."""
-    if not cuts:
-        return 0.0
-    decades, error, deviation = np.array(cuts).T
-    if ((error / deviation) ** 2).mean() < SIGNIFICANT:
-        return 0.0
-    return math.sqrt(max(float(((error**2 - deviation**2) / decades**2).mean()), 0.0))
+def per_decade(
+    cuts: Sequence[tuple[float, float, float, float]], *, usual: float = USUAL_SIZE
+) -> float:
+    """Return the drift per decade of cuts of (decades, error, deviation, weight).
+
+    See Note [Shrunken drift]. Without cuts it is the usual drift.
+    """
+    seen, weight = 0.0, 0.0
+    for decades, error, deviation, share in cuts:
+        signal, noise = (usual * decades) ** 2, deviation**2
+        if signal == 0:
+            continue
+        # Informative is the part of the expected error that is drift, not noise.
+        informative = share * signal / (signal + noise)
+        # sqrt(pi / 2) makes a mean absolute error a standard deviation.
+        seen += informative * abs(error) / decades * math.sqrt(math.pi / 2)
+        weight += informative
+    observations = weight / len(SHARES)
+    if not observations:
+        return usual
+    observations = min(observations, 1.0)
+    return (PRIOR_WEIGHT * usual + observations * seen / weight) / (PRIOR_WEIGHT + observations)
 
 
 def _deviation(values: Array) -> float:

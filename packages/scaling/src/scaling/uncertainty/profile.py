@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
+from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
 from scaling.fit.varpro import Problem
@@ -23,8 +24,8 @@ POINTS = 12
 """On each side of the estimate."""
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, eq=False)
+class Profile(ComparesArrays):
     """A curve of `deviance` against `values`; the interval is where it is below `threshold`."""
 
     name: str

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,13 +22,12 @@ class Quantity:
 
 
 def quantity(name: str) -> Quantity:
-    """A constant by its name, or "exponent", that of N_opt in C."""
+    """Return the quantity of a constant, or "exponent", that of N_opt in C."""
     if name == "exponent":
-        return Quantity(name, lambda c: c[:, 4] / (c[:, 3] + c[:, 4]))
+        return Quantity(name, _exponent)
     if name not in CONSTANTS:
         raise ValueError(f"{name!r} is not one of {CONSTANTS} or 'exponent'")
-    column = CONSTANTS.index(name)
-    return Quantity(name, lambda c: c[:, column])
+    return Quantity(name, partial(_constant, CONSTANTS.index(name)))
 
 
 def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Quantity:
@@ -38,7 +38,7 @@ def optimum(field: str, compute: float, *, inference_tokens: float = 0.0) -> Qua
     if not 0 < compute < math.inf:
         raise ValueError(f"compute = {compute}: must be positive and finite")
     row, name = FIELDS.index(field), f"best {field} at {compute:.3g} FLOPs"
-    return Quantity(name, lambda c: optima(c, compute, inference_tokens)[row])
+    return Quantity(name, partial(_optimum, row, compute, inference_tokens))
 
 
 def loss_at(parameters: float, tokens: float) -> Quantity:
@@ -47,7 +47,7 @@ def loss_at(parameters: float, tokens: float) -> Quantity:
     if not (parameters > 0 and tokens > 0):
         raise ValueError(f"parameters = {parameters}, tokens = {tokens}: must be positive")
     told = f"loss at N = {parameters:.3g}, D = {tokens:.3g}"
-    return Quantity(told, lambda c: loss_of(c, parameters, tokens))
+    return Quantity(told, partial(_loss, parameters, tokens))
 
 
 def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> Array:
@@ -57,3 +57,24 @@ def optima(constants: Array, compute: float, inference_tokens: float = 0.0) -> A
     laws = (Law(*map(float, row)) for row in constants)
     best = [law.optimal(compute, inference_tokens=inference_tokens) for law in laws]
     return np.array([(o.parameters, o.tokens, o.loss) for o in best]).T
+
+
+# Functions of this module rather than lambdas, so that a quantity can be pickled.
+
+
+def _exponent(constants: Array) -> Array:
+    exponent: Array = constants[:, 4] / (constants[:, 3] + constants[:, 4])
+    return exponent
+
+
+def _constant(column: int, constants: Array) -> Array:
+    return constants[:, column]
+
+
+def _optimum(row: int, compute: float, inference_tokens: float, constants: Array) -> Array:
+    best: Array = optima(constants, compute, inference_tokens)[row]
+    return best
+
+
+def _loss(parameters: float, tokens: float, constants: Array) -> Array:
+    return loss_of(constants, parameters, tokens)

@@ -14,7 +14,7 @@ from scaling.fit.parametric import ParametricFit
 from scaling.law import CONSTANTS, Interval, optima_of, require_numbers
 from scaling.runs import FLOPS_PER_PARAMETER_TOKEN, Array
 from scaling.uncertainty.bootstrap import reach
-from scaling.uncertainty.doubts import BENDS, bend
+from scaling.uncertainty.doubts import lack_of_fit
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def effective_speedup(a: ParametricFit, b: ParametricFit, compute: float) -> Spe
 
     Both losses must be of the same text. The 95 % interval is that of 1,000 pairs of resamples, by
     t for as few runs as the smaller set has, widened by the drift of both laws beyond their runs,
-    and by the residuals of a law that bends. inf where b never gets there; (0, inf) where five runs
+    and by the lack of fit of each. inf where b never gets there; (0, inf) where five runs
     leave no degrees of freedom. ValueError for a compute that is not positive.
     """
     for fit in (a, b):
@@ -77,9 +77,8 @@ def _needed(constants: Array, loss: Array) -> Array:
 
 
 def _lack(fit: ParametricFit, compute: float) -> float:
-    """The deviation of log loss that noise does not explain: drift beyond the runs, and bends."""
+    """Return the deviation of log loss beyond noise: drift past the runs, and lack of fit."""
     decades = fit.drift.decades(compute) if math.isfinite(compute) else 0.0
     problem = fit.problem
-    bends = bend(problem, problem.centered(fit.law), fit.residuals) < BENDS
-    spread = 1.4826 * float(np.median(np.abs(fit.residuals))) if bends else 0.0
-    return math.hypot(fit.drift.loss * decades, spread)
+    missed = lack_of_fit(problem, problem.centered(fit.law), fit.residuals)
+    return math.hypot(fit.drift.loss * decades, missed)

@@ -1,0 +1,249 @@
+"""Columns that may be read in two ways are read right, or refused with both readings."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+from scaling import ScalingWarning, isoflop_runs, load_runs
+from scaling.tables.names import recognize
+
+RUNS = isoflop_runs(noise=2e-3)
+N, D, C, LOSS = RUNS.parameters, RUNS.tokens, RUNS.compute, RUNS.loss
+REST = {"tokens": D, "loss": LOSS}
+
+
+def parameters(**columns):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs = load_runs({**columns, **REST})
+    np.testing.assert_allclose(runs.tokens, D)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("embedding_params", "embeddingParams", "embed_params", "model/embedding_parameters"),
+        *("n_embedding_params", "attention_params", "expert_params", "config.model.lora_params"),
+        *("vocab_params_M", "frozen_params", "draft_params", "router_parameters"),
+    ],
+)
+def test_a_part_of_the_parameters_is_not_taken_for_them(part):
+    assert recognize(part, "parameters") is None
+    for name in ("params", "non_embedding_params", "total_params", "nonEmbeddingParams"):
+        runs = parameters(**{part: N * 0.2, name: N})
+        np.testing.assert_allclose(runs.parameters, N)
+        assert repr(name) in runs.explanation
+    with pytest.raises(ValueError, match="needed are loss and two of"):
+        load_runs({part: N, **REST})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("non_embedding_params", "nonembedding_params", "n_non_embedding_params", "params_no_emb"),
+        *("params_excl_embeddings", "params_without_embeddings", "model/numNonEmbeddingParameters"),
+        *("non-embedding parameters", "nparams_nonemb"),
+    ],
+)
+def test_parameters_without_embeddings_are_recognized_and_said(name):
+    runs = parameters(**{name: N})
+    np.testing.assert_allclose(runs.parameters, N)
+    assert "(non-embedding)" in runs.explanation
+    beside = parameters(**{name: N, "total_params": 1.2 * N})
+    np.testing.assert_allclose(beside.parameters, 1.2 * N)
+    assert f"chosen: parameters by 'total_params', not {name!r}" in beside.explanation
+    with pytest.raises(ValueError, match=r"each be the parameters; say which.* row .*wrong order"):
+        load_runs({name: 1.2 * N, "total_params": N, **REST})
+
+
+@pytest.mark.parametrize("all_of_them", ["total_params", "params", "n_params", "model_size"])
+@pytest.mark.parametrize(
+    "active",
+    [
+        "active_params",
+        "activated_params",
+        "N_active",
+        "params_active",
+        "n_active_parameters",
+        "activeParams",
+    ],
+)
+def test_of_a_mixture_of_experts_the_active_parameters_compute(active, all_of_them):
+    runs = parameters(**{all_of_them: 8 * N, active: N})
+    np.testing.assert_allclose(runs.parameters, N)
+    np.testing.assert_allclose(runs.compute, C)
+    assert f"chosen: parameters by {active!r}, not {all_of_them!r}" in runs.explanation
+    with pytest.raises(ValueError, match=r"each be the parameters; .*wrong order"):
+        load_runs({all_of_them: N, active: 8 * N, **REST})
+
+
+@pytest.mark.parametrize(
+    ("ours", "first", "second"),
+    [
+        ("parameters", "params", "n_params"),
+        ("parameters", "total_params", "trainable_params"),
+        ("parameters", "config.model.n_params", "summary.model_size"),
+        ("tokens", "train_tokens", "dataset_tokens"),
+        ("tokens", "tokens_seen", "total_tokens"),
+        ("compute", "flops", "train_compute"),
+    ],
+)
+def test_columns_that_claim_to_be_the_same_must_agree(ours, first, second):
+    right = {"parameters": N, "tokens": D, "compute": C}[ours]
+    table = {"N": N, "D": D, "loss": LOSS}
+    table.pop({"parameters": "N", "tokens": "D"}.get(ours), None)
+    for names in ((first, second), (second, first)):
+        agreeing = load_runs({**table, names[0]: right, names[1]: right * 1.001})
+        assert f"chosen: {ours} by" in agreeing.explanation
+        with pytest.raises(ValueError, match=rf"may each be the {ours}; say which with") as refused:
+            load_runs({**table, names[0]: right, names[1]: right * 1.5})
+        assert repr(first) in str(refused.value)
+        assert repr(second) in str(refused.value)
+        chosen = load_runs(
+            {**table, names[0]: right, names[1]: right * 1.5}, columns={ours: names[0]}
+        )
+        np.testing.assert_allclose(getattr(chosen, ours), right)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *("batch_size", "hidden_size", "window_size", "checkpoint_size", "time_budget"),
+        *("peak_flops", "inference_flops", "achieved_flops", "warmup_tokens", "decay_tokens"),
+    ],
+)
+def test_columns_about_other_things_do_not_displace_those_of_one_letter(other):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs = load_runs({"N": N, "D": D, "loss": LOSS, other: N * 3})
+    for ours, right in (("parameters", N), ("tokens", D), ("compute", C)):
+        np.testing.assert_allclose(getattr(runs, ours), right)
+
+
+def test_a_letter_that_may_be_meant_must_agree():
+    with pytest.raises(ValueError, match=r"'tokens', 'D'\] may each be the tokens"):
+        load_runs({"N": N, "D": D, "tokens": 3 * D, "loss": LOSS})
+    widths = {"params": N, "tokens": D, "loss": LOSS, "n": [24] * 72, "d": [4096] * 72}
+    assert "'d' is too small to be that" in load_runs(widths).explanation
+
+
+BAD = np.arange(72) % 9 == 0
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        *("state", "State", "run_state", "runState", "status", "job_status", "sys/state"),
+        *("attributes.status", "info.run_status", "trial_status", "TrialState"),
+        *("outcome", "phase", "result", "Run", "how_it_ended"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("finished", "crashed"),
+        ("FINISHED", "KILLED"),
+        ("COMPLETED", "CANCELLED by 1000"),
+        ("completed", "in_progress"),
+        ("RunStatus.SUCCEEDED", "RunStatus.FAILED"),
+        ("TrialState.COMPLETE", "TrialState.PRUNED"),
+        ("JOB_STATE_SUCCEEDED", "JOB_STATE_RUNNING"),
+        ("success", "OUT_OF_MEMORY"),
+        ("✅ finished", "❌ crashed"),
+    ],
+)
+def test_runs_that_did_not_finish_are_left_out_under_any_name(column, good, bad):
+    loss = np.where(BAD, 1.2 * LOSS, LOSS)
+    table = {"N": N, "D": D, "loss": loss, column: [bad if b else good for b in BAD]}
+    with pytest.warns(ScalingWarning, match=rf"column '{column}' says that 8 runs are not 'fin"):
+        runs = load_runs(table)
+    np.testing.assert_allclose(runs.loss, LOSS[~BAD])
+    assert "8 runs are not 'finished'" in runs.explanation
+
+
+@pytest.mark.parametrize("blank", [None, "", "nan"])
+def test_a_run_without_a_state_among_runs_with_one_is_left_out(blank):
+    table = {"N": N, "D": D, "loss": LOSS, "state": [blank if b else "finished" for b in BAD]}
+    with pytest.warns(ScalingWarning, match="8 runs are not 'finished'"):
+        assert len(load_runs(table)) == 64
+
+
+@pytest.mark.parametrize(
+    ("column", "good", "bad"),
+    [
+        ("finished", True, False),
+        ("is_completed", "yes", "no"),
+        ("sys/failed", "False", "True"),
+        ("crashed", 0, 1),
+        ("diverged", "false", "true"),
+        ("exit_code", 0, 137),
+        ("exitCode", "0", "1"),
+        ("exit_status", "0", ""),
+    ],
+)
+def test_a_flag_or_an_exit_code_is_a_state(column, good, bad):
+    table = {"N": N, "D": D, "loss": LOSS, column: [bad if b else good for b in BAD]}
+    with pytest.warns(ScalingWarning, match="8 runs are not 'finished'"):
+        assert len(load_runs(table)) == 64
+
+
+def test_a_state_that_is_not_known_is_refused_with_its_readings():
+    for word in ("TERMINATED", "stopped", "sort of", "7"):
+        table = {"N": N, "D": D, "loss": LOSS, "status": np.where(BAD, word, "FINISHED").tolist()}
+        with pytest.raises(ValueError, match=r"'status' says '.*' in row 1, .*where=.'status': "):
+            load_runs(table)
+        assert len(load_runs(table, where={"status": "FINISHED"})) == 64
+        assert len(load_runs(table, where={"status": word})) == 8
+
+
+@pytest.mark.parametrize("cells", [["train", "test"], ["CA", "NY"], [0.1, 0.2], [None, None]])
+def test_a_column_that_is_not_about_runs_is_no_state(cells):
+    table = {"N": N, "D": D, "loss": LOSS, "state": cells * 36, "failed_at": cells * 36}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(load_runs(table)) == 72
+
+
+def test_that_no_run_finished_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match="holds no runs; column 'status' says that 72 runs"):
+        load_runs({"N": N, "D": D, "loss": LOSS, "status": ["FAILED"] * 72})
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-6, 1e-3, 1e3])
+@pytest.mark.parametrize(("column", "other"), list(itertools.permutations(["N", "D", "C"], 2)))
+def test_a_column_in_another_unit_is_refused_or_its_unit_said(column, other, factor):
+    columns = {"N": N, "D": D, "C": C}
+    table = {column: columns[column] * factor, other: columns[other], "loss": LOSS}
+    with pytest.raises(ValueError, match=r"unit|scale"):
+        load_runs(table)
+    ours = {"N": "parameters", "D": "tokens", "C": "compute"}
+    runs = load_runs(table, units={ours[column]: 1 / factor, ours[other]: 1})
+    np.testing.assert_allclose(runs.compute, C)
+    # All three together say which one is wrong; one that counts below a thousand is not used.
+    everything = {**columns, column: columns[column] * factor, "loss": LOSS}
+    if column != "C" and everything[column].min() < 1000:
+        runs = load_runs(everything)
+        assert f"chosen: column '{column}' is too small for {ours[column]}" in runs.explanation
+        np.testing.assert_allclose(getattr(runs, ours[column]), columns[column])
+    else:
+        with pytest.raises(ValueError, match=r"unit|scale"):
+            load_runs(everything)
+
+
+def test_both_columns_in_millions_are_refused():
+    with pytest.raises(ValueError, match="is it in thousands or millions"):
+        load_runs({"N": N * 1e-5 + 1000, "D": D * 1e-5 + 1000, "loss": LOSS})
+
+
+def test_numbers_out_of_the_usual_range_can_be_confirmed():
+    """Two tokens of ten thousand: a unit of one says that they were counted."""
+    table = {"N": [1e8, 2e8, 4e8], "D": [3e12, 3e12, 4e12], "loss": [2.9, 2.8, 2.7]}
+    with pytest.raises(ValueError, match="not on one scale"):
+        load_runs(table)
+    assert load_runs(table, units={"parameters": 1, "tokens": 1}).tokens[0] == 3e12
+    named = {"params (M)": [100, 200, 400], "tokens_T": [3, 3, 4], "loss": table["loss"]}
+    assert load_runs(named).tokens[0] == 3e12
+    suffixed = {"N": ["100M", "200M", "400M"], "D": ["3T", "3T", "4T"], "loss": table["loss"]}
+    assert load_runs(suffixed).tokens[0] == 3e12

@@ -1,0 +1,86 @@
+"""Fits, laws and what they answer with can be pickled, copied and compared, at any time."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import scaling
+from scaling import fit_isoflop, fit_law, fit_parametric, isoflop_runs
+
+RUNS = isoflop_runs(noise=2e-3)
+STEPS = {"tokens": np.geomspace(1e9, 1e11, 6), "batch": [1e5, 2e5, 4e5, 7e5, 1.2e6, 2e6]}
+SWEPT = {"lr": [1e-3, 2e-3, 4e-3] * 2, "bs": [32] * 3 + [64] * 3, "loss": [3.1, 3, 3.2] * 2}
+
+
+def parametric():
+    fit = fit_parametric(RUNS)
+    fit.optimal(1e23)
+    fit.predict(1e9, 1e10)
+    return fit
+
+
+def isoflop():
+    fit = fit_isoflop(RUNS)
+    fit.optimal(1e23)
+    return fit
+
+
+MADE = {
+    "runs": lambda: RUNS,
+    "law": lambda: fit_parametric(RUNS).law,
+    "parametric": parametric,
+    "isoflop": isoflop,
+    "bootstrap": lambda: parametric().resampled,
+    "drift": lambda: parametric().drift,
+    "step law": lambda: fit_law("step_batch", STEPS),
+    "tied law with a prior": lambda: fit_law("tied", RUNS, priors={"gamma": (0.3, 2.0)}),
+    "form": lambda: scaling.CATALOG["kaplan"],
+    "profile": lambda: scaling.profile(fit_parametric(RUNS), "alpha"),
+    "design": lambda: scaling.design(fit_parametric(RUNS), budget=1e22, target=1e24),
+    "plan": lambda: scaling.plan(parametric(), 1e23),
+    "sweep": lambda: scaling.fit_sweep(SWEPT),
+    "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),
+    "speedup": lambda: scaling.effective_speedup(parametric(), parametric(), 1e22),
+}
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_runs_can_be_pickled_copied_and_compared(name):
+    made = MADE[name]()
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), MADE[name]()):
+        assert again == made
+    assert made != "a fit"
+
+
+def test_a_fit_answers_alike_after_it_was_pickled():
+    fit = pickle.loads(pickle.dumps(fit_parametric(RUNS)))
+    assert fit.optimal(1e24) == fit_parametric(RUNS).optimal(1e24)
+    again = pickle.loads(pickle.dumps(fit))
+    assert again.optimal(1e23) == fit.optimal(1e23)
+    law = fit_law("step_batch", STEPS)
+    again = pickle.loads(pickle.dumps(law))
+    assert again.interval("c") == law.interval("c")
+    np.testing.assert_array_equal(again.predict(tokens=1e12), law.predict(tokens=1e12))
+    for asked in (scaling.optimum("loss", 1e23), scaling.loss_at(1e9, 1e10)):
+        back = pickle.loads(pickle.dumps(asked))
+        np.testing.assert_array_equal(
+            back.of(fit.law.constants[None]), asked.of(fit.law.constants[None])
+        )
+
+
+def test_fits_of_other_runs_are_not_equal():
+    assert fit_parametric(RUNS) != fit_parametric(RUNS[:-1])
+    assert fit_isoflop(RUNS) != fit_isoflop(isoflop_runs(noise=2e-3, seed=1))
+    assert RUNS[:-1] != RUNS
+
+
+def test_an_interval_of_a_positive_amplitude_is_positive():
+    """Few rows about a power law: a spread of quantiles without logs ends below zero."""
+    tokens = np.geomspace(2e9, 1e11, 8)
+    for seed in range(6):
+        noise = np.exp(0.1 * np.random.default_rng(seed).standard_normal(8))
+        fit = fit_law("step_batch", {"tokens": tokens, "batch": 0.58 * tokens**0.571 * noise})
+        interval = fit.interval("c")
+        assert 0 < interval.low < fit.constants["c"] < interval.high
