@@ -280,6 +280,13 @@ def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, le
     assert_equal_with_sharp_weights(decoder, model)
 
 
+@pytest.mark.parametrize("context", [0, -3, CONTEXT + 1])
+def test_a_context_that_does_not_exist_is_refused(context: int) -> None:
+    message = f"at least 1 and at most {CONTEXT}, the learned positions, got {context}"
+    with pytest.raises(ValueError, match=message):
+        describe(model_of(rotary=False), context=context)
+
+
 class ShortModel(Model):
     """A model that cannot be called with more than 70 tokens."""
 

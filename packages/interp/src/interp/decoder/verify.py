@@ -16,6 +16,7 @@ other layers have zero weights that take no memory and add nothing to the stream
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -146,14 +147,16 @@ def call(
     """Return the model's logits, with `weights` in place of its own and buffers in float32."""
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
-    if weights is None:
-        out = model(tokens, **arguments)
-    else:
-        buffers = {
-            name: buffer.float() if buffer.is_floating_point() else buffer
-            for name, buffer in model.named_buffers()
-        }
-        out = functional_call(model, {**buffers, **weights}, (tokens,), arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        if weights is None:
+            out = model(tokens, **arguments)
+        else:
+            buffers = {
+                name: buffer.float() if buffer.is_floating_point() else buffer
+                for name, buffer in model.named_buffers()
+            }
+            out = functional_call(model, {**buffers, **weights}, (tokens,), arguments)
     if isinstance(out, Tensor):
         return out
     logits: Tensor = out["logits"] if "logits" in out else out[0]
@@ -199,11 +202,14 @@ def _context(
     model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], settings: Settings
 ) -> int:
     """Return the number of tokens that the description is verified to."""
+    tables = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
     if settings.context is not None:
+        if not 1 <= settings.context <= min([settings.context, *tables]):
+            most = f" and at most {min(tables)}, the learned positions" if tables else ""
+            raise ValueError(f"expected a context of at least 1{most}, got {settings.context}")
         return settings.context
     config = getattr(model, "config", None)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    tables = [len(tensors[name]) for name, role in roles.items() if role == "position.weight"]
     parameters = sum(tensor.numel() for tensor in tensors.values())
     affordable = int(_FORWARD_FLOPS / (2 * max(1, parameters)))
     longest = min(_DEFAULT_CONTEXT, max(128, affordable))
