@@ -344,12 +344,11 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("fill", [0.0, 3.0])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", DEAD)
-def test_units_that_never_change_go_first_and_change_nothing(name, batch, fill, seed):
-    torch.manual_seed(seed)
+def test_units_that_never_change_go_first_and_change_nothing(name, batch, fill):
+    torch.manual_seed(0)
     make, layers, size, writer = DEAD[name]
     model = make().eval()
     units = dead(layers(model), fill)

@@ -104,9 +104,9 @@ def test_bad_requests_say_what_to_ask_for():
 class Graph(nn.Module):
     """Normalization, a residual sum, a gate, concatenation, both poolings, three activations."""
 
-    def __init__(self):
+    def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.stem = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
         self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.side, self.head = nn.Conv2d(8, 4, 1, stride=2), nn.Linear(12, 5)
@@ -128,9 +128,9 @@ def fit(model, inputs, targets, steps, lr=0.01):
     return model
 
 
-def labeled(count=128):
-    """Images whose class is where their mean is largest, more or less."""
-    generator = torch.Generator().manual_seed(1)
+def labeled(count=128, seed=1):
+    """Return images and their classes, which are the signs of the means of the two channels."""
+    generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 2, 8, 8, generator=generator)
     images += 2 * torch.randn(count, 2, 1, 1, generator=generator)
     means = images.mean((2, 3))
@@ -185,19 +185,21 @@ def test_the_gradient_passes_a_value_and_stops_at_the_ends_of_its_range():
 
 
 def test_few_bits_are_right_more_often_after_training():
-    images, targets = labeled(256)
-    model = fit(Graph(), images, targets, 60).eval()
-
-    def right(network):
-        with torch.no_grad():
-            return float((network(images).argmax(1) == targets).float().mean())
-
+    wrong = {"float": 0.0, "afterwards": 0.0, "trained": 0.0}
     few = {"bits": 2, "activation_bits": 4}
-    afterwards = IntegerModel(model, [images], **few)
-    trained = prepare_qat(model, batches=[images], learn_scale=True, **few)
-    assert right(model) > 0.95
-    assert right(afterwards) < 0.9
-    assert right(convert(fit(trained, images, targets, 40))) > right(afterwards) + 0.05
+    for seed in range(5):
+        images, targets = labeled(seed=seed)
+        model = fit(Graph(seed), images, targets, 60).eval()
+        networks = {"float": model, "afterwards": IntegerModel(model, [images], **few)}
+        training = prepare_qat(model, batches=[images], learn_scale=True, **few)
+        networks["trained"] = convert(fit(training, images, targets, 40))
+        for name, network in networks.items():
+            with torch.no_grad():
+                wrong[name] += float((network(images).argmax(1) != targets).float().mean()) / 5
+    # Over 20 seeds, in groups of 5: 0.13 to 0.18 wrong afterwards, 0.03 to 0.06 after training.
+    assert wrong["float"] < 0.05
+    assert wrong["afterwards"] > 0.08
+    assert wrong["trained"] < 0.65 * wrong["afterwards"]
 
 
 def test_a_network_in_training_keeps_what_a_state_dict_holds():
