@@ -36,7 +36,8 @@ def prune_channels(
 
     `inputs` are a typical example for `model(*inputs)`: a unit's importance is the norm of what it
     adds to its readers there. Units that never change, such as dead filters, are removed first, and
-    their constants are added to the readers' biases.
+    their constants are added to the readers' biases. A constant other than zero that a reader has
+    no bias for, as a transposed convolution, is ranked like any other unit.
 
     The result is compared with the dense model at several batch sizes and lengths, and with a cache
     if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
