@@ -67,7 +67,10 @@ def flash_attention_with_kvcache(
         if type(k) is type(v) is Tensor:
             new, ready = k.shape[2], k.is_cpu and v.is_cpu
         count = cache_seqlens + new
-        ready = ready and cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_first_order()
+        seen = count if plan.score.left == UNBOUNDED else min(count, plan.score.left + 1)
+        # Fewer keys may lose NaN: see Note [Lost NaN] in aten.py.
+        ready = ready and seen >= aten.VECTOR and is_first_order()
+        ready = ready and cache_seqlens >= 0 and count <= k_cache.shape[2]
         if ready and q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
             return _one_query(q, k_cache, v_cache, k, v, count, new, plan.score, return_lse)
     if plan is None:
