@@ -112,7 +112,12 @@ def test_generation_with_left_padding(models, cache):
 
 def test_packed_sequences_by_their_positions(models):
     positions = torch.cat([torch.arange(n) for n in (4, 8, 1)])[None].expand(2, -1)
-    compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
+    if models[0].config.model_type == "gpt_oss":
+        # Its masks never separate packed sequences.
+        with pytest.raises(ValueError, match="position_ids start again within a sequence"):
+            models[1](input_ids=tokens(), position_ids=positions, use_cache=False)
+    else:
+        compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
 def test_a_name_that_transformers_would_mistake_is_refused():
@@ -139,11 +144,25 @@ def test_holes_in_the_padding_are_followed_or_refused(models):
         compare(models, mask, input_ids=tokens(), attention_mask=mask)
 
 
+def visible(mask):
+    """Boolean (batch, seq_q, seq_k): what a mask says, written out."""
+    rule, seq_k = mask.rule, mask.shape[3]
+    q = torch.arange(rule.seq_q)[:, None] + rule.first
+    k = torch.arange(seq_k)[None]
+    seen = (mask.sequence > 0)[:, None, :].expand(-1, rule.seq_q, -1)
+    if rule.is_packed:
+        of_query = mask.sequence[:, rule.first : rule.first + rule.seq_q]
+        seen = seen & (of_query[:, :, None] == mask.sequence[:, None, :])
+    if rule.left is not None:
+        seen = seen & (q - k <= rule.left)
+    if rule.right is not None:
+        seen = seen & (k - q <= rule.right)
+    return seen
+
+
 @pytest.mark.parametrize("vmap", [False, True])
 def test_any_mask_is_followed_exactly_or_refused(vmap):
     """Random bands and packed sequences are found; one changed entry is an error."""
-    from transformers import masking_utils
-
     generator = torch.Generator().manual_seed(0)
 
     def random(high):
@@ -159,31 +178,17 @@ def test_any_mask_is_followed_exactly_or_refused(vmap):
             return (segment[q] == segment[k]) & (q - k <= left) & (k - q <= right)
 
         mask = ours.keys_of(2, seq, seq, mask_function=band, use_vmap=vmap)
-        keys = mask.flashattn2
         q, k = torch.arange(seq)[:, None], torch.arange(seq)[None]
-        found = keys.sequence[0][:, None] == keys.sequence[0][None]
-        found &= (keys.left is None or q - k <= keys.left) & torch.ones(seq, seq).bool()
-        if keys.left is not None:
-            found &= q - k <= keys.left
-        if keys.right is not None:
-            found &= k - q <= keys.right
-        assert torch.equal(found, band(None, None, q, k))
+        assert torch.equal(visible(mask)[0], band(None, None, q, k))
 
         flip = random(seq), random(seq)
 
         def changed(b, h, q, k, band=band, flip=flip):
             return band(b, h, q, k) ^ ((q == flip[0]) & (k == flip[1]))
 
-        truth = changed(None, None, q, k)
         try:
-            keys = ours.keys_of(1, seq, seq, mask_function=changed, use_vmap=vmap).flashattn2
+            mask = ours.keys_of(1, seq, seq, mask_function=changed, use_vmap=vmap)
         except ValueError as error:
             assert "flashattn2 would not follow it" in str(error)  # noqa: PT017
             continue
-        found = keys.sequence[0][:, None] == keys.sequence[0][None]
-        if keys.left is not None:
-            found &= q - k <= keys.left
-        if keys.right is not None:
-            found &= k - q <= keys.right
-        assert torch.equal(found, truth)
-    assert masking_utils is not None
+        assert torch.equal(visible(mask)[0], changed(None, None, q, k))
