@@ -123,8 +123,8 @@ def outcome(family):
         model = build(family, "linear_memory")
         model.load_state_dict(eager.state_dict())
         found = {side: run(model, side) for side in expected}
-    except (ValueError, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        return str(error)
     for side, right in expected.items():
         torch.testing.assert_close(
             found[side], right, atol=1e-4, rtol=1e-3, msg=f"{family}, padding on side {side}"

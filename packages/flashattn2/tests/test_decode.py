@@ -183,7 +183,10 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
         run = torch.compile(run, fullgraph=True, backend=compiler)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     for _ in range(2):
-        with torch.no_grad(), pytest.raises(ValueError, match="block_table names|cache_seqlens is"):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=r"block_table names|cache_seqlens is"),
+        ):
             run(q, k, v, new, lengths, table)
     assert torch.equal(k, before[0])
     assert torch.equal(v, before[1])
@@ -195,7 +198,7 @@ def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
     good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
     _assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
-    with pytest.raises(RuntimeError, match="block_table must name|cache_seqlens must be"):
+    with pytest.raises(RuntimeError, match=r"block_table must name|cache_seqlens must be"):
         _assert_values(lengths, 0, k, table)
 
 

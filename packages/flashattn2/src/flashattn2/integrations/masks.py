@@ -43,6 +43,8 @@ class Rule:
     is_packed: bool = False
     #: The name of the configuration of the model, for error messages.
     owner: str = "this model"
+    #: Why attention under this mask is refused.  Models also make masks that no layer uses.
+    refusal: str = ""
     heads: int = 1
     dtype: torch.dtype = torch.bool
 
@@ -132,12 +134,16 @@ class AttentionMask(Tensor):
         left = None if rule.left is None else rule.left - shift
         right = None if rule.right is None else rule.right + shift
         if (left or 0) < 0 or (right or 0) < 0 or (shift and not rule.is_plain):
-            raise ValueError(
-                f"{rule.seq_q} queries from position {rule.first} on do not end at the last of the "
-                f"{seq_k} keys, as flashattn2 needs it for padded sequences and windows; "
-                'use attn_implementation="sdpa"'
-            )
+            raise self._misaligned()
         return count, left, right
+
+    def _misaligned(self) -> ValueError:
+        rule = self.rule
+        return ValueError(
+            f"{rule.seq_q} queries from position {rule.first} on do not end at the last of the "
+            f"{self.shape[3]} keys, as flashattn2 needs it for padded sequences and windows; "
+            'use attn_implementation="sdpa"'
+        )
 
     def packing(self) -> Packing:
         """Return the rows without padding, computed once for all layers."""
@@ -149,12 +155,14 @@ class AttentionMask(Tensor):
     def _pack(self) -> Packing:
         rule, batch = self.rule, len(self.sequence)
         sequence = self.sequence[:, : self.span()[0]]
-        most = int(sequence.amax()) + 1
+        most = int(sequence.amax()) + 1 if sequence.numel() else 1
         # Number the sequences of all batch entries without a repetition.
         number = sequence + most * torch.arange(batch, device=sequence.device)[:, None]
         number = number.masked_fill(sequence == 0, -1)
         if rule.is_bounded or rule.is_packed:
-            of_query = number[:, rule.first : rule.first + rule.seq_q]
+            of_query = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
+            if of_query.shape[1] != rule.seq_q:
+                raise self._misaligned()
         else:
             # All queries see all keys: a query belongs to the sequence of any key.
             of_query = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
@@ -210,7 +218,7 @@ class AttentionMask(Tensor):
             return
         if self._cache.get("position_ids") is position_ids:
             return
-        number = self.sequence[:, self.rule.first : self.rule.first + seq_q]
+        number = self.sequence[:, max(self.rule.first, 0) : self.rule.first + seq_q]
         if number.shape[1] == seq_q:
             falls = (position_ids.diff(dim=1) < 0).to(number.device)
             within = (number[:, 1:] == number[:, :-1]) & (number[:, 1:] > 0)

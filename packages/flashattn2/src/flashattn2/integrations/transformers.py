@@ -6,6 +6,8 @@ tile by tile and either finds the band, the packed sequences and the padding tha
 exactly, or raises an error.  Padding is removed before attention, so no time is spent on it.
 """
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 ROWS = 256
 # Options that change the result and that this attention does not have.
 REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "score_mod")
+# Models whose recurrent layers carry the attention of left padding into the tokens behind it.
+READS_PADDING = ("RecurrentGemmaConfig",)
 # Tensors that models pass along and that no attention function needs.
 IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
 
@@ -37,6 +41,30 @@ def register(name: str = "linear_memory") -> None:
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, keys_of)
+    _refuse_tables_of_classes(name)
+
+
+def _refuse_tables_of_classes(name: str) -> None:
+    """Let models that look up their attention in a table of classes raise an error with the reason.
+
+    Falcon and GPT-J are such models: they would raise ``KeyError: 'linear_memory'``.
+    """
+    from transformers import PreTrainedModel
+
+    choose: Any = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(choose)
+    def checked(self: Any, requested_attention: str | None, *others: Any, **options: Any) -> Any:
+        module = vars(sys.modules[type(self).__module__])
+        tables = [x for key, x in module.items() if key.endswith("ATTENTION_CLASSES")]
+        if requested_attention == name and any(name not in table for table in tables):
+            raise ValueError(
+                f"{type(self).__name__} takes its attention from a table of its own classes, not "
+                f'from the attention function {name!r}; use attn_implementation="eager"'
+            )
+        return choose(self, requested_attention, *others, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
 
 
 def attention(
@@ -89,6 +117,8 @@ def _attend(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention under a mask of `keys_of`."""
+    if mask.rule.refusal:
+        raise ValueError(f'{mask.rule.refusal}; use attn_implementation="sdpa"')
     batch, heads, seq_q, _ = query.shape
     expected = (batch, heads, seq_q, key.shape[2])
     if len(mask) == 1:
@@ -148,7 +178,7 @@ def keys_of(
 ) -> AttentionMask:  # fmt: skip
     """Return the mask that transformers asks for, as a description of what it hides.
 
-    Raises ValueError for a mask that is not a band over packed or padded sequences.
+    Attention under a mask that is not a band over packed or padded sequences raises ValueError.
     """
     from transformers import masking_utils
 
@@ -156,9 +186,11 @@ def keys_of(
     function = mask_function or masking_utils.causal_mask_function
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, first_key)
     ahead = first_query - first_key
-    sequence = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
+    ones = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
+    sequence = ones
     left: int | None = None
     right: int | None = None
+    refusal = ""
     if function is masking_utils.causal_mask_function:
         right = 0
     elif function is not masking_utils.bidirectional_mask_function:
@@ -171,17 +203,26 @@ def keys_of(
             seen: Tensor = mask[:, 0]
             return seen
 
-        sequence, left, right = _read(rows, batch_size, q_length, kv_length, ahead, sequence)
+        found = _read(rows, batch_size, q_length, kv_length, ahead, ones)
+        if found is None:
+            refusal = (
+                "this mask is not a band (causal, sliding window) over packed sequences, and "
+                "flashattn2 would not follow it"
+            )
+        else:
+            sequence, left, right = found
     is_packed = bool((sequence > 1).any())
     is_plain = not is_packed
+    kind = type(config).__name__
     if padding is not None:
         # It is indexed by position, as the mask function is.
         kept = padding[:, first_key : first_key + kv_length].to(sequence.device)
         if not kept.all():
-            _check_holes(kept, left, right)
+            refusal = refusal or _why_not_padding(kept, left, right, kind)
             sequence, is_plain = sequence * kept, False
-    owner = "this model" if config is None else f"the model of {type(config).__name__}"
-    return AttentionMask(sequence, Rule(q_length, ahead, left, right, is_plain, is_packed, owner))
+    owner = "this model" if config is None else f"the model of {kind}"
+    rule = Rule(q_length, ahead, left, right, is_plain, is_packed, owner, refusal)
+    return AttentionMask(sequence, rule)
 
 
 def _read(
@@ -191,11 +232,11 @@ def _read(
     kv_length: int,
     ahead: int,
     sequence: Tensor,
-) -> tuple[Tensor, int | None, int | None]:
-    """The packed sequences and the band that make this mask, and nothing else; ValueError if none.
+) -> tuple[Tensor, int | None, int | None] | None:
+    """Return the packed sequences and the band that make this mask exactly, or None.
 
-    First what must hold is found: a sequence ends where neighbors do not see each other, and the
-    band reaches as far as any query sees in its sequence.  Then every entry is compared.
+    Only one candidate is possible: a sequence ends where neighbors do not see each other, and the
+    band reaches as far as any query sees.  Every entry of the mask is then compared with it.
     """
     starts = range(0, q_length, ROWS)
     tiles = [(first, min(first + ROWS, q_length)) for first in starts]
@@ -221,10 +262,7 @@ def _read(
         if ahead == 0 and q_length == kv_length:
             band = band & (sequence[:, at, None] == sequence[:, None, :])
         if not torch.equal(rows(first, last), band.expand(batch, -1, -1)):
-            raise ValueError(
-                "this mask is no band (causal, sliding window) over packed sequences, and "
-                'flashattn2 would not follow it; use attn_implementation="sdpa"'
-            )
+            return None
     # A bound that no query reaches is none.
     longest = ahead + q_length
     if ahead == 0 and q_length == kv_length:
@@ -234,14 +272,18 @@ def _read(
     return sequence, left, right
 
 
-def _check_holes(kept: Tensor, left: int | None, right: int | None) -> None:
-    """Without its padding a sequence is shorter: a window would reach past a hole in its middle."""
+def _why_not_padding(kept: Tensor, left: int | None, right: int | None, kind: str) -> str:
+    """Return why this padding, 0 in ``kept``, cannot be removed; an empty string if it can."""
+    if kind in READS_PADDING and (kept.int().diff(dim=1) > 0).any():
+        return f"the layers of {kind} that are not attention read the padding before a sequence"
     if left is None and right in (None, 0):
-        return
+        return ""
+    # Without its padding a sequence is shorter: a window would reach past a hole in its middle.
     edges = kept.int().diff(dim=1).abs().sum(1)
     whole = (edges <= 1) | ((edges == 2) & ~kept[:, 0] & ~kept[:, -1])
-    if not whole.all():
-        raise ValueError(
-            "the padding mask has holes between tokens, and the attention a window, which would "
-            'reach farther without them; use attn_implementation="sdpa"'
-        )
+    if whole.all():
+        return ""
+    return (
+        "the padding mask has holes between tokens, and the attention a window, which would reach "
+        "farther without them"
+    )
