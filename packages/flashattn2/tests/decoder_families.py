@@ -51,6 +51,8 @@ CHANGES: dict[str, dict[str, object]] = {
     **{family: {"num_hidden_layers": 8} for family in HYBRIDS.split()},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8},
