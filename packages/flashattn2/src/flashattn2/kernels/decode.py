@@ -62,7 +62,7 @@ def decode(
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
-        (0, 1) if table is None else table.shape,
+        (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, seq_q, k.shape[0], k.shape[2]),
         launch.numbers(score, exact), meta,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
@@ -85,7 +85,7 @@ def append(cache: Tensor, rows: Tensor, lengths: Tensor, table: Tensor | None) -
         return
     append_kernel[(batch * new, heads)](
         cache, rows, lengths.contiguous(), None if table is None else table.contiguous(),
-        cache.stride(), rows.stride(), (0, 1) if table is None else table.shape,
+        cache.stride(), rows.stride(), (0, 1) if table is None else tuple(table.shape),
         (new, cache.shape[0], cache.shape[2]), D=dim, BLOCK_D=launch.power_of_two(dim),
     )  # fmt: skip
 
