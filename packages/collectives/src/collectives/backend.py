@@ -27,9 +27,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
+from collectives.coalescing import coalesced
 from collectives.communicator import Communicator
 from collectives.faults import ROLL_SECONDS, fetch
-from collectives.work import Work
+from collectives.work import CoalescedWork, Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")
@@ -49,7 +50,10 @@ def _by_device(method: _Method) -> _Method:
         tensor = _first_tensor(args)
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
-        return method(self, *args, **kwargs)
+        work = method(self, *args, **kwargs)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
 
     return call
 
@@ -102,15 +106,19 @@ def _ones(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalesced(name: str) -> _Method:
-    """One call of that method after the other, for lists of what one takes."""
+    """Return a method that takes lists and calls the method `name` for each of their elements."""
 
-    def call(self: "CollectivesProcessGroup", *args: Any) -> Any:
-        tensors = [each for each in args if isinstance(each, (list, tuple))]
-        opts, work = args[len(tensors) :], Work.done([])
-        # Calls are done in order, so the last one's end is the end of all.
-        for each in zip(*tensors, strict=True):
-            work = getattr(self, name)(*each, *opts)
-        return work
+    def call(self: "CollectivesProcessGroup", *args: Any, **named: Any) -> Any:
+        lists = [each for each in args if isinstance(each, (list, tuple))]
+        lengths = [len(each) for each in lists]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{name}_coalesced expected lists of one length, got {lengths}")
+        with coalesced(lengths[0]):
+            works = [
+                getattr(self, name)(*each, *args[len(lists) :], **named)
+                for each in zip(*lists, strict=True)
+            ]
+        return CoalescedWork(works, list(lists[0]))
 
     call.__name__ = f"{name}_coalesced"
     return _by_device(call)
@@ -126,6 +134,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._gloo: Any = _messages(options.store, rank, world, timeout)
         self._others: dict[str, Any] = {}
         self._making = threading.Lock()
+        # The handles of the calls since `_start_coalescing`; None outside of it.
+        self._coalescing: list[dist.Work] | None = None
         # torch asks the group which backend serves a device.
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
@@ -166,7 +176,17 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.get_backend(device)
-        super()._start_coalescing(device)
+        if torch.device(device).type == CPU.type:
+            self._coalescing = []
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if torch.device(device).type != CPU.type:
+            there: dist.Work = super()._end_coalescing(device)
+            return there
+        works, self._coalescing = self._coalescing or [], None
+        return CoalescedWork(works)
 
     # ----- this package's -----
 
@@ -201,6 +221,24 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = _coalesced("all_gather_single")
     reduce_scatter_single_coalesced = _coalesced("reduce_scatter_single")
 
+    @_by_device
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """torch.distributed.all_gather_coalesced: output_lists[rank][i] = input_list[i] of rank."""
+        lengths = [len(outputs) for outputs in output_lists]
+        if lengths != [len(input_list)] * self.size():
+            raise ValueError(
+                f"all_gather_coalesced expected {self.size()} output lists of {len(input_list)} "
+                f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
+            )
+        with coalesced(len(input_list)):
+            works = [
+                self.allgather([list(outputs)], [tensor], opts)
+                for outputs, tensor in zip(zip(*output_lists, strict=True), input_list, strict=True)
+            ]
+        return CoalescedWork(works, output_lists)
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """torch.distributed.barrier."""
         device = getattr(opts, "device", None)
@@ -219,7 +257,6 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- gloo's -----
 
-    allgather_coalesced = _on_gloo("allgather_coalesced")
     monitored_barrier = _on_gloo("monitored_barrier")
     recv = _on_gloo("recv")
     recv_anysource = _on_gloo("recv_anysource")

@@ -33,6 +33,7 @@ from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
+from collectives.coalescing import current
 from collectives.errors import UNUSABLE, RankLost
 from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, ask
 from collectives.shared_memory.engine import ROOM, Job, is_done
@@ -122,8 +123,21 @@ class Communicator:
         result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
         compare, look_for_nan = self.compare_always, self.look_for_nan
+        batch = current()
 
         def operation(job: Job | None = None) -> None:
+            if batch is None:
+                operate(job)
+                return
+            if batch.error is not None:
+                raise batch.error
+            try:
+                operate(job)
+            except Exception as error:
+                batch.fail(error)
+                raise
+
+        def operate(job: Job | None) -> None:
             found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
             with self._lock if job is None else nullcontext():
@@ -156,6 +170,8 @@ class Communicator:
                 self._thread = threading.Thread(target=self._go, daemon=True, name="collectives")
                 self._thread.start()
             job = self._move((lambda: None) if look_for_nan else engine_job)
+            if batch is not None:
+                batch.add(job)
             self._last = work = Work(
                 partial(self._later, operation, job), as_list(result), timeout=self.timeout,
                 progress=lambda: self.operation.number, moved=partial(is_done, job),
