@@ -35,7 +35,7 @@ class Coalesced:
     def _skip_jobs(self) -> None:
         if self.error is not None:
             for job in list(self._jobs):
-                job.done = 1  # type: ignore[attr-defined]
+                job.done = 1
 
 
 _current: ContextVar[Coalesced | None] = ContextVar("coalesced", default=None)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
@@ -35,7 +35,7 @@ from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
 from collectives.coalescing import current
 from collectives.errors import UNUSABLE, RankLost
-from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, ask
+from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, fresh
 from collectives.shared_memory.engine import ROOM, Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
@@ -83,9 +83,7 @@ class Communicator:
     def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
         self.rank, self.world = group.rank(), group.size()
         self.timeout = timeout.total_seconds()
-        # A store may outlive its group: the next group must not find this one's addresses.
-        generation = (ask(self.timeout, lambda: store.add("collectives", 1)) - 1) // self.world
-        self.store = PrefixStore(f"collectives/{generation}", store)
+        self.store = fresh(store, self.world, self.timeout)
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)

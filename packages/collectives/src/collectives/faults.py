@@ -16,6 +16,7 @@ Notable:
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from collectives.errors import UNUSABLE, Mismatch, PeerError, RankLost
 from collectives.shared_memory.fingerprint import Lengths, compare, compare_lengths, names_of
@@ -275,6 +276,19 @@ def cloned(store: Store) -> Store:
         return store.clone()
     except (RuntimeError, NotImplementedError):
         return store
+
+
+def fresh(store: Store, world: int, seconds: float) -> Store:
+    """Return a part of a store that no earlier group of the same ranks has written to.
+
+    A store may outlive a group, and under an elastic launcher it may outlive the processes: without
+    a prefix of its own, the next group would read the addresses of ranks that are gone. All ranks
+    of a group must call it. The launcher's count of restarts comes first, because ranks that died
+    while they set up a group have not all counted it.
+    """
+    attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    generation = (ask(seconds, lambda: attempt.add("generation", 1)) - 1) // world
+    return PrefixStore(str(generation), attempt)
 
 
 def within(
