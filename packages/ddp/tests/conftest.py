@@ -28,15 +28,16 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
-    """Make the test module's ranks use the backend of that name."""
+    """Make the test module's ranks use the backend of that name; return the name."""
     if request.param == "gloo":
-        return
+        return request.param
     if find_spec(request.param) is None:
         pytest.skip(f"the package {request.param} is not installed")
     for name in ("run_ranks", "try_ranks"):
         if hasattr(request.module, name):
             start = partial(start_ranks, getattr(worker_pool, name))
             monkeypatch.setattr(request.module, name, start)
+    return request.param
 
 
 def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
