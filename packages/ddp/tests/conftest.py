@@ -13,15 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import worker_pool
 
 ON_BOTH = {"test_ddp", "test_faults", "test_torch_members", "test_uneven"}
 
 
+START = ("run_ranks", "try_ranks")
+
+
 def pytest_generate_tests(metafunc):
+    if not any(hasattr(metafunc.module, name) for name in START):
+        return
     names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
-    on_ranks = any(hasattr(metafunc.module, name) for name in ("run_ranks", "try_ranks"))
-    if on_ranks and names == ["gloo"] and Path(metafunc.module.__file__).stem in ON_BOTH:
+    if names == ["gloo"] and Path(metafunc.module.__file__).stem in ON_BOTH:
         names.append("collectives")
     metafunc.parametrize("backend", names, indirect=True, ids=[f"on-{name}" for name in names])
 
@@ -29,15 +32,16 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
     """Make the test module's ranks use the backend of that name; return the name."""
-    if request.param == "gloo":
-        return request.param
-    if find_spec(request.param) is None:
-        pytest.skip(f"the package {request.param} is not installed")
-    for name in ("run_ranks", "try_ranks"):
+    backend = getattr(request, "param", "gloo")
+    if backend == "gloo":
+        return backend
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend} is not installed")
+    for name in START:
         if hasattr(request.module, name):
-            start = partial(start_ranks, getattr(worker_pool, name))
+            start = partial(start_ranks, getattr(request.module, name))
             monkeypatch.setattr(request.module, name, start)
-    return request.param
+    return backend
 
 
 def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
@@ -52,6 +56,7 @@ def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
 def on_collectives(what, *args):
     """Run a function of a test file on a process group of the `collectives` backend."""
     import collectives.backend  # noqa: F401
+    import worker_pool
 
     path, name, seconds = what
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

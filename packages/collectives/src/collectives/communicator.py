@@ -36,12 +36,17 @@ from collectives.choice.topology import Topology
 from collectives.coalescing import current
 from collectives.errors import UNUSABLE, RankLost
 from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, fresh
-from collectives.shared_memory.engine import ROOM, Job, is_done
+from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
 
 # A rank that had all it needed of a call goes on: so far it is remembered what that was.
 CALLS_REMEMBERED = 16
+# How long closing waits for calls that are still queued.
+CLOSE_SECONDS = 1.0
+# torch does not report that it destroys a group of gloo's, so a thread checks this often.
+DESTROYED_SECONDS = 0.2
+_watcher: threading.Thread | None = None
 _known: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at once; one for all groups could wait in a circle.
 _making: dict[Any, threading.Lock] = {}
@@ -62,6 +67,7 @@ def communicator(group: Any = None) -> "Communicator":
     with _making.setdefault(pg, threading.Lock()):
         if pg not in _known:
             _forget_destroyed_groups()
+            _watch_for_destroyed_groups()
             _known[pg] = Communicator(
                 pg,
                 store=dist.distributed_c10d._get_process_group_store(pg),
@@ -75,6 +81,21 @@ def _forget_destroyed_groups() -> None:
         if gone := _known.pop(pg, None):
             gone.close()
         _making.pop(pg, None)
+
+
+def _watch_for_destroyed_groups() -> None:
+    """Start the thread that closes the communicators of destroyed groups, if it does not run."""
+    global _watcher
+    # In a forked process it does not.
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch_groups, daemon=True, name="collectives groups")
+        _watcher.start()
+
+
+def _watch_groups() -> None:
+    while True:
+        time.sleep(DESTROYED_SECONDS)
+        _forget_destroyed_groups()
 
 
 class Communicator:
@@ -159,9 +180,6 @@ class Communicator:
                 operation()
             return None
         self._heed_timeout()
-        # Half of the room is for other threads that look at the same time.
-        while self._queue.qsize() > ROOM / 2:
-            time.sleep(1e-3)
         # Together: what is last in the queue is what a synchronous call waits for.
         with self._starting, event or nullcontext():
             if self._thread is None:
@@ -231,6 +249,7 @@ class Communicator:
             if arena is not None:
                 arena.serve()
             if (work := self._queue.get()) is None:
+                self._end()
                 return
             work.run()
             del work
@@ -241,9 +260,25 @@ class Communicator:
         self.faults.give_up(lost, self.operation)
 
     def close(self) -> None:
-        """Stop the thread and release what the kernel holds."""
+        """Let the other ranks know that this one has left, after the calls that are queued.
+
+        Those calls may wait for ranks that do not come, so this does not wait for long.
+        """
+        if self._closed.is_set():
+            return
         self._closed.set()
-        self._put(None)
+        with self._starting:
+            thread = self._thread
+            self._put(None)
+        if thread is None:
+            self._end()
+        elif thread is not threading.current_thread():
+            thread.join(CLOSE_SECONDS)
+
+    def _end(self) -> None:
+        """Announce the end, and release what the kernel holds."""
+        if self.faults.broken is None:
+            self.faults.announce_end(self.operation)
         self.topology.close()
 
     def _begin(self, compare: bool, packed: bytes) -> None:
