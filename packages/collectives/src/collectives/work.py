@@ -6,7 +6,6 @@ Notable:
 - `wait` ends: an operation that is not done a while after the group's timeout is an error.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
+from collectives.shared_memory.process import yield_core
+
 # The operation itself says at the timeout who is lost, which is the better error.
 GRACE_SECONDS = 3.0
-# Whoever looks too early gives the core to who is at it, where cores are as few as ranks.
-GIVE_WAY = getattr(os, "sched_yield", lambda: None)
 
 
 class Work(dist.Work):
@@ -89,8 +88,11 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set() or self._moved() or bool(GIVE_WAY())
+        """Return True if the operation has ended; otherwise give the core to who works on it."""
+        if self._done.is_set() or self._moved():
+            return True
+        yield_core()
+        return False
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""

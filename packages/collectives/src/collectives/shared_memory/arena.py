@@ -16,9 +16,7 @@ Notable:
 """
 
 import mmap
-import os
 import platform
-import select
 import sys
 import threading
 import time
@@ -33,6 +31,7 @@ from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
 from collectives.shared_memory.fingerprint import NAN_AT, Lengths, compare, compare_lengths
+from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 512 << 10
@@ -81,15 +80,12 @@ class Arena:
         cuts = slice(0, SLOT_BYTES), slice(SLOT_BYTES, 2 * SLOT_BYTES)
         self._slots = [[data[cut] for data in self._bytes] for cut in cuts]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self._handles: dict[int, int] = {}
+        self._processes: dict[int, PeerProcess] = {}
         for i in self._others:
             try:
-                self._handles[i] = os.pidfd_open(pids[i])
+                self._processes[i] = PeerProcess(pids[i])
             except ProcessLookupError as error:
                 raise RankLost([names[i]], f"rank {names[i]} (process {pids[i]}) died") from error
-        self._poll = select.poll()
-        for handle in self._handles.values():
-            self._poll.register(handle, select.POLLIN)
         self._library = engine.library()
         self._addresses = engine.addresses(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
@@ -110,9 +106,9 @@ class Arena:
 
     def close(self) -> None:
         """Give the process handles back."""
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
 
     # ----- the wait -----
 
@@ -136,7 +132,7 @@ class Arena:
     def _wait(self, other: int, tick: int) -> None:
         clock, yields = self._clocks[other], YIELDS
         while yields and 0 <= clock[0] < tick:
-            os.sched_yield()
+            yield_core()
             yields -= 1
         deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
         while clock[0] < tick:
@@ -210,8 +206,7 @@ class Arena:
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended."""
-        ready = {handle for handle, _ in self._poll.poll(0)}
-        return [i for i in self._others if self._handles[i] in ready]
+        return [i for i, process in self._processes.items() if process.has_ended()]
 
     def announce_end(self) -> None:
         """Let the peers know that this rank makes no further calls after its last tick."""
