@@ -270,3 +270,33 @@ def test_what_is_served_follows_from_the_cache() -> None:
 
 def test_amounts_are_read_as_they_are_written() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
+
+
+@pytest.mark.parametrize("devices", [16, 64])
+def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
+    """In a pipeline, torch has no ZeRO-2, and which chunks of ZeRO-3 are whole is not known."""
+    model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)
+    about: dict[str, Any] = {"devices": devices, "batch": 256, "seq": 2048, "hardware": "H100"}
+    for memory in (6e9, 2e9, 80e9):
+        found = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=40)
+        for candidate in found:
+            assert candidate.plan.zero != 2
+            assert candidate.plan.zero < 3 or candidate.plan.schedule != "interleaved"
+    with pytest.raises(ValueError, match="not modeled"):
+        plan_for(
+            model,
+            gpus=16,
+            tensor=1,
+            pipeline=4,
+            zero=3,
+            schedule="interleaved",
+            virtual_stages=2,
+        )
+    with pytest.raises(ValueError, match="not modeled"):
+        training_memory(
+            model,
+            Plan(data=2, pipeline=4, zero=3, microbatches=4),
+            batch=8,
+            seq=64,
+            lora_rank=8,
+        )

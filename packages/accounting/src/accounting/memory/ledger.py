@@ -116,7 +116,7 @@ def fits(
     attributes are counted as `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, which fake ones do not have, and
-    if the module cannot be followed as it is: parameters that are sharded or sparse, sparse gradients, hooks on
+    if the module cannot be followed as it is: sharded parameters, sparse tensors, hooks on
     parameters, hooks that close over tensors, modules or containers, parameters of another module.
     """
     from torch._subclasses import fake_tensor
@@ -277,13 +277,12 @@ class _FakeLedger(Ledger):
                     )
                 self.hold("attributes", leaf)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if any(
-            isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in tree_leaves(out)
-        ):
-            raise ValueError(
-                f"{func} makes a sparse tensor, whose size depends on values; use Ledger around a "
-                "real step"
-            )
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+                raise ValueError(
+                    f"{func} makes a tensor of layout {leaf.layout}, whose size depends on values; "
+                    "use Ledger around a real step"
+                )
         return out
 
 

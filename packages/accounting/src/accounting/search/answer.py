@@ -184,7 +184,10 @@ def no_room(
     if given.get("offload") == "activations":
         usual["recompute"] = "full"
     try:
-        Plan(**usual | dict(given)).check(model, seq=seq)
+        plan = Plan(**usual | dict(given))
+        plan.check(model, seq=seq)
+        # The ranks that would share weights are not known here.
+        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
     except ValueError as error:
         return str(error)
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"
