@@ -80,9 +80,7 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     """Parameters on one device before ZeRO shards them: all but the experts, and the experts."""
     dense = routed = 0
     for matrix in all_matrices(plan.stage_model(model, stage)):
-        # With fewer heads of keys and values than devices, each device keeps a copy of one.
-        ranks = {"none": 1, "heads": min(plan.tensor, model.kv_heads)}
-        cut = ranks.get(matrix.split, plan.tensor)
+        cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         if matrix.routed:
             routed += split(matrix.size, cut * plan.expert)
         else:
