@@ -92,6 +92,7 @@ class Answer:
             f"step       {self.seconds} s",
             *_parts(self.step, lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
+            f"intervals  {self.seconds.basis}",
             f"days       {self.days}, failures and checkpoints counted in: "
             f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
             f"price      {self.usd} USD",
@@ -147,7 +148,7 @@ def plan_for(
         raise ValueError(no_room(model, device, gpus, batch, seq, given))
     best, *others = found
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    seconds = predicted(best.step_seconds)
+    seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
     hours = seconds.scaled(tokens / (batch * seq) / 3600)
     failures = goodput(
