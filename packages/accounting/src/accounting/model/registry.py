@@ -226,9 +226,11 @@ class Config:
                 found[key] = Shape(**side.arguments(_table(entry)), name=key) if entry else None
             elif key in _DERIVED:
                 # The number 0 in a table and a field that is None leave the size to `Shape`.
-                size = self.value(entry) if entry != 0 or key == "heads" else None
-                if size is not None:
-                    found[key] = self.positive(entry, size) if entry != 0 else size
+                size = self.value(entry)
+                if entry != 0 and size is not None:
+                    found[key] = self.positive(entry, size)
+                elif key == "heads":
+                    found[key] = size
             else:
                 found[key] = self.value(entry)
         rows = (*table.get("extra", ()), *table.get("more", ()))

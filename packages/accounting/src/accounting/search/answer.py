@@ -57,6 +57,10 @@ class Answer:
         """The layout."""
         return self.best.plan
 
+    @property
+    def _has_price(self) -> bool:
+        return self.hardware.usd_per_hour is not None or self.usd.middle > 0
+
     def commands(self) -> dict[str, str]:
         """The command lines that run it."""
         asked: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
@@ -95,7 +99,7 @@ class Answer:
             f"intervals  {self.seconds.basis}",
             f"days       {self.days}, failures and checkpoints counted in: "
             f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
-            f"price      {self.usd} USD",
+            f"price      {self.usd} USD" if self._has_price else "price      not known; give it",
             f"energy     {self.megawatt_hours} MWh, devices alone",
         ]
         if self.others:
@@ -131,7 +135,9 @@ def plan_for(
     """
     device = find(hardware)
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
-    kind = recipe(precision or ("megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"))
+    if precision is None:
+        precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
+    kind = recipe(precision)
     if batch is None:
         batch = max(TOKENS_A_STEP // seq, 1)
         # A multiple of the devices, so that any number of them may share it.
