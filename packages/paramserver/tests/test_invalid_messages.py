@@ -13,12 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from paramserver import Asynchronous, BulkSynchronous, Job, StaleSynchronous
-from paramserver.protocol.messages import Kind
+from paramserver import Asynchronous, BulkSynchronous, Job, Server, StaleSynchronous
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.serving import answer
 from paramserver.running.supervise import final, join_servers, open_server
+from paramserver.transport.shared_memory import channel_pairs
 from test_zeromq import ONE, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
@@ -278,11 +281,36 @@ def test_a_hundred_thousand_mutated_messages(tmp_path):
     fuzz(tmp_path, 100_000)
 
 
-LAYOUT = "the layout of the servers"
+INVALID = [
+    b"garbage",
+    b"[" * 100_000,
+    Message(Kind.OK).to_text().encode(),
+    b'[3,0,0,0,0,-5,-1,""]',
+    b'[8,0,0,0,0,0,-1,"[1000000,[\\"leave\\",0]]"]',
+]
+
+
+@pytest.mark.parametrize("raw", INVALID)
+def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
+    parameters = dict(nn.Linear(4, 1).named_parameters())
+    server = Server(parameters, ONE, Asynchronous(), workers=2)
+    before = state_of(server)
+    ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
+    worker._pipe.send_bytes(raw)
+    worker._pipe.close()
+    answer(server, 0, channel)
+    assert state_of(server) == before
+    assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
+    assert raw == INVALID[-1] or "sent an invalid message" in server.core.failure
+    channel.close()
+
+
+def state_of(server):
+    return server.core.ledger.state(), server.state_dict()["parameters"].tolist()
 
 
 def nasty(layout, position):
-    """Requests that no worker of the job sends; with LAYOUT where the servers' own is needed."""
+    """Requests that no worker of the job sends."""
     log = json.dumps([position, ["leave", 0]])
     for kind in range(30):
         yield [kind, 0, 0, 0, 0, 0, -1, ""]
@@ -356,7 +384,8 @@ def disturb(context, server, number, *, joined):
         ask(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
         ask(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
         ask(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])
-        ask(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, '[0,["write",[[0,1,7]],[0]]]'])
+        log = json.dumps([server.core.replica.position, ["write", [[0, 1, 3]], [0]]])
+        ask(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, log])
     names = []
     while socket.poll(1000):
         head = json.loads(socket.recv_multipart()[0])
