@@ -4,7 +4,10 @@ import errno
 import itertools
 import re
 import shutil
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -378,3 +381,43 @@ def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged,
     push(worker, 2, value=1.0)
     assert pulled(worker)[0] == before + 2
     assert [server.version for server in servers] == [before + 2] * 2
+
+
+def test_a_record_of_one_server_is_given_up_at_all_of_them(tmp_path):
+    servers, journals = two_servers(tmp_path)
+    push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
+    for journal in journals:
+        journal.close()
+    raw = (tmp_path / "server-1/journal-00000000").read_bytes()
+    start, _ = records_of(raw)[len(records_of(raw)) // 2]
+    with pytest.raises(ValueError, match="is not a file of"):
+        recover(tmp_path, before=("journal-00000000", start))
+    recover(tmp_path, before=(str(tmp_path / "server-1/journal-00000000"), start))
+    servers, _ = two_servers(tmp_path)
+    worker = Worker(nn.Linear(3, 2), servers)
+    before = worker.pushes
+    assert 0 < before < 6
+    push(worker, 2, value=1.0)
+    assert pulled(worker)[0] == before + 2
+
+
+HOLDS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_damaged_journal import opened
+held = opened(sys.argv[2])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_journal_that_another_process_writes_is_refused(tmp_path):
+    tests = str(Path(__file__).parent)
+    command = [sys.executable, "-W", "ignore", "-c", HOLDS, tests, str(tmp_path / "job")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as holder:
+        assert holder.stdout.readline() == "open\n"
+        for use in (opened, recover):
+            with pytest.raises(RuntimeError, match="in use by another process"):
+                use(tmp_path / "job")
+    assert opened(tmp_path / "job")[0].version == 0

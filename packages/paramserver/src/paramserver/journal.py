@@ -19,6 +19,8 @@ cut between two records, since a server that dies leaves the same: those who wer
 as a worker that is ahead of its server is refused.
 """
 
+import errno
+import fcntl
 import logging
 import os
 import re
@@ -28,6 +30,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,6 +94,7 @@ class DiskJournal:
 
         JournalError if it is damaged; then neither `core` nor the folder has changed.
         """
+        _refuse_if_in_use(self.folder)
         first = _newest_snapshot(self.folder)
         places = list(_places(self.folder, first)) if first is not None or self._numbers() else []
         snapshot = None if first is None else _read_snapshot(self.folder, first)
@@ -103,8 +107,8 @@ class DiskJournal:
             path, start = _path(self.folder, "journal", at[-1].number), at[-1].start
             text = f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
             text += f"{error}. Nothing was changed. Correct the job, or lose this record and all "
-            text += f"later ones by `python -m paramserver recover {self.folder} --before "
-            raise JournalError(f"{text}{path.name}:{start}`") from error
+            text += f"later ones by `{_remedy(self.folder)} --before {path}:{start}`"
+            raise JournalError(text) from error
         if places:
             self._identity, self._number = _identity(self.folder, places), places[-1].number
             _show(self.folder, self._number)
@@ -248,25 +252,37 @@ class DiskJournal:
         if self._file:
             self._file.close()
         self._file = file
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
 
 
 def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
     """Take a damaged journal back to its last good record, and return what was done, in lines.
 
     `folder` is a server's own, or the one that holds those of all servers of a job: then no server
-    stays ahead of what the others can follow. `before` is a file of a server's own folder and a
-    byte: the record there, and all later ones, are given up too. What is given up is moved into
-    `folder/discarded-N`. JournalError if there is nothing to go back to; then nothing has changed.
+    stays ahead of what the others can follow. `before` is the path of a file and a byte: the record
+    there, and all later ones, are given up too. What is given up is moved into `discarded-N` of the
+    same folder. JournalError if there is nothing to go back to; then nothing has changed.
     """
     folder = Path(folder)
-    folders = sorted(path for path in folder.glob("server-*") if path.is_dir()) or [folder]
-    goods = [_Good(each, before) for each in folders]
+    found = [path for path in folder.glob("server-*") if re.fullmatch(r"server-\d+", path.name)]
+    folders = sorted(found, key=lambda path: int(path.name[7:])) or [folder]
+    for each in folders:
+        _refuse_if_in_use(each)
+    if before and not any(_is_in(before[0], each) for each in folders):
+        raise ValueError(f"{before[0]} is not a file of {folder}; give the path of the error")
+    goods = [
+        _Good(each, before if before and _is_in(before[0], each) else None) for each in folders
+    ]
     ends = [good.last() for good in goods]
     # What a damaged server has lost, the first one must not go on from; nobody stays ahead of it.
     damaged = [end.position for good, end in zip(goods, ends, strict=True) if good.error]
     if damaged:
         ends[0] = goods[0].last(min(damaged))
-        ends[1:] = [good.last(ends[0].position) for good in goods[1:]]
+    ends[1:] = [
+        good.last(min(end.position, ends[0].position))
+        for good, end in zip(goods[1:], ends[1:], strict=True)
+    ]
     lines = []
     for good, end in zip(goods, ends, strict=True):
         lines += [good.error] if good.error else []
@@ -289,7 +305,7 @@ class _Good:
 
     def __init__(self, folder: Path, before: tuple[str, int] | None) -> None:
         self.folder, self.error = folder, ""
-        self._before = before
+        self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
         snapshots = sorted(_numbers(folder, "snapshot"), reverse=True)
@@ -453,7 +469,8 @@ def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
     """Return the journal's identity. JournalError unless a file begins as file `number` of it."""
     theirs = head[len(_MAGIC) : len(_MAGIC) + _IDENTITY]
     if not head.startswith(_MAGIC):
-        raise _damaged(path, 0, f"expected {_MAGIC!r}, got {head[: len(_MAGIC)]!r}")
+        text = f"expected {_MAGIC!r}, got {head[: len(_MAGIC)]!r}; is it of another version?"
+        raise _damaged(path, 0, text)
     if len(head) < _FILE.size or head[-4:] != struct.pack("<I", zlib.crc32(head[:-4])):
         raise _damaged(path, 0, "the checksum of its header is wrong")
     if head != _file_head(theirs, number):
@@ -554,5 +571,27 @@ def _newest_snapshot(folder: Path) -> int | None:
 
 def _damaged(path: Path, offset: int, what: str) -> JournalError:
     text = f"{path} is damaged at byte {offset}: {what}. Nothing was changed. Restore the file"
-    text += " from a copy, or go back to the last good record by `python -m paramserver recover"
-    return JournalError(f"{text} {path.parent}`.")
+    text += f" from a copy, or go back to the last good record by `{_remedy(path.parent)}`."
+    return JournalError(text)
+
+
+def _remedy(folder: Path) -> str:
+    """The command that takes a folder back, with those of the job's other servers."""
+    whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
+    return f"python -m paramserver recover {whole}"
+
+
+def _is_in(path: str, folder: Path) -> bool:
+    return Path(path).resolve().parent == folder.resolve()
+
+
+def _refuse_if_in_use(folder: Path) -> None:
+    for number in _numbers(folder, "journal")[-1:]:
+        path = _path(folder, "journal", number)
+        with path.open("r+b") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    text = f"{path} is in use by another process; stop that server first"
+                    raise RuntimeError(text) from error
