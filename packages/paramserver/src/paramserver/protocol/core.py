@@ -9,6 +9,7 @@ Notable:
 - `validate` checks a request, its sender and its log before anything changes or is written down.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -134,7 +135,9 @@ class Core:
         if kind in _WITH_LOG:
             log = Log.from_text(message.text)
             ledger = self._preview(log)
-        if kind is not Kind.JOIN and worker != OBSERVER:
+        if kind is Kind.JOIN:
+            self._check_join(worker, message)
+        elif worker != OBSERVER:
             self._check_sender(ledger, worker, message, session)
         return log
 
@@ -160,7 +163,7 @@ class Core:
             text = "" if self._elastic else f"; there are {self._workers} workers"
             raise ValueError(f"worker {worker} is unknown{text}: join first")
         again = f"the others go on without this worker: {worker} has joined again since"
-        if session is not None and session != member.sessions[-1]:
+        if session is not None and _public(session) != member.sessions[-1]:
             raise PeerLost(f"{again}, or this is another worker's sender")
         if message.kind in (Kind.BEAT, Kind.ABORT):
             return  # these belong to a session, whatever its epoch
@@ -288,7 +291,7 @@ class Core:
                 return self._newest(json.dumps([self.replica.staleness, self.replica.push_bytes]))
         raise ValueError(f"{m.kind!r} is no request")
 
-    def _join(self, worker: int, m: Message) -> Message:
+    def _check_join(self, worker: int, m: Message) -> None:
         replica = self.replica
         if m.text != replica.layout:
             text = f"worker {worker} has parameters of layout {m.text}, the server of layout "
@@ -297,13 +300,16 @@ class Core:
         if m.number != replica.shard.number:
             text = f"worker {worker} addresses server {m.number}, this is {replica.shard.number}"
             raise ValueError(f"{text}; give the servers in the order of their shards")
+
+    def _join(self, worker: int, m: Message) -> Message:
+        replica = self.replica
         if self._elastic:
             self.lost.pop(worker, None)
         if m.number:  # a server that is not the first has no say in who takes part
             return Message(Kind.OK, number=replica.base_version, position=replica.position)
         if self._elastic:
             # `clock` is the session here: a number that no other life of the worker has.
-            self.ledger.join(worker, m.clock)
+            self.ledger.join(worker, _public(m.clock))
             self._follow_own()
         member = self._member(worker)
         numbers = member.epoch, member.clock, replica.base_version, replica.position
@@ -398,3 +404,8 @@ class Core:
             raise
         if not self.is_first:
             self.ledger.forget(self.replica.position)
+
+
+def _public(session: int) -> int:
+    """What the log says of a session: anybody may read it, only one who joined knows the number."""
+    return int.from_bytes(hashlib.blake2b(str(session).encode(), digest_size=6).digest(), "big")

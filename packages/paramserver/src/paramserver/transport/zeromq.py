@@ -168,10 +168,8 @@ class ZeroMQServer:
         if message.kind is not Kind.JOIN:
             _, life, session = self._joined.get(worker, (b"", -1, -1))
             return session if life == received.life else received.life
-        for other, (name, _, session) in self._joined.items():
-            member = self.core.ledger.members.get(other)
-            current = member and member.active and member.sessions[-1:] == [session]
-            if name == received.name and other != worker and current:
+        for other, (name, _, _) in self._joined.items():
+            if name == received.name and other != worker and other in self.core.ledger.active:
                 raise PeerLost(f"this sender has joined as worker {other}, and is not {worker}")
         return message.clock
 
