@@ -154,11 +154,13 @@ def test_a_hugging_face_model_with_its_cache_on_is_scanned(family: str) -> None:
 def test_metrics_of_another_shape_are_refused() -> None:
     torch.manual_seed(0)
     model = AttentionOnly(vocabulary=12, context=6, d_model=8, layers=2, heads=2)
-    with pytest.raises(ValueError, match=r"the metric gave \(\) for 12 streams"):
+    with pytest.raises(ValueError, match=r"the metric returned \(\) for 12 streams"):
         patch_streams(model, "blocks.*", CLEAN, CORRUPTED, lambda x: x.sum())
-    with pytest.raises(ValueError, match="batch 0 holds no position"):
+    with pytest.raises(ValueError, match="expected batch >= 1, got 0"):
         patch_streams(model, "blocks.*", CLEAN, CORRUPTED, lambda x: x.sum((1, 2)), batch=0)
-    with pytest.raises(ValueError, match=r"the metric gave \(1, 6\); it must give one number"):
+    with pytest.raises(
+        ValueError, match=r"the metric returned \(1, 6\); it must return one number"
+    ):
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED, lambda out: out.sum(-1))
     with pytest.raises(ValueError, match="prompts of the same number and length"):
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED[:, :4], lambda out: out.sum())

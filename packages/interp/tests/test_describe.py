@@ -255,13 +255,13 @@ def test_a_property_that_is_found_or_given_is_carried(name: str, dtype: torch.dt
 def test_a_property_that_the_description_does_not_carry_is_refused(
     name: str, dtype: torch.dtype
 ) -> None:
-    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+    with pytest.raises(ValueError, match="no description of this Model has its logits"):
         describe(model_of(**REFUSED[name]).to(dtype), context=CONTEXT)
 
 
 @pytest.mark.parametrize("name", [k for k, (_, settings) in CARRIED.items() if settings])
 def test_a_setting_that_the_model_does_not_have_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+    with pytest.raises(ValueError, match="no description of this Model has its logits"):
         describe(model_of(), context=CONTEXT, **CARRIED[name][1])
 
 
@@ -447,9 +447,9 @@ def test_weights_that_are_moved_or_converted_are_not_used_again() -> None:
         ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
         ([[0, 1, 3, 4, 5]], "must count up by 1"),
         ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
-        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must lie within 0 and 31"),
-        ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); give integers \(1, 5\)"),
-        ([[0.0, 1, 2, 3, 4]], "give integers"),
+        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must be within 0 and 31"),
+        ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); pass integers \(1, 5\)"),
+        ([[0.0, 1, 2, 3, 4]], "pass integers"),
     ],
 )
 def test_position_ids_that_are_not_those_of_one_text_are_refused(

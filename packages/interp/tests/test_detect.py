@@ -114,7 +114,7 @@ def test_the_best_of_many_heads_of_noise_is_called_noise() -> None:
         for kind in ("previous", "duplicate", "induction"):
             above += found.best(kind).score > 1.5 * found.chance[kind]
             named += not found.best(kind).is_noise
-            assert bool(found.found(kind)) == (not found.best(kind).is_noise)
+            assert bool(found.significant(kind)) == (not found.best(kind).is_noise)
     assert above > 80  # of 180: what a chance level without heads in it would have named
     assert named <= 9  # 5 % of them, by the level
 
@@ -181,7 +181,7 @@ def test_at_most_one_head_in_twenty_of_random_models_is_found(prompts: str) -> N
         scores = detect_heads(patterns, tokens)
         heads += scores.scores["first"].numel()
         for kind in found:
-            found[kind] += len(scores.found(kind))
+            found[kind] += len(scores.significant(kind))
     assert all(count <= 0.05 * heads for count in found.values()), found
 
 
@@ -203,7 +203,7 @@ def test_windows_and_padding_do_not_make_heads_of_noise() -> None:
         first = detect_heads([window], tokens)
         second = detect_heads([padded], torch.cat([padding, tokens], 1), queries=mask)
         for kind in found:
-            found[kind] += len(first.found(kind)) + len(second.found(kind))
+            found[kind] += len(first.significant(kind)) + len(second.significant(kind))
     assert all(count <= 0.05 * 8 * 64 for count in found.values()), found
 
 
@@ -217,12 +217,12 @@ def test_heads_that_are_one_are_found_and_faint_ones_are_not() -> None:
     evenly = evenly / evenly.sum(-1, keepdim=True)
     heads = [share * perfect + (1 - share) * evenly for share in (0.0, 1.0, 0.5, 0.02)]
     found = detect_heads([torch.stack(heads).expand(4, -1, -1, -1)], tokens)
-    assert [(h.layer, h.head) for h in found.found("induction")] == [(0, 1), (0, 2)]
+    assert [(h.layer, h.head) for h in found.significant("induction")] == [(0, 1), (0, 2)]
     assert found.best("duplicate").is_noise
     # No token repeats: there is no such head, not a head of score nan.
     none = detect_heads([torch.stack(heads)[None, :, :12, :12].softmax(-1)], period)
     assert none.best("induction").is_noise
-    assert none.found("induction") == []
+    assert none.significant("induction") == []
 
 
 def test_successor_heads_are_found_from_their_weights() -> None:
@@ -233,7 +233,7 @@ def test_successor_heads_are_found_from_their_weights() -> None:
     ov[1, 2] = embed[chain[1:]].T @ torch.linalg.pinv(embed[chain[:-1]].T)
     circuits = full_ov(synthesize(ov, 16), embed, torch.linalg.pinv(embed).T)
     found = detect_heads([torch.eye(4).expand(1, 3, 4, 4)] * 2, successors=(circuits, chain))
-    assert [(h.layer, h.head, h.score) for h in found.found("successor")] == [(1, 2, 1.0)]
+    assert [(h.layer, h.head, h.score) for h in found.significant("successor")] == [(1, 2, 1.0)]
     others = found.scores["successor"].flatten()[:5]
     assert others.max() < 1
     backwards = detect_heads(

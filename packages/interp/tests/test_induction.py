@@ -60,7 +60,7 @@ def test_the_reference_says_what_followed() -> None:
 
 
 def test_the_exercise_in_nine_dimensions_copies_what_followed_on_every_sequence() -> None:
-    """a b c d a -> b: a match scores 10, the three others 0, so b gets e^10 / (e^10 + 3)."""
+    """For a b c d a -> b, a match scores 10, the three others 0, so b gets e^10 / (e^10 + 3)."""
     circuit = InductionExercise()
     assert circuit.previous_qk.shape == circuit.previous_ov.shape == (9, 9)
     said = circuit(torch.tensor([[0, 1, 2, 3, 0]]))

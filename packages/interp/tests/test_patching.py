@@ -119,7 +119,7 @@ def test_blocks_with_a_memory_are_refused() -> None:
             return x + self.calls
 
     model = nn.Sequential(Counts(), Counts())
-    with pytest.raises(ValueError, match=r"called again, .* give another stream"):
+    with pytest.raises(ValueError, match=r"called again, .* return another stream"):
         patch_streams(
             model, "*", torch.zeros(1, 2, 3), torch.ones(1, 2, 3), lambda stream: stream.sum((1, 2))
         )
@@ -143,7 +143,7 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
         found = ablate_parts(
             model, "blocks.*", site, CLEAN, metric, how=how, reference=given, heads=2, batch=1
         )
-        assert found.whole == pytest.approx(difference(model(CLEAN)).item())
+        assert found.baseline == pytest.approx(difference(model(CLEAN)).item())
         for layer in range(2):
             for head in range(2):
                 without = []
@@ -153,7 +153,7 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
                         without.append(difference(model(CLEAN)).item())
                 expected = sum(without) / len(without)
                 assert found.values[layer, head].item() == pytest.approx(expected, rel=1e-9)
-                effect = found.whole - expected
+                effect = found.baseline - expected
                 assert found.effect[layer, head].item() == pytest.approx(effect, abs=1e-12)
     whole = ablate_parts(model, "blocks.*", "attention", CLEAN, metric)
     with patch(model, {"blocks.1.attention": torch.zeros_like}):
@@ -162,7 +162,7 @@ def test_ablations_equal_a_forward_each_by_zero_by_mean_and_by_other_prompts() -
         ({"how": "median"}, "how 'median' is not one of"),
         ({"how": "mean"}, "how='mean' needs a reference="),
         ({"reference": reference}, "how='zero' takes no reference="),
-        ({"how": "resample", "reference": reference[:, :4]}, r"give \(n, 6\) tokens"),
+        ({"how": "resample", "reference": reference[:, :4]}, r"pass \(n, 6\) tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             ablate_parts(model, "blocks.*", "attention", CLEAN, metric, **wrong)

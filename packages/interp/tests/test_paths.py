@@ -239,9 +239,9 @@ def test_edges_that_are_none_are_refused() -> None:
     metric = logit_difference(None, decoder.unembed, 5, 8)
     with pytest.raises(ValueError, match=r"among the senders: embed, head 0\.0"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
-    with pytest.raises(TypeError, match=r"not of a Linear: describe\(\) it"):
+    with pytest.raises(TypeError, match=r"got a Linear; describe\(\) the model"):
         patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ask for them with exact=True"):
+    with pytest.raises(ValueError, match="pass exact=True"):
         edge_attribution(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
     with pytest.raises(ValueError, match=r"both must be \(1, seq\)"):
         attribute_parts(decoder, CLEAN, CORRUPTED[:, :3], metric)

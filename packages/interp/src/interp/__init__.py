@@ -1,11 +1,12 @@
-"""Which circuit does the work: transformer circuits, taps and patches for any nn.Module."""
+"""Interpretability of transformers: circuits, recording and patching for any `nn.Module`."""
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit
 from interp.decoder.attention_only import AttentionOnly
+from interp.decoder.checkpoint import load_decoder, load_gpt2
 from interp.decoder.decoder import Decoder
-from interp.decoder.describe import describe, load_decoder, load_gpt2
+from interp.decoder.describe import describe
 from interp.detect import detect_heads
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
