@@ -155,10 +155,10 @@ def peer(name: str, attention: str = "eager") -> torch.nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_transformers_own(name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     model = peer(name)
     expected = model(TOKENS).logits
-    # Their rotary angles and experts' shares are in float32 whatever the weights are in.
+    # Transformers computes rotary angles and routing weights in float32.
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
     described = describe(model)
     torch.testing.assert_close(described(TOKENS), expected, **close)
@@ -191,15 +191,15 @@ OLDER = {  # as configurations said it before transformers 5
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", OLDER)
-def test_older_configurations_say_what_transformers_reads_in_them(
+def test_older_configurations_are_read_as_transformers_reads_them(
     name: str, tmp_path: Path
 ) -> None:
     model = peer(name).float()
     model.save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
+    config_json = json.loads((tmp_path / "config.json").read_text())
     for newer in ("rope_parameters", "layer_types", "transformers_version"):
-        told.pop(newer, None)
-    (tmp_path / "config.json").write_text(json.dumps(told | OLDER[name]))
+        config_json.pop(newer, None)
+    (tmp_path / "config.json").write_text(json.dumps(config_json | OLDER[name]))
     theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = theirs(TOKENS).logits
     # The change is one: all but these two say what they said before.
@@ -227,7 +227,7 @@ def test_models_in_half_precision_are_described(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_heads_of_padded_prompts_are_those_of_bare_ones(attention: str) -> None:
+def test_scores_of_padded_prompts_equal_those_of_unpadded_ones(attention: str) -> None:
     tokens = TOKENS % 5
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
@@ -247,7 +247,7 @@ def test_heads_of_padded_prompts_are_those_of_bare_ones(attention: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_patterns_are_their_own_and_outputs_stay_equal_bit_by_bit(
+def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
     name: str, attention: str
 ) -> None:
     if attention == "sdpa" and name.startswith(("Gemma2", "GPTJ", "Bloom")):
@@ -274,7 +274,7 @@ def test_patterns_are_their_own_and_outputs_stay_equal_bit_by_bit(
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "GPTNeoXForCausalLM"])
-def test_patterns_are_weighted_by_what_they_let_through(name: str, attention: str) -> None:
+def test_patterns_are_weighted_by_value_norms(name: str, attention: str) -> None:
     model = peer(name, attention)
     decoder = describe(model)
     with record_patterns(model) as patterns, record(decoder, "blocks.*.attention.v") as seen:
@@ -282,10 +282,10 @@ def test_patterns_are_weighted_by_what_they_let_through(name: str, attention: st
         decoder(TOKENS)
     weighted = patterns.value_weighted()
     assert list(weighted) == list(patterns)
-    with record_patterns(decoder) as own:
+    with record_patterns(decoder) as reference:
         decoder(TOKENS)
     for key, value, mine in zip(
-        patterns, seen.values(), own.value_weighted().values(), strict=True
+        patterns, seen.values(), reference.value_weighted().values(), strict=True
     ):
         norms = value.unflatten(-1, (-1, 6)).norm(dim=-1).transpose(1, 2)  # (batch, heads, seq)
         norms = norms.repeat_interleave(4 // norms.shape[1], 1)
@@ -317,7 +317,7 @@ def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_lens_and_attribution_read_every_family(name: str) -> None:
+def test_lens_and_attribution_support_every_family(name: str) -> None:
     decoder = describe(peer(name))
     with record(decoder, "blocks.*", "norm:input") as seen:
         logits = decoder(TOKENS)
@@ -334,7 +334,7 @@ def test_lens_and_attribution_read_every_family(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_the_scan_equals_one_full_forward_each(name: str) -> None:
+def test_patch_streams_of_families_equals_one_forward_pass_per_patch(name: str) -> None:
     decoder = describe(peer(name))
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
@@ -358,7 +358,7 @@ def test_the_scan_equals_one_full_forward_each(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 @pytest.mark.parametrize("part", ["attention.o:input", "attention.q", "attention.k", "mlp_out"])
-def test_the_scan_of_heads_equals_one_full_forward_each(name: str, part: str) -> None:
+def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> None:
     decoder = describe(peer(name))
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
@@ -389,7 +389,7 @@ def test_the_scan_of_heads_equals_one_full_forward_each(name: str, part: str) ->
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
-def test_later_positions_alone_give_the_scan_of_whole_rows(name: str) -> None:
+def test_patching_affected_positions_equals_patching_whole_rows(name: str) -> None:
     decoder = describe(peer(name))
     corrupted = TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
@@ -418,15 +418,15 @@ def test_later_positions_alone_give_the_scan_of_whole_rows(name: str) -> None:
 
 
 @torch.no_grad()
-def test_what_a_patch_cannot_reach_is_not_computed_again() -> None:
-    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3)
-    metric = logit_difference(own.norm, own.unembed, 5, 8)
+def test_unaffected_positions_are_not_recomputed() -> None:
+    reference = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3)
+    metric = logit_difference(reference.norm, reference.unembed, 5, 8)
     flops = []
     for whole in (False, True):
-        seen = record(own, *["blocks.1.mlp"] * whole)
+        seen = record(reference, *["blocks.1.mlp"] * whole)
         with seen, FlopCounterMode(display=False) as counter:
             patch_parts(
-                own, "blocks.*", "attention.o:input", TOKENS[:1], TOKENS[1:], metric, heads=3
+                reference, "blocks.*", "attention.o:input", TOKENS[:1], TOKENS[1:], metric, heads=3
             )
         flops.append(counter.get_total_flops())
     assert flops[0] < 0.5 * flops[1]
@@ -434,7 +434,7 @@ def test_what_a_patch_cannot_reach_is_not_computed_again() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_several_pairs_give_the_mean_of_each(name: str) -> None:
+def test_several_pairs_return_their_mean(name: str) -> None:
     decoder = describe(peer(name))
     clean, corrupted = TOKENS, TOKENS.roll(3, 1)
     metrics = [logit_difference(decoder.norm, decoder.unembed, i, 8) for i in (5, 6)]
@@ -446,15 +446,17 @@ def test_several_pairs_give_the_mean_of_each(name: str) -> None:
         "estimates": partial(edge_attribution, decoder, receivers=[Node("final"), Node("k", 1, 1)]),
     }
     for run in scans.values():
-        each, both = [run(*pair) for pair in pairs], run(clean, corrupted, metrics)
-        torch.testing.assert_close(both.values, (each[0].values + each[1].values) / 2)
-        torch.testing.assert_close(both.per_pair, torch.stack([one.values for one in each]))
+        per_pair, both = [run(*pair) for pair in pairs], run(clean, corrupted, metrics)
+        torch.testing.assert_close(both.values, (per_pair[0].values + per_pair[1].values) / 2)
+        torch.testing.assert_close(
+            both.per_pair, torch.stack([single.values for single in per_pair])
+        )
         if isinstance(both, PatchingResult):
-            assert both.clean == pytest.approx((each[0].clean + each[1].clean) / 2)
+            assert both.clean == pytest.approx((per_pair[0].clean + per_pair[1].clean) / 2)
             assert both.recovered.shape == both.values.shape
     parts = [attribute_parts(decoder, *pair) for pair in pairs]
-    found = attribute_parts(decoder, clean, corrupted, metrics)
-    for part, values in found.items():
+    described = attribute_parts(decoder, clean, corrupted, metrics)
+    for part, values in described.items():
         torch.testing.assert_close(values, (parts[0][part] + parts[1][part]) / 2)
     without = [
         ablate_parts(decoder, "blocks.*", "mlp_out", pair[0], pair[2]).values for pair in pairs
@@ -503,8 +505,11 @@ def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name:
             torch.einsum("bqm,hmr,hrn,bqn->bhq", query, c.a, c.b, other) * attention.settings.scale
             for c, other in ((decoder.qk(distance)[1], key), (decoder.qk()[1], query))
         ]
-        place = torch.arange(distance, x.shape[1])
-        logs = pattern[:, :, place, place - distance].log() - pattern[:, :, place, place].log()
+        position_ids_ = torch.arange(distance, x.shape[1])
+        logs = (
+            pattern[:, :, position_ids_, position_ids_ - distance].log()
+            - pattern[:, :, position_ids_, position_ids_].log()
+        )
         torch.testing.assert_close(scores[0] - scores[1], logs, rtol=1e-5, atol=1e-5)
     ov = decoder.ov()[1]
     v = (x @ attention.v.weight.T).unflatten(-1, (attention.kv_heads, -1)).transpose(1, 2)
@@ -515,17 +520,19 @@ def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name:
     assert composition_scores(decoder.ov(), decoder.qk(1), kind="k").shape == (3, 4, 3, 4)
 
 
-def test_decoders_of_one_s_own_are_found_by_structure_and_checked(decoder: nn.Module) -> None:
+def test_custom_decoders_are_described_by_structure(decoder: nn.Module) -> None:
     tokens = TOKENS % 17
-    found = describe(decoder, rope_theta=100.0)
-    torch.testing.assert_close(found(tokens), decoder(tokens), rtol=1e-5, atol=1e-5)
-    assert found.layers[0].attention.q.weight.data_ptr() == decoder.layers[0].q.weight.data_ptr()
+    described = describe(decoder, rope_theta=100.0)
+    torch.testing.assert_close(described(tokens), decoder(tokens), rtol=1e-5, atol=1e-5)
+    assert (
+        described.layers[0].attention.q.weight.data_ptr() == decoder.layers[0].q.weight.data_ptr()
+    )
     with pytest.raises(ValueError, match=r"no description of this Decoder .* rope_theta="):
         describe(decoder)
     with pytest.raises(ValueError, match="theta: not among rope_theta, heads"):
         describe(decoder, theta=100.0)
-    own = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3)
-    torch.testing.assert_close(describe(own)(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
+    reference = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3)
+    torch.testing.assert_close(describe(reference)(TOKENS), reference(TOKENS), rtol=1e-5, atol=1e-5)
 
 
 class FusedBlock(nn.Module):
@@ -562,20 +569,23 @@ class Fused(nn.Module):
         return self.lm_head(self.ln_f(x)), None
 
 
-def test_fused_weights_of_either_orientation_and_a_tied_head_are_found() -> None:
+def test_fused_weights_of_both_orientations_and_tied_heads_are_described() -> None:
     torch.manual_seed(0)
     model = Fused()
-    found = describe(model)
-    torch.testing.assert_close(found(TOKENS), model(TOKENS)[0], rtol=1e-5, atol=1e-5)
-    assert found.unembed.weight is found.embed.weight
-    with record_patterns(model) as patterns, record(found, "blocks.*.attention.pattern") as seen:
+    described = describe(model)
+    torch.testing.assert_close(described(TOKENS), model(TOKENS)[0], rtol=1e-5, atol=1e-5)
+    assert described.unembed.weight is described.embed.weight
+    with (
+        record_patterns(model) as patterns,
+        record(described, "blocks.*.attention.pattern") as seen,
+    ):
         model(TOKENS)
-        found(TOKENS)
+        described(TOKENS)
     for ours, pattern in zip(seen.values(), patterns.values(), strict=True):
         torch.testing.assert_close(ours, pattern)
 
 
-def test_the_suite_s_decoder_is_found() -> None:
+def test_decoder_of_the_suite_is_described() -> None:
     suite = pytest.importorskip("llmsys_suite.model", reason="the suite, which uses this package")
     torch.manual_seed(0)
     config = suite.ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=37)
@@ -586,11 +596,11 @@ def test_the_suite_s_decoder_is_found() -> None:
     assert list(patterns) == ["blocks.0.attention", "blocks.1.attention"]
 
 
-def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         load_decoder(tmp_path)
     peer("LlamaForCausalLM").save_pretrained(tmp_path)
-    told = json.loads((tmp_path / "config.json").read_text())
+    config_json = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
         ({"num_hidden_layers": 4}, "holds 3 layers, its config.json says 4"),
@@ -599,16 +609,16 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"hidden_act": "mish"}, "activation 'mish' is not one of silu"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type 'dynamic'"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(told | change))
+        (tmp_path / "config.json").write_text(json.dumps(config_json | change))
         with pytest.raises(ValueError, match=message):
             load_decoder(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
     state = load_file(tmp_path / "model.safetensors")
-    one = state.pop("model.layers.1.mlp.up_proj.weight")
+    single = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layer 1 has no mlp\.up\.weight, others have"):
         load_decoder(tmp_path)
-    state |= {"model.layers.1.mlp.up_proj.weight": one, "model.extra": one.clone()}
+    state |= {"model.layers.1.mlp.up_proj.weight": single, "model.extra": single.clone()}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.extra .* has no known role"):
         load_decoder(tmp_path)
@@ -628,7 +638,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
-def test_torch_s_own_attention_and_generation_are_tapped() -> None:
+def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
     torch.manual_seed(0)
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
     with record_patterns(attention) as patterns:
@@ -650,16 +660,16 @@ def test_torch_s_own_attention_and_generation_are_tapped() -> None:
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM", "OPTForCausalLM"]
 )
-def test_padded_prompts_give_their_logits_and_are_patched_as_without_padding(name: str) -> None:
+def test_padded_prompts_have_the_same_logits_and_patches_as_unpadded_ones(name: str) -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
     model = peer(name, "sdpa")
     decoder = describe(model)
     seen, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
     columns = torch.arange(13).expand(2, -1)
-    for place in (positions, columns):
+    for position_ids_ in (positions, columns):
         theirs, ours = (
-            m(TOKENS, attention_mask=mask, position_ids=place) for m in (model, decoder)
+            m(TOKENS, attention_mask=mask, position_ids=position_ids_) for m in (model, decoder)
         )
         torch.testing.assert_close(ours[seen], theirs.logits[seen], rtol=1e-5, atol=1e-5)
         assert ours.isfinite().all()
@@ -712,11 +722,13 @@ def test_padded_prompts_give_their_logits_and_are_patched_as_without_padding(nam
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_prompts_after_a_cached_prefix_are_patched_as_whole_ones(name: str) -> None:
+def test_prompts_after_a_cached_prefix_have_the_same_patches_as_whole_ones(name: str) -> None:
     model = peer(name, "sdpa")
-    blocks, part = ("transformer.h.*", "attn.c_proj:input") if "GPT2" in name else (
-        "model.layers.*", "self_attn.o_proj:input"
-    )  # fmt: skip
+    blocks, part = (
+        ("transformer.h.*", "attn.c_proj:input")
+        if "GPT2" in name
+        else ("model.layers.*", "self_attn.o_proj:input")
+    )
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [6, 8]] = torch.tensor([1, 2])
     cache = model(clean[:, :5], use_cache=True).past_key_values
@@ -734,7 +746,7 @@ def test_prompts_after_a_cached_prefix_are_patched_as_whole_ones(name: str) -> N
 
 
 @torch.no_grad()
-def test_padding_is_seen_in_the_patterns() -> None:
+def test_patterns_of_padded_prompts_equal_output_attentions() -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
     # In float64 their written-out attention of a padded prompt is nan.
@@ -747,7 +759,7 @@ def test_padding_is_seen_in_the_patterns() -> None:
         torch.testing.assert_close(ours[:, :, 4:], pattern[:, :, 4:], rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_stays_behind_when_a_block_that_taps_patterns_fails() -> None:
+def test_record_patterns_removes_hooks_after_an_exception() -> None:
     model = peer("LlamaForCausalLM")
     with pytest.raises(ZeroDivisionError), record_patterns(model):
         raise ZeroDivisionError

@@ -170,7 +170,7 @@ def attribution(
 
 
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return `(gain, shift, centered)`, norm(x) = gain * P x + shift; `gain` has 1 / s(x).
+    """Return `(gain, shift, centered)` with norm(x) = gain * P x + shift.
 
     Any callable of that form is accepted. Raises ValueError for others.
     """
@@ -190,8 +190,8 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     ).clamp_min(torch.finfo(x.dtype).tiny)
     if not _close(scale * projected, moved):
         raise ValueError(
-            "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are not "
-            "a sum of terms; patch the components instead"
+            "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are "
+            "not a sum of terms; patch the components instead"
         )
     return gain * scale, shift.expand_as(x), centered
 

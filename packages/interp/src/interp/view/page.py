@@ -156,7 +156,7 @@ def _patterns(
             )
         if not bool(((heads >= 0) & (heads <= 1 + 1e-3)).all()):
             raise ValueError(
-                f"the pattern of layer {name} is not within 0 and 1; pass patterns after the softmax"
+                f"the pattern of layer {name} is not within 0 and 1; pass it after the softmax"
             )
         levels = (
             (heads.detach().float() * 255).round().clamp(0, 255).to(torch.uint8).cpu().contiguous()
@@ -167,7 +167,7 @@ def _patterns(
 
 
 def _distinguishing_parts(names: list[str]) -> list[str]:
-    """Return names without common parts: 0 and 1 for blocks.0.pattern and blocks.1.pattern."""
+    """Return names without common parts: 0 for blocks.0.pattern, 1 for blocks.1.pattern."""
     parts = [name.split(".") for name in names]
     if len(names) < 2 or len({len(p) for p in parts}) > 1:
         return names
