@@ -162,6 +162,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
     described = describe(model)
     torch.testing.assert_close(described(TOKENS), expected, **close)
+    lengths = {comparison.length for comparison in described.comparisons}
+    assert {1, described.settings.context} <= lengths
+    assert all(comparison.error <= comparison.tolerance for comparison in described.comparisons)
     model.save_pretrained(tmp_path)
     loaded = load_decoder(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(loaded(TOKENS), expected, **close)
