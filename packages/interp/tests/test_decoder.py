@@ -454,6 +454,10 @@ def test_several_pairs_return_their_mean(name: str) -> None:
         torch.testing.assert_close(
             both.per_pair, torch.stack([single.values for single in per_pair])
         )
+        difference = (per_pair[0].values - per_pair[1].values).abs()
+        torch.testing.assert_close(both.standard_error, difference / 2)
+        with pytest.raises(ValueError, match="at least 2 pairs of prompts"):
+            per_pair[0].standard_error  # noqa: B018
         if isinstance(both, PatchingResult):
             assert both.clean == pytest.approx((per_pair[0].clean + per_pair[1].clean) / 2)
             assert both.recovered.shape == both.values.shape

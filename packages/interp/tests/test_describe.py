@@ -373,13 +373,28 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": SMALL
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
        "num_key_value_heads": 2},
+    "GraniteForCausalLM": SMALL
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0,
+       "pad_token_id": None},
+    "FalconForCausalLM": {
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "new_decoder_architecture": True, "num_kv_heads": 2,
+        "bos_token_id": None, "eos_token_id": None,
+    },
+    "OPTForCausalLM": {
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "ffn_dim": 20, "max_position_embeddings": 32, "word_embed_proj_dim": 24,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "CohereForCausalLM": SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    "StableLmForCausalLM": SMALL | {"hidden_size": 32},
 }  # fmt: skip
 
 
-def family(name: str) -> nn.Module:
+def family(name: str, **options: object) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     model_class = getattr(transformers, name)
-    config = model_class.config_class(**FAMILIES[name])
+    config = model_class.config_class(**(FAMILIES[name] | options))
     config._experts_implementation = "eager"
     torch.manual_seed(0)
     return model_class(config).eval()
@@ -394,6 +409,28 @@ def change_in_place(parameter: nn.Parameter, how: str) -> None:
     else:
         with torch.no_grad():
             parameter.mul_(1.5).add_(0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 12}, "word_embed_proj_dim = 12"),
+        ("FalconForCausalLM", {"alibi": True}, "alibi = True is not supported"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, r"q_layernorm.* has no known role"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic' is not one of",
+        ),
+    ],
+)
+def test_unsupported_options_of_families_are_refused(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        describe(family(name, **options))
 
 
 @pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
@@ -424,13 +461,15 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
                 folded(tokens)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM"]
+)
 def test_families_without_folded_or_interleaved_weights_share_all_weights(name: str) -> None:
     model = family(name)
     decoder = describe(model)
-    gpt2 = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for parameter in decoder.parameters():
-        assert parameter.untyped_storage().data_ptr() in gpt2
+        assert parameter.untyped_storage().data_ptr() in shared
 
 
 def test_moved_or_converted_weights_are_refused() -> None:
