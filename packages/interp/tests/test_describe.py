@@ -386,8 +386,10 @@ FAMILIES = {
         "ffn_dim": 20, "max_position_embeddings": 32, "word_embed_proj_dim": 24,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     },
-    "CohereForCausalLM": SMALL | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
-    "StableLmForCausalLM": SMALL | {"hidden_size": 32},
+    "CohereForCausalLM": SMALL
+    | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
+       "pad_token_id": None},
+    "StableLmForCausalLM": SMALL | {"hidden_size": 32, "num_key_value_heads": 2},
 }  # fmt: skip
 
 
