@@ -84,6 +84,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": COMMON
     | WINDOW
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Gemma3ForCausalLM local": COMMON
+    | WINDOW
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "Phi3ForCausalLM": COMMON,
     "GPTNeoXForCausalLM": {k: v for k, v in COMMON.items() if k != "num_key_value_heads"},
     "GPTNeoXForCausalLM sequential": {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}
@@ -189,6 +192,10 @@ OLDER = {  # as configurations said it before transformers 5
         "max_window_layers": 1,
     },
     "MistralForCausalLM": {},
+    "MixtralForCausalLM": {},
+    "CohereForCausalLM": {},
+    "Olmo3ForCausalLM": {},
+    "Gemma3ForCausalLM local": {"sliding_window_pattern": 2},
 }  # fmt: skip
 
 
@@ -205,8 +212,8 @@ def test_older_configurations_are_read_as_transformers_reads_them(
     (tmp_path / "config.json").write_text(json.dumps(config_json | OLDER[name]))
     theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = theirs(TOKENS).logits
-    # The change is one: all but these two say what they said before.
-    same = name in ("MistralForCausalLM", "GPTNeoXForCausalLM sequential")
+    # These configurations have the same meaning without the removed keys; the others change.
+    same = OLDER[name] == {} or name in ("GPTNeoXForCausalLM sequential", "Gemma3ForCausalLM local")
     assert torch.allclose(expected, model(TOKENS).logits) == same
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
     torch.testing.assert_close(load_decoder(tmp_path)(TOKENS), expected, **close)
