@@ -46,8 +46,8 @@ recompute the softmax of patched queries and keys and linearize only what follow
 `edge_attribution(exact=True)` reports the error of each edge.
 
 All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
-pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair in
-`per_pair`, and their `standard_error`.
+pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair
+in `per_pair`, and their `standard_error`.
 
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit
