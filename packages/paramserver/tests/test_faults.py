@@ -171,10 +171,10 @@ def test_workers_see_a_dead_server():
     ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
     theirs.close()
     with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
-        RemoteConnection(ours, 1.0).ask(pull)
+        RemoteConnection(ours, 1.0).request(pull)
     ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
     with pytest.raises(TimeoutError, match=r"server 7 did not answer for 0\.1 s"):
-        RemoteConnection(ours, 0.1).ask(pull)
+        RemoteConnection(ours, 0.1).request(pull)
     assert theirs.receive() == pull
 
 

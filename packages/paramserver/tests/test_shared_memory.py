@@ -9,7 +9,7 @@ from paramserver import Asynchronous, Server, Worker
 from paramserver.partition import partition
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.pieces import PIECE, Finite
+from paramserver.transport.pieces import PIECE, FiniteCheck
 from paramserver.transport.shared_memory import channel_pairs
 from torch import nn
 
@@ -66,7 +66,7 @@ def test_what_is_read_while_updates_come_is_one_version(group, monkeypatch, upda
     assert reader.pull() == 1
     assert torch.equal(reader.module.x, torch.ones(ELEMENTS))
     home = server.core.replica._buffer.data_ptr()
-    assert home == server.core.given.data_ptr()
+    assert home == server.core.answer_data.data_ptr()
     assert len(copied) == (2 if updates else 1)
     assert reader.pull() == 1 + updates
     assert torch.equal(reader.module.x, torch.full((ELEMENTS,), 1.0 + updates))
@@ -140,8 +140,8 @@ def test_sums_know_what_is_finite(dtypes):
         data = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         if bad is not None:
             shard.views(data)[-1][bad] = float("nan")
-        finite = Finite(shard, data)
+        finite = FiniteCheck(shard, data)
         for stop in (64, 64, 1000, len(data)):
-            assert not finite.surely()  # not before all is seen
-            finite.see(stop)
-        assert finite.surely() == (bad is None and len(dtypes) == 1)
+            assert not finite.is_certain()  # not before all is seen
+            finite.update(stop)
+        assert finite.is_certain() == (bad is None and len(dtypes) == 1)

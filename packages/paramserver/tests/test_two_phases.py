@@ -77,11 +77,11 @@ class Mortal:
         self.parameters, self.gradients = connection.parameters, connection.gradients
         self.read = connection.read
 
-    def ask(self, message, written=()):
+    def request(self, message, written=()):
         if self._life["requests"] == 0:
             raise Dies
         self._life["requests"] -= 1
-        return self._connection.ask(message, written)
+        return self._connection.request(message, written)
 
 
 @settings(max_examples=80)
@@ -307,7 +307,7 @@ def test_a_run_ends_well_however_much_slower_one_worker_is(transport):
 
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
-    monkeypatch.setattr("paramserver.server._SIGN_OF_LIFE", 0.1)
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.1)
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
     channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})

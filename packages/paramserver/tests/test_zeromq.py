@@ -29,7 +29,7 @@ from paramserver import (
     run,
 )
 from paramserver.running import supervise
-from paramserver.running.supervise import final, join_servers, open_server
+from paramserver.running.supervise import read_final_state, join_servers, open_server
 from paramserver.transport.zeromq import Keys
 from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
 
@@ -118,7 +118,7 @@ def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeyp
     def kill_and_ask(*asked):
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)
-        return final(*asked)
+        return read_final_state(*asked)
 
     monkeypatch.setattr(supervise, "final", kill_and_ask)
     result = run(
@@ -214,7 +214,7 @@ def test_garbage_and_half_messages_disturb_nobody(served):
     stranger.close(linger=0)
     context.term()
     slow.close()
-    assert final(job_of(), [server.address])[0].version == 5
+    assert read_final_state(job_of(), [server.address])[0].version == 5
 
 
 SERVE_WITH_FEW_FILES = """
@@ -246,7 +246,7 @@ def test_slow_strangers_in_every_place_keep_nobody_out_for_long(tmp_path):
                 assert count(late, 50, 0.0) == 50
                 late.leave()
                 late.finish = lambda: None
-        assert final(job_of(), [address])[0].version == 100
+        assert read_final_state(job_of(), [address])[0].version == 100
         assert server.poll() is None
     finally:
         server.kill()
@@ -331,7 +331,7 @@ def test_workers_join_and_leave_while_others_train(served):
         count(first, 6, 0.0)
     with join_servers(job_of(), 1, [server.address]) as again:
         assert again.pushes == 4  # where it was in its data
-    assert final(job_of(), [server.address])[0].version == 10
+    assert read_final_state(job_of(), [server.address])[0].version == 10
 
 
 def test_a_server_that_begins_at_random_goes_on_with_what_it_began_with(tmp_path):
