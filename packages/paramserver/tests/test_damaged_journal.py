@@ -244,7 +244,7 @@ def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(w
             flipped[offset] ^= 4
             (copy / name).write_bytes(flipped)
             if name == "journal-00000000" and offset < 28:  # nothing lies before it
-                with pytest.raises(JournalError, match=r"nothing to go back to.*copy"):
+                with pytest.raises(JournalError, match=r"no good record to go back to.*copy"):
                     recover(copy)
                 shutil.rmtree(copy)
                 continue
