@@ -313,7 +313,7 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
         push(workers[0])
     with pytest.raises(RuntimeError, match="worker 0 pushed twice in one bulk-synchronous step"):
-        workers[0]._drive(workers[0]._session.push())  # without the look beforehand
+        workers[0]._run_requests(workers[0]._session.push())  # without the look beforehand
     workers[1].pull()
     push(workers[1])
     assert workers[1].pull() == workers[0].pull() == 1

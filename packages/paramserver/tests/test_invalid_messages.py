@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import Asynchronous, BulkSynchronous, Job, Server, StaleSynchronous
 from paramserver.protocol.messages import Kind, Message
-from paramserver.running.serving import answer
-from paramserver.running.supervise import read_final_state, join_servers, open_server
+from paramserver.running.serving import answer_requests
+from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.shared_memory import channel_pairs
 from test_zeromq import ONE, Vector, count
 
@@ -129,7 +129,7 @@ class Player:
         self.server._receive(
             [SimpleNamespace(bytes=f, buffer=memoryview(bytearray(f))) for f in frames]
         )
-        self.server._look(0.0)
+        self.server._retry_waiting(0.0)
 
     def was_refused(self, frames):
         """Whether the message had no effect, by what was answered, or by its kind."""
@@ -301,7 +301,7 @@ def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
     worker._pipe.send_bytes(raw)
     worker._pipe.close()
-    answer(server, 0, channel)
+    answer_requests(server, 0, channel)
     assert state_of(server) == before
     assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
     assert raw == INVALID[-1] or "sent an invalid message" in server.core.failure

@@ -252,7 +252,9 @@ def test_integers_round_each_element_by_half_a_step(values, bits):
         assert error <= step * 0.5 + 1e-6 * block.abs().max()
 
 
-@given(values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=300), fraction=st.floats(0.01, 0.25))
+@given(
+    values=st.lists(st.floats(-1e6, 1e6, width=32), max_size=300), fraction=st.floats(0.01, 0.25)
+)
 def test_top_k_keeps_the_largest_as_they_are(values, fraction):
     values = torch.tensor(values)
     decoded = TopK(fraction).decode(TopK(fraction).encode(values), len(values))
@@ -314,7 +316,7 @@ def test_local_steps_need_an_optimizer_and_a_number():
         Worker(model(), [], local=LocalSteps(2))
     with pytest.raises(ValueError, match="a multiple of the 2 fragments, got 5"):
         LocalSteps(5, fragments=2)
-    with pytest.raises(ValueError, match="expected overlap < 2, .* got 2"):
+    with pytest.raises(ValueError, match=r"expected overlap < 2, .* got 2"):
         LocalSteps(4, fragments=2, overlap=2)
     with pytest.raises(ValueError, match="expected 0 <= alpha <= 1, got 2"):
         LocalSteps(4, alpha=2)
@@ -322,7 +324,7 @@ def test_local_steps_need_an_optimizer_and_a_number():
         Server(dict(model().named_parameters()), SGD, LocalSteps(90, fragments=90), workers=1)
     with pytest.raises(ValueError, match="expected 4 or 8 bits per element, got 5"):
         Integers(5)
-    with pytest.raises(ValueError, match="expected 0 < fraction <= 0.25, got 0"):
+    with pytest.raises(ValueError, match=r"expected 0 < fraction <= 0\.25, got 0"):
         TopK(0)
 
 

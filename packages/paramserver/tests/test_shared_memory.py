@@ -78,7 +78,7 @@ def test_who_has_read_costs_an_update_nothing_and_who_dies_reading_holds_up_nobo
     reader.pull()
     push(writer, -1.0)
     assert not arena.any()  # nothing was kept for it
-    reader._drive(reader._session.pull())  # it is promised version 1, and never reads it
+    reader._run_requests(reader._session.pull())  # it is promised version 1, and never reads it
     push(writer, -1.0)
     push(writer, -1.0)
     assert writer.pull() == server.version == 3
@@ -118,7 +118,7 @@ def test_a_worker_that_fails_while_it_writes_is_lost_by_name_and_nothing_is_appl
         yield PIECE
         raise MemoryError("no room for a gradient")
 
-    monkeypatch.setattr(fails._payload, "_written", half_written)
+    monkeypatch.setattr(fails._payload, "_write_dense", half_written)
     with pytest.raises(MemoryError), fails:
         push(fails, 1.0)
     until = time.monotonic() + 10

@@ -140,7 +140,7 @@ def half_a_push(worker):
         values.append(worker.module.value())
         if worker.rank == 1 and step == 2:
             worker.module.x.grad = torch.full_like(worker.module.x, -1.0)
-            worker._ask(next(worker._session.push())[0])
+            worker._request(next(worker._session.push())[0])
             os._exit(3)
         worker.module.push_one(worker)
     return values
@@ -365,7 +365,9 @@ def test_a_silent_worker_is_left_behind_where_that_was_asked_for():
         worker.pull()
     group[0].module.push_one(group[0])
     assert group[0].pull() == 1
-    with pytest.raises(PeerLost, match=r"training continues without this worker: worker 1 is gone at clock 0"):
+    with pytest.raises(
+        PeerLost, match=r"training continues without this worker: worker 1 is gone at clock 0"
+    ):
         group[1].module.push_one(group[1])
 
 
@@ -430,7 +432,9 @@ def test_a_log_of_garbage_is_refused(text):
 
 @pytest.mark.parametrize("text", ["[]", "7", "[1,2,3,4,5,6,7]", '[1,2,3,4,5,"x","y"]', "{", ""])
 def test_a_message_of_garbage_is_refused(text):
-    with pytest.raises(ValueError, match=r"expected the fields of a message|is not a valid Kind|Expecting"):
+    with pytest.raises(
+        ValueError, match=r"expected the fields of a message|is not a valid Kind|Expecting"
+    ):
         Message.from_text(text)
 
 

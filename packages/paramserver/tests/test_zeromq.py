@@ -29,7 +29,7 @@ from paramserver import (
     run,
 )
 from paramserver.running import supervise
-from paramserver.running.supervise import read_final_state, join_servers, open_server
+from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.zeromq import Keys
 from paramserver_training import SGD, assert_equal_parameters, fail, model, train, train_alone
 
@@ -120,7 +120,7 @@ def test_a_server_that_is_killed_when_all_have_finished_is_started_again(monkeyp
         os.kill(victim.pid, signal.SIGKILL)
         return read_final_state(*asked)
 
-    monkeypatch.setattr(supervise, "final", kill_and_ask)
+    monkeypatch.setattr(supervise, "read_final_state", kill_and_ask)
     result = run(
         count, Vector(2), ONE, Asynchronous(), args=(3, 0.0), workers=2, servers=2,
         transport="zeromq", restarts=1, timeout=30.0,
@@ -160,7 +160,7 @@ def test_a_dead_worker_is_named_where_nobody_is_started_again():
 
 
 def test_only_zeromq_starts_anybody_again():
-    with pytest.raises(ValueError, match="use transport='zeromq'"):
+    with pytest.raises(ValueError, match="expected transport 'zeromq'"):
         run(train, model(), SGD, restarts=1)
 
 
