@@ -1,4 +1,4 @@
-"""What every test folder shares: pytest finds this file from any of them."""
+"""Settings and options of all tests. pytest finds this file from any test folder."""
 
 import gc
 import os
@@ -6,20 +6,36 @@ from pathlib import Path
 
 from hypothesis import settings
 
-# One thread a process: many small operators on two cores spend their time in barriers otherwise.
+# One thread per process: otherwise many small operators on two cores spend their time in barriers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Where there is no GPU, Triton's kernels run in its interpreter. It reads this when it is imported,
-# and any test file may be the first to import it.
+# Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable when it is
+# imported, and any test file may be the first to import it.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A busy machine is no failure: an example may take the time it takes. `make test` draws the same
-# examples everywhere, so that who changes nothing breaks nothing; `--hypothesis-profile explore`,
-# as in `make test-exhaustive`, draws others each time.
+# An example has no deadline, because a busy machine is not a failure. `make test` draws the same
+# examples on every machine; `--hypothesis-profile explore`, which `make test-exhaustive` passes,
+# draws new examples in each run.
 settings.register_profile("explore", parent=settings(), deadline=None)
-settings.register_profile("same everywhere", settings.get_profile("explore"), derandomize=True)
-settings.load_profile("same everywhere")
+settings.register_profile("reproducible", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("reproducible")
+
+
+def pytest_addoption(parser):
+    """Add `--seed-offset`, which finds tests whose outcome depends on one random draw."""
+    parser.addoption(
+        "--seed-offset", type=int, default=0, help="add this number to every seed that a test sets"
+    )
+
+
+def pytest_configure(config):
+    """Apply `--seed-offset` in this process; worker processes read it from the environment."""
+    offset = config.getoption("--seed-offset")
+    if offset:
+        import seed_offset
+
+        seed_offset.install(offset)
 
 
 def pytest_collection_finish():

@@ -1,10 +1,11 @@
-"""Hosts on one machine: network namespaces joined by links whose rate is a number we choose.
+"""Emulated hosts on one machine: network namespaces that are joined by links of a chosen rate.
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench --quick
 
 runs the command in each namespace, once or `--ranks` times, with torchrun's variables set (RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket holds each host's outgoing
-rate; the kernel's counters give the bytes that really crossed. It needs root and iproute2.
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME). A token bucket limits the rate at which
+each host sends; the kernel's counters give the bytes that crossed the link. It needs root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PORT = 29500  # free in every new namespace
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace: its interface `device` leads to all the others."""
+    """One network namespace, whose interface `device` leads to all other hosts."""
 
     number: int
     namespace: str
@@ -37,12 +38,12 @@ class Host:
         return subprocess.Popen(inside, text=True, **kwargs)  # type: ignore[call-overload,no-any-return]
 
     def sent_bytes(self) -> int:
-        """Bytes that left this host so far, headers included."""
+        """Return the number of bytes that left this host so far, headers included."""
         path = f"/sys/class/net/{self.device}/statistics/tx_bytes"
         return int(_run("ip", "netns", "exec", self.namespace, "cat", path))
 
     def environment(self, hosts: list[Host], ranks: int = 1, local: int = 0) -> dict[str, str]:
-        """What one of this host's `ranks` needs in order to meet the others over these links."""
+        """Return the environment with which a rank of this host joins the group of all hosts."""
         return {
             "RANK": str(self.number * ranks + local),
             "LOCAL_RANK": str(local),
@@ -54,11 +55,11 @@ class Host:
 
 
 def why_not() -> str:
-    """The reason why hosts cannot be emulated here; empty if they can."""
+    """Return the reason why this machine cannot emulate hosts, or an empty string if it can."""
     if sys.platform != "linux":
         return "network namespaces exist on linux only"
     if os.geteuid() != 0:
-        return "making network namespaces needs root"
+        return "creating network namespaces needs root"
     try:
         with emulated_hosts(2, "1gbit"):
             return ""
@@ -69,23 +70,23 @@ def why_not() -> str:
 
 @contextmanager
 def emulated_hosts(count: int, rate: str) -> Iterator[list[Host]]:
-    """`count` hosts on one switch, each sending at `rate` at the most ("2gbit", "500mbit")."""
+    """Provide `count` hosts on one switch; each sends at most at `rate`, such as "2gbit"."""
     tag = uuid.uuid4().hex[:6]
     switch = f"sw{tag}"
     hosts = [Host(i, f"h{tag}{i}", f"v{tag}{i}", f"10.77.0.{i + 1}") for i in range(count)]
-    made = []
+    namespaces = []
     try:
         _run("ip", "netns", "add", switch)
-        made.append(switch)
+        namespaces.append(switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "br0", "up", "mtu", "9000")
         for host in hosts:
             _run("ip", "netns", "add", host.namespace)
-            made.append(host.namespace)
+            namespaces.append(host.namespace)
             _connect(host, switch, rate)
         yield hosts
     finally:
-        for namespace in made:
+        for namespace in namespaces:
             subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 
@@ -97,7 +98,7 @@ def run_everywhere(
     *,
     seconds: float | None = None,
 ) -> list[int]:
-    """Run one command as `ranks` processes on every host, to the end; return their statuses."""
+    """Run a command as `ranks` processes on every host and return their exit statuses."""
     running = [
         host.popen(command, env={**environment, **host.environment(hosts, ranks, local)})
         for host in hosts
@@ -112,14 +113,14 @@ def run_everywhere(
 
 def _connect(host: Host, switch: str, rate: str) -> None:
     port, inside = f"p{host.device}", host.namespace
-    _run("ip", "link", "add", host.device, "netns", inside, "type", "veth",
-         "peer", "name", port, "netns", switch)  # fmt: skip
+    link = ("link", "add", host.device, "netns", inside, "type", "veth")
+    _run("ip", *link, "peer", "name", port, "netns", switch)
     _run("ip", "-n", switch, "link", "set", port, "master", "br0", "mtu", "9000", "up")
     _run("ip", "-n", inside, "addr", "add", f"{host.address}/24", "dev", host.device)
     _run("ip", "-n", inside, "link", "set", "lo", "up")
     _run("ip", "-n", inside, "link", "set", host.device, "mtu", "9000", "up")
-    _run("tc", "-n", inside, "qdisc", "add", "dev", host.device, "root",
-         "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")  # fmt: skip
+    token_bucket = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    _run("tc", "-n", inside, "qdisc", "add", "dev", host.device, "root", *token_bucket)
 
 
 def _run(*command: str) -> str:
@@ -127,14 +128,14 @@ def _run(*command: str) -> str:
 
 
 def main() -> int:
-    """Run one command on every emulated host; return the worst exit status."""
+    """Run one command on every emulated host and return the largest exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="2gbit")
     parser.add_argument("--ranks", type=int, default=1, help="processes on each host")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
-    # A launcher that is told to end takes its hosts along.
+    # On SIGTERM the context manager below still removes the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with emulated_hosts(arguments.hosts, arguments.rate) as hosts:
         return max(run_everywhere(hosts, arguments.command, os.environ, arguments.ranks))

@@ -1,7 +1,7 @@
 """Pin every package of the resolution exactly, in pyproject.toml.
 
-The lock itself is not committed: it would spell out the address of one package index. The pins and
-the date they were resolved at say the same without it.
+The lock is not committed, because it contains the address of a package index. The pins and the date
+of the resolution determine the same environment without it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# Where `uv run` started this, it says which uv that was.
+# `uv run` sets this variable to the path of the uv that it is.
 UV = os.environ.get("UV", "uv")
 PINS = re.compile(r"^constraint-dependencies = \[.*?\]$", re.DOTALL | re.MULTILINE)
 
 
 def pins_of(lock: dict[str, Any]) -> list[str]:
-    """One exact requirement for each package in a parsed uv.lock, the workspace's own left out."""
+    """Return an exact requirement per package of a parsed uv.lock, without workspace members."""
     pins = []
     for package in lock["package"]:
         if package["name"] in lock["manifest"]["members"]:
@@ -41,7 +41,7 @@ def write_pins(pyproject: Path, pins: list[str]) -> None:
 
 
 def main() -> None:
-    """Resolve anew without pins, then pin what came out."""
+    """Resolve without pins, and pin every package of the result."""
     pyproject = ROOT / "pyproject.toml"
     write_pins(pyproject, [])
     (ROOT / "uv.lock").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Bytes that a rank of `collectives` sends, counted where all its messages begin."""
+"""Count the bytes that a rank of `collectives` sends, at the call that starts all its messages."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ from collectives.algorithms.point_to_point import PointToPoint
 
 @contextmanager
 def counted():
-    """The bytes of each message that this rank sends inside, headers not counted."""
+    """Collect the payload bytes of each message that this rank sends in the block."""
     sent, start = [], PointToPoint._start
 
     def count(wire, sends, receives):

@@ -1,4 +1,4 @@
-"""The suite's own decoder as workloads of the bench, by the names of its sizes.
+"""The suite's decoder in two sizes, as workloads that `ddp.bench` can load by name.
 
 python -m ddp.bench --model suite_workloads:xl --designs "25 MB" --rounds 1
 """
@@ -14,7 +14,7 @@ def small(device: torch.device):
 
 
 def xl(device: torch.device):
-    """Two billion parameters in bfloat16: 4 GB of them a rank, and as much of gradients."""
+    """Return a model of two billion bfloat16 parameters: 4 GB per rank, and 4 GB of gradients."""
     return _decoder("xl", device, torch.bfloat16, tokens=4)
 
 
@@ -22,7 +22,7 @@ def _decoder(size: str, device: torch.device, dtype: torch.dtype, *, tokens: int
     from llmsys_suite.model import Decoder, ModelConfig
 
     torch.manual_seed(0)
-    # Drawn where it lies and in the dtype that it has: nothing is held twice.
+    # Parameters are created on their device in their dtype, so that no second copy exists.
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

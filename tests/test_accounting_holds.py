@@ -1,4 +1,4 @@
-"""What accounting predicts is what the running code of its siblings does, to the integer."""
+"""The predictions of accounting agree with measurements of the other packages' code."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ SINGLE_PRECISION = {"weights": "fp32", "gradients": "fp32", "activations": "fp32
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "medium", "large", "xl", "2.7B", "10B"])
-def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
+def test_parameters_and_flops_of_every_size_equal_torch_counts(size):
     config = RunConfig(size=size, rows=2, context=64)
     predicted = predict(config)
     with torch.device("meta"):
@@ -44,7 +44,7 @@ def test_parameters_and_flops_of_every_size_are_those_that_torch_counts(size):
 
 
 def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
-    """The bytes alive at the highest point of an AdamW step whose state is there already."""
+    """Return the peak of live bytes in an AdamW step whose optimizer state exists already."""
     shape = replace(ModelConfig.named(config.size, context=config.context), checkpoint=checkpointed)
     with torch.device(device):
         model = Decoder(shape, attention)
@@ -77,9 +77,9 @@ def predicted_peak(config, **options):
 def test_peak_memory_of_every_size_is_predicted_within_5_percent(size, rows, context, checkpointed):
     # The meta device allocates nothing, so that any size can be counted anywhere.
     config = RunConfig(size=size, rows=rows, context=context)
-    found = peak_of_second_step(config, plain_attention, "meta", checkpointed=checkpointed)
+    measured = peak_of_second_step(config, plain_attention, "meta", checkpointed=checkpointed)
     predicted = predicted_peak(config, flash=False, foreach=False, checkpointed=checkpointed)
-    assert predicted == pytest.approx(found, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -92,8 +92,8 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
     config = RunConfig(rows=rows, context=context)
     attention = F.scaled_dot_product_attention if flash else plain_attention
     options = {"checkpointed": checkpointed, "foreach": foreach}
-    found = peak_of_second_step(config, attention, "cpu", **options)
-    assert predicted_peak(config, flash=flash, **options) == pytest.approx(found, rel=0.10)
+    measured = peak_of_second_step(config, attention, "cpu", **options)
+    assert predicted_peak(config, flash=flash, **options) == pytest.approx(measured, rel=0.10)
 
 
 @pytest.mark.gpu
@@ -101,8 +101,8 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
 @pytest.mark.parametrize("size", ["tiny", "small", "medium"])
 def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
     config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
-    found = measured_peak_bytes(a_run(config))
-    assert predict(config).training_peak_bytes == pytest.approx(found, rel=0.05)
+    measured = measured_peak_bytes(a_run(config))
+    assert predict(config).training_peak_bytes == pytest.approx(measured, rel=0.05)
 
 
 def decoder():
@@ -114,14 +114,14 @@ def tokens():
     return torch.randint(0, 256, (2, CONTEXT))
 
 
-def bytes_given_to_ddp():
+def bytes_reduced_by_ddp():
     model = ddp.DDP(decoder(), bucket_size_mb=0.05)
     model.module.loss(tokens(), tokens()).backward()
     model.finish_gradient_synchronization()
     return model.meter.last.gradient_bytes
 
 
-def bytes_given_to_sharded_optimizer():
+def bytes_sent_by_sharded_optimizer():
     model = decoder()
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     optimizer.wire.bytes.clear()
@@ -131,20 +131,20 @@ def bytes_given_to_sharded_optimizer():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ddp_hands_over_the_predicted_gradient_bytes(world):
+def test_ddp_reduces_the_predicted_gradient_bytes(world):
     predicted = accounting.communication(MODEL, accounting.Plan(data=world), **SINGLE_PRECISION)
-    for handed in run_ranks(bytes_given_to_ddp, world):
-        assert handed == predicted["gradients"].payload
+    for sent in run_ranks(bytes_reduced_by_ddp, world):
+        assert sent == predicted["gradients"].payload
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_zero_hands_over_the_predicted_bytes_of_each_collective(world):
+def test_zero_sends_the_predicted_bytes_by_each_collective(world):
     plan = accounting.Plan(data=world, zero=1)
     predicted = accounting.communication(MODEL, plan, **SINGLE_PRECISION)
     by_operation = {c.operation: c.payload for c in predicted}
-    for handed in run_ranks(bytes_given_to_sharded_optimizer, world):
-        # Besides them an all-reduce of flags: which parameters have a gradient.
-        assert {name: handed[name] for name in by_operation} == by_operation
+    for sent in run_ranks(bytes_sent_by_sharded_optimizer, world):
+        # The optimizer also reduces flags that mark parameters with a gradient.
+        assert {name: sent[name] for name in by_operation} == by_operation
 
 
 class CountedAllReduce(TorchDispatchMode):
@@ -192,13 +192,13 @@ def bytes_of_tensor_parallel():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_tensor_parallel_reduces_the_predicted_bytes(world):
-    # The suite's embedding and head are whole on every rank.
+    # The suite replicates the embedding and the output head on every rank.
     blocks = replace(MODEL, vocab_size=0)
     predicted = accounting.communication(
         blocks, accounting.Plan(tensor=world), batch=ROWS, seq=CONTEXT, **SINGLE_PRECISION
     )
-    for handed in run_ranks(bytes_of_tensor_parallel, world):
-        assert handed == predicted.payload.total
+    for sent in run_ranks(bytes_of_tensor_parallel, world):
+        assert sent == predicted.payload.total
 
 
 def bytes_sent_by_pipeline():

@@ -1,4 +1,4 @@
-"""What sentences of the answers say of the rows beside them, so that new rows refute old words."""
+"""Sentences of the answers agree with the rows beside them; new rows refute old sentences."""
 
 import itertools
 
@@ -6,7 +6,9 @@ import pytest
 from workspace import script
 
 COMPUTED = script("computed")
-row, rows, result = COMPUTED.row, COMPUTED.rows, COMPUTED.result
+row = COMPUTED.row
+rows = COMPUTED.rows
+result = COMPUTED.result
 
 
 def kernels(context, phase):
@@ -17,24 +19,31 @@ def warm_up(process, warmup, batch=4):
     return row("warmup", process=process, warmup=warmup, batch=batch)
 
 
-def attention(seq, way, which, width=16):
-    return row("attention_time", seq=seq, head_dim=width, **{"pass": which})[f"{way}_ms"]
+def attention(seq, kernel, which, width=16):
+    return row("attention_time", seq=seq, head_dim=width, **{"pass": which})[f"{kernel}_ms"]
 
 
 def half(size, phase):
-    """Times as fast in bfloat16."""
+    """Return how many times as fast a phase is in bfloat16 as in float32."""
     full, less = (row("precision", size=size, dtype=dtype) for dtype in ("fp32", "bf16"))
     return full[f"{phase}_mean_ms"] / less[f"{phase}_mean_ms"]
 
 
 def two_hosts(design, column="step_ms"):
-    found = result("ddp", "two-hosts", case="step", workload="transformer", design=design)
-    return found[column]
+    measured = result("ddp", "two-hosts", case="step", workload="transformer", design=design)
+    return measured[column]
 
 
 def all_reduce(world, size, algorithm="auto"):
-    asked = {"case": "all_reduce", "algorithm": algorithm, "world": world, "size_bytes": size}
-    return result("collectives", "one-host", **asked)["busbw_gbps"]
+    measured = result(
+        "collectives",
+        "one-host",
+        case="all_reduce",
+        algorithm=algorithm,
+        world=world,
+        size_bytes=size,
+    )
+    return measured["busbw_gbps"]
 
 
 def bits(count, column):
@@ -58,29 +67,31 @@ def rates(optimizer, steps, noise, task="linear"):
 
 
 def swept(workload):
-    return [each for each in RESULTS if (each["case"], each["workload"]) == ("sweep", workload)]
+    return [row for row in RESULTS if (row["case"], row["workload"]) == ("sweep", workload)]
 
 
 def least(workload, column):
-    return min(swept(workload), key=lambda each: each[column])["design"]
+    return min(swept(workload), key=lambda entry: entry[column])["design"]
 
 
 def off(column):
-    """By how much a prediction misses the busy model's sweep, over all its buckets."""
-    return sum(abs(each[column] - each["after_backward_ms"]) for each in swept("busy_transformer"))
+    """Return by how much a prediction misses the sweep of the busy model, over all buckets."""
+    return sum(
+        abs(entry[column] - entry["after_backward_ms"]) for entry in swept("busy_transformer")
+    )
 
 
 RESULTS = script("measure").newest("ddp", "two-hosts")["rows"]
 PREDICTED = result("ddp", "two-hosts", case="prediction", workload="transformer")["predicted_mb"]
 STEP = row("layers", context=512)["drawn"]["training"]
-SIZES = [each for each in rows("sizes") if "backward_mean_ms" in each]
-MEMORY = {each["context"]: each for each in rows("layers")}
-PROMPTS = [each for each in rows("prompt_overfits") if each["step"] == 1500]
+SIZES = [entry for entry in rows("sizes") if "backward_mean_ms" in entry]
+MEMORY = {entry["context"]: entry for entry in rows("layers")}
+PROMPTS = [entry for entry in rows("prompt_overfits") if entry["step"] == 1500]
 NEAR = pytest.approx
 
-SAID = {
+SENTENCES = {
     "the backward pass takes about twice the forward pass": lambda: all(
-        1.5 < each["backward_mean_ms"] / each["forward_mean_ms"] < 3 for each in SIZES
+        1.5 < entry["backward_mean_ms"] / entry["forward_mean_ms"] < 3 for entry in SIZES
     ),
     "a cold process: one step of warm-up takes most of the deviation away": lambda: (
         warm_up("cold", 1)["forward_std_ms"]
@@ -94,9 +105,9 @@ SAID = {
         warm_up("cold", 0, 32)["forward_std_ms"] > 2 * warm_up("cold", 1, 32)["forward_std_ms"]
     ),
     "the same top operator forward and backward": lambda: all(
-        each["top_operators"].startswith("mm x ")
-        for each in rows("kernels")
-        if each["phase"] != "optimizer"
+        entry["top_operators"].startswith("mm x ")
+        for entry in rows("kernels")
+        if entry["phase"] != "optimizer"
     ),
     "an optimizer has no products": lambda: kernels(128, "optimizer")["matrix_products"] == 0,
     "softmax takes much time for its operations": lambda: (
@@ -119,10 +130,11 @@ SAID = {
         and MEMORY[512]["training_peak_mib"] > 1.1 * MEMORY[256]["training_peak_mib"]
     ),
     "under autocast more is held at the end of the forward pass": lambda: all(
-        each["forward_end_autocast_mib"] > each["forward_end_mib"] for each in MEMORY.values()
+        entry["forward_end_autocast_mib"] > entry["forward_end_mib"] for entry in MEMORY.values()
     ),
     "memory climbs, falls, and is flat in the optimizer": lambda: (
-        max(STEP, key=lambda each: each[1]) == next(each for each in STEP if each[0] == "backward")
+        max(STEP, key=lambda point: point[1])
+        == next(point for point in STEP if point[0] == "backward")
         and all(a < b for (_, a), (phase, b) in itertools.pairwise(STEP) if phase == "forward")
         and max(live for phase, live in STEP if phase == "optimizer")
         < 1.01 * min(live for phase, live in STEP if phase == "optimizer")
@@ -132,9 +144,9 @@ SAID = {
         == NEAR(3, abs=0.1)
     ),
     "what is held before the backward pass is the softmax and little else": lambda: all(
-        each["held_before_backward_mib"] < 1.2 * 4 * 8 * each["seq"] ** 2 / 2**20
-        for each in rows("attention_memory")
-        if each["seq"] >= 4096
+        entry["held_before_backward_mib"] < 1.2 * 4 * 8 * entry["seq"] ** 2 / 2**20
+        for entry in rows("attention_memory")
+        if entry["seq"] >= 4096
     ),
     "compiling: at 256 and 512 tokens the forward pass only pays": lambda: all(
         attention(seq, "compiled", "forward", width) > attention(seq, "plain", "forward", width)
@@ -149,12 +161,13 @@ SAID = {
         for width in (16, 128)
     ),
     "flashattn2 takes SDPA's time": lambda: all(
-        each["flashattn2_ms"] == NEAR(each["SDPA_ms"], rel=0.1) for each in rows("attention_time")
+        entry["flashattn2_ms"] == NEAR(entry["SDPA_ms"], rel=0.1)
+        for entry in rows("attention_time")
     ),
     "more processes cost the larger share where messages are short": lambda: all(
-        all_reduce(2, 1024, way) / all_reduce(6, 1024, way)
-        > all_reduce(2, 104857600, way) / all_reduce(6, 104857600, way)
-        for way in ("auto", "gloo")
+        all_reduce(2, 1024, algorithm) / all_reduce(6, 1024, algorithm)
+        > all_reduce(2, 104857600, algorithm) / all_reduce(6, 104857600, algorithm)
+        for algorithm in ("auto", "gloo")
     ),
     "flat gains nothing to speak of over naive": lambda: (
         two_hosts("flat") == NEAR(two_hosts("naive"), rel=0.1)
@@ -176,11 +189,11 @@ SAID = {
         == f"{PREDICTED} MB"
     ),
     "no fit is found of the short one, and that of the long one is the nearer": lambda: (
-        {each["fitted_ms"] for each in swept("transformer")} == {"-"}
+        {entry["fitted_ms"] for entry in swept("transformer")} == {"-"}
         and off("fitted_ms") < off("model_ms")
     ),
     "a prompt overfits, and a longer one further": lambda: (
-        all(each["loss_of_4_seen"] < each["loss_of_256_others"] - 1 for each in PROMPTS)
+        all(entry["loss_of_4_seen"] < entry["loss_of_256_others"] - 1 for entry in PROMPTS)
         and PROMPTS[1]["loss_of_4_seen"] < PROMPTS[0]["loss_of_4_seen"]
     ),
     "with label noise Adam's rate falls again, after 20 steps and after 100": lambda: all(
@@ -197,7 +210,7 @@ SAID = {
         for k in range(9)
     ),
     "layers lie between a flat distribution and a normal one": lambda: all(
-        0.289 < each["within_half_std"] < 0.383 for each in rows("digits", case="histogram")
+        0.289 < entry["within_half_std"] < 0.383 for entry in rows("digits", case="histogram")
     ),
     "the best run of each budget is off by a third at 1e24, and its sizes fall once": lambda: (
         optimum("best run of each", 1e24) / optimum("a parabola each", 1e24)
@@ -229,12 +242,13 @@ SAID = {
         for count in widths
     ),
     "palettes and grids are no faster, integer products are": lambda: (
-        max(compressed(each, "speedup_p50") for each in ("k-means, 4 bits", "linear, 4 bits")) < 1.1
+        max(compressed(method, "speedup_p50") for method in ("k-means, 4 bits", "linear, 4 bits"))
+        < 1.1
         and compressed("8 bits, activations too", "speedup_p50") > 1.2
     ),
 }
 
 
-@pytest.mark.parametrize("sentence", SAID)
-def test_the_rows_say_so_too(sentence):
-    assert SAID[sentence](), sentence
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_rows_agree_with_the_sentence(sentence):
+    assert SENTENCES[sentence](), sentence

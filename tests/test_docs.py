@@ -1,4 +1,4 @@
-"""The pages say what the code says: figures are computed again, calls typed, links followed."""
+"""Pages agree with the code: figures are recomputed, calls are executed, links are followed."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ def blocks(page, language):
 
 @pytest.fixture(scope="module")
 def at_the_root():
-    """Pages are typed from the root of a checkout."""
+    """Change to the root of the checkout, from which the calls on pages are executed."""
     before = Path.cwd()
     os.chdir(ROOT)
     yield
@@ -43,21 +43,23 @@ def at_the_root():
 
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_page_is_what_its_calls_give(name):
+def test_page_equals_the_output_of_its_calls(name):
     assert (DOCS / name).read_text() == COMPUTED.page(name)
 
 
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", WRITTEN)
-def test_every_call_on_a_page_can_be_typed_as_it_stands(name):
-    """Each section by itself: by a reader who has only it and a Python prompt."""
+def test_every_call_on_a_page_returns_the_value_beside_it(name):
+    # Each section alone, as by a reader who has only it and a Python prompt.
     calls = sum(map(typed_calls, COMPUTED.sections((DOCS / name).read_text())))
     assert calls >= {"answers.md": 240, "numerics.md": 8, "choosing.md": 8}.get(name, 0)
 
 
 def typed_calls(section):
-    """How many calls a section has, each of which gives what stands beside it."""
-    typed, heads, calls = {}, [], 0
+    """Execute the calls of a section, compare each with its value, and return their number."""
+    typed = {}
+    heads = []
+    calls = 0
     for part in re.split(r"^(```python\n.*?^```)$", section, flags=re.S | re.M):
         if part.startswith("```python"):
             COMPUTED.run(part.removeprefix("```python\n").removesuffix("```"), typed)
@@ -110,7 +112,7 @@ def test_every_test_that_pages_cite_exists():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
         reached = page.parent / target if target else page
         assert reached.exists(), target
@@ -159,13 +161,17 @@ def test_every_make_target_that_the_readme_names_does_something():
 def test_help_lists_every_target():
     makefile = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split()
-    # Within `make test` the inner make would say where it is.
+    # Inside `make test` the inner make would print its directory.
     outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
-    listed = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True,
+    done = subprocess.run(
+        ["make", "help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
         env={name: value for name, value in os.environ.items() if name not in outer},
-    ).stdout  # fmt: skip
-    assert [line.split()[0] for line in listed.splitlines()] == phony
+    )
+    assert [line.split()[0] for line in done.stdout.splitlines()] == phony
 
 
 def test_the_readme_s_uv_commands_run_as_written():
@@ -178,7 +184,7 @@ def test_the_readme_s_uv_commands_run_as_written():
             subprocess.run([program, *arguments], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_each_name_of_a_walk_is_in_the_file_that_it_links_to():
+def test_each_name_of_a_walk_is_defined_in_its_linked_file():
     text = (DOCS / "architecture.md").read_text().split("## A walk")[1].split("## The rules")[0]
     walks = re.findall(r"\*\*([a-z0-9-]+): .*?\*\*(.*?)(?=\n\n)", text, re.DOTALL)
     assert {package for package, _ in walks} == set(PACKAGES)
@@ -205,7 +211,7 @@ def test_shell_scripts_on_a_page_parse(page):
         assert done.returncode == 0, done.stderr
 
 
-def test_the_site_has_every_page_and_no_link_that_leads_nowhere(tmp_path):
+def test_site_has_every_page_and_no_broken_link(tmp_path):
     website = script("website")
     website.stage(tmp_path)  # an unknown target is an error
     for page in PAGES:
@@ -230,7 +236,7 @@ def test_the_site_is_built_with_every_public_name_and_can_be_searched():
         assert f"packages/{package}" in index
     for page in site.rglob("*.html"):
         assert 'class="problematic"' not in page.read_text(), page
-        # What begins with < is code that the page shows.
+        # A target that begins with < is part of code on the page.
         for target in re.findall(r'href="(?!https?:|#|mailto:)([^"#<]+)', page.read_text()):
             assert (page.parent / target.split("?")[0]).exists(), (page, target)
 
@@ -246,14 +252,14 @@ def test_commands_for_one_host_run_as_written(page):
             assert done.returncode == 0, done.stderr
 
 
-def test_what_the_measurements_import_is_there():
-    """They run for minutes, so what moved under them would be noticed late."""
+def test_imports_of_the_measurements_exist():
+    # `make test` does not run the measurements, so it would not notice a renamed module.
     text = (DOCS / "answers" / "measure.py").read_text()
     for module, names in re.findall(r"^\s*from ([\w.]+) import ([\w, ]+)$", text, re.MULTILINE):
         if module.split(".")[0] in map(package_module, PACKAGES):
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
             for name in names.split(", "):
-                assert hasattr(found, name) or importlib.import_module(f"{module}.{name}"), name
+                assert hasattr(imported, name) or importlib.import_module(f"{module}.{name}"), name
 
 
 def test_contributing_names_files_that_exist():
@@ -271,13 +277,13 @@ def test_pages_count_the_families_that_the_tables_have():
         for name in tomllib.loads(path.read_text())
     } - {"base", "refused"}
     for page in (folder("accounting") / "README.md", DOCS / "changelog.md"):
-        (said,) = re.findall(r"(\d+) (?:model )?families", page.read_text())
-        assert int(said) == len(families), page
+        (count,) = re.findall(r"(\d+) (?:model )?families", page.read_text())
+        assert int(count) == len(families), page
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["attention_memory", "sharding", "isoflop", "parametric"])
-def test_rows_that_no_clock_made_are_what_the_code_gives_today(name, monkeypatch):
+def test_rows_without_times_are_reproduced(name, monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "answers")
     monkeypatch.delitem(sys.modules, "measure", raising=False)  # docs/measure.py has that name too
     measure = importlib.import_module("measure")
@@ -288,10 +294,10 @@ def test_rows_that_no_clock_made_are_what_the_code_gives_today(name, monkeypatch
         arguments = [Path(folder)]
     stored = json.loads((DOCS / "answers" / "rows" / f"{name}.json").read_text())["rows"]
     rows = json.loads(json.dumps(measure.CASES[name](*arguments)))
-    for row, kept in zip(rows, stored, strict=True):
+    for row, expected in zip(rows, stored, strict=True):
         assert {k: v for k, v in row.items() if not isinstance(v, float)} == {
-            k: v for k, v in kept.items() if not isinstance(v, float)
+            k: v for k, v in expected.items() if not isinstance(v, float)
         }
         for key, value in row.items():
             if isinstance(value, float):
-                assert value == pytest.approx(kept[key], rel=1e-4), key
+                assert value == pytest.approx(expected[key], rel=1e-4), key

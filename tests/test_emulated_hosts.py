@@ -1,4 +1,4 @@
-"""Emulated hosts carry bytes at the rate that was asked for, and count them."""
+"""Emulated hosts send at the rate that was chosen, and count the bytes."""
 
 import os
 import sys

@@ -18,14 +18,15 @@ from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.report.findings import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 SUBTITLE = "One language model's whole life in one command"
 
 
 def llmsys(*arguments, timeout=300, **kwargs):
+    command = [*LLMSYS, *map(str, arguments)]
     return subprocess.run(
-        [*LLMSYS, *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, check=False, **kwargs,
-    )  # fmt: skip
+        command, capture_output=True, text=True, timeout=timeout, check=False, **kwargs
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +49,23 @@ def test_a_run_ends_with_every_audit_check_green(finished):
 
 @pytest.mark.timing
 def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
-    out, begun = tmp_path / "run", time.monotonic()
+    out = tmp_path / "run"
+    start = time.monotonic()
     command = [*LLMSYS, "run", "--out", str(out)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr.readline()
-        said = time.monotonic() - begun
+        seconds_to_first_line = time.monotonic() - start
         run.stderr.read()
     assert run.returncode == 0
-    assert said <= 2.0
-    assert time.monotonic() - begun <= 180
+    assert seconds_to_first_line <= 2.0
+    assert time.monotonic() - start <= 180
     assert (out / "report.html").stat().st_size <= 1e6
     assert max(peaks_of(out).values()) <= 1536
     folder = RunFolder.open(out)
     ratios = {row["figure"]: row["ratio"] for row in planned(folder.results, evidence_of(folder))}
     assert ratios.pop("one process's step, ms") == pytest.approx(1, abs=0.25)
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
-    # Messages have heads.
+    # The counted bytes include the headers of messages.
     assert ratios.pop("DDP's wire, MiB a rank") == pytest.approx(1, abs=0.01)
     assert set(ratios.values()) == {1}
 
@@ -71,10 +73,9 @@ def test_a_whole_run_takes_three_minutes_and_what_was_planned(tmp_path):
 def test_the_folder_holds_what_the_readme_says(finished):
     out, _ = finished
     names = {path.name for path in out.iterdir()}
-    assert names >= {
-        "env.json", "config.json", "samples.jsonl", "summary.json", "checks.json",
-        "report.md", "report.html", "inspect.html", "model.safetensors",
-    }  # fmt: skip
+    reports = {"report.md", "report.html", "inspect.html", "model.safetensors"}
+    records = {"env.json", "config.json", "samples.jsonl", "summary.json", "checks.json"}
+    assert names >= records | reports
     assert not any(name.endswith(".part") for name in names)
     assert json.loads((out / "summary.json").read_text())["status"] == "complete"
 
@@ -123,9 +124,9 @@ def test_the_bench_has_a_flat_row_for_every_way_of_each_case(finished):
 
 
 def peaks_of(out):
-    """MiB that the largest process held in each stage."""
+    """Return the peak memory of the largest process in each stage, in MiB."""
     stages = json.loads((out / "summary.json").read_text())["stages"]
-    return {stage: found["peak_process_mib"] for stage, found in stages.items()}
+    return {stage: result["peak_process_mib"] for stage, result in stages.items()}
 
 
 def test_no_process_takes_more_than_one_and_a_half_gibibytes(finished):
@@ -163,7 +164,8 @@ def test_the_report_is_made_again_and_a_run_compares_with_itself(finished):
     assert "## Train" in done.stdout
     assert (out / "report.html").read_text().count("<svg") == before.count("<svg")
     compared = llmsys("compare", out, out, "--fail-above", 5)
-    assert compared.returncode == 0, compared.stderr
+    # Six rounds cannot show that no variant is slower by more than 5 %.
+    assert compared.returncode == 3, compared.stderr
     assert compared.stdout.count("cannot tell") == len(VARIANT_NAMES) - 1
     equal = llmsys("compare", out, out, "--assert-equal")
     assert (equal.returncode, equal.stdout) == (0, "losses and counts are equal\n")
@@ -210,10 +212,12 @@ def children_of(process):
 def start_and_wait_for_samples(out):
     process = subprocess.Popen(
         [*LLMSYS, "run", "train", "--size", "mini", "--steps", "2000", "--out", str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # What a background job starts ignores Ctrl-C, and the tests may be one.
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A process that a background job starts ignores SIGINT, and the tests may be such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + 120
     samples = out / "samples.jsonl"
     while not (samples.exists() and samples.stat().st_size > 2000):
@@ -293,12 +297,15 @@ main()
 @pytest.mark.exhaustive
 def test_torchruns_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path):
     (tmp_path / "dies.py").write_text(DIES_ONCE)
+    run = ["run", "learn", "--preset", "cpu", "--size", "mini", "--steps", "1", "--warmup", "0"]
+    run += ["--learn", "800", "--out", tmp_path / "run"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "--max-restarts", "1", tmp_path / "dies.py", "run", "learn", "--preset", "cpu", "--size",
-         "mini", "--steps", "1", "--warmup", "0", "--learn", "800", "--out", tmp_path / "run"],
-        capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
+        [*TORCHRUN, "--max-restarts", "1", tmp_path / "dies.py", *run],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     learn = json.loads((tmp_path / "run" / "summary.json").read_text())["stages"]["learn"]
     assert 200 <= learn["begun_at"] < 800
@@ -306,11 +313,13 @@ def test_torchruns_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path):
 
 
 def test_it_runs_under_torchrun(tmp_path):
+    run = ["run", "parallel", "--preset", "cpu", "--size", "mini", "--out", tmp_path / "run"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "llmsys_suite", "run", "parallel", "--preset", "cpu", "--size",
-         "mini", "--out", tmp_path / "run"],
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+        [*TORCHRUN, "-m", "llmsys_suite", *run],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "complete"

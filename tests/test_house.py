@@ -6,27 +6,30 @@ import re
 import pytest
 from workspace import PACKAGES, ROOT, folder, module, source
 
-# The whole idea of a package, in textbook names: for a reader, and the specification in its tests.
+# plain.py states the idea of a package in textbook names; tests compare the package with it.
 LONGEST_PLAIN_FILE = 120
 MOST_FILES_IN_A_FOLDER = 14
 
 
 def imports(path, package=None):
-    """The modules of a package (its own, if none is named) that a file imports, lazily too."""
+    """Yield the modules of `package` that a file imports, also inside functions.
+
+    Without `package`, yield those of the package that contains the file.
+    """
     package = package or path.relative_to(ROOT / "packages").parts[2]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             # `from package import name`: the name may be a module.
-            found = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         else:
             continue
-        yield from (name for name in found if name.split(".")[0] == package)
+        yield from (name for name in names if name.split(".")[0] == package)
 
 
 def files_of(package):
-    """Each module's name, and its file; the package's own name stands for no file of its own."""
+    """Yield the dotted name and the file of each module of a package."""
     root = source(package)
     for path in sorted(root.rglob("*.py")):
         parts = [module(package), *path.relative_to(root).with_suffix("").parts]
@@ -35,7 +38,7 @@ def files_of(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_two_files_import_each_other(package):
-    # Whoever imports the package by its public names means their files, not the list of them.
+    # An import of a public name from the package is an import of its file, not of __init__.py.
     files = {name: path for name, path in files_of(package) if path.name != "__init__.py"}
     graph = {name: {*imports(path)} & {*files} - {name} for name, path in files.items()}
     pairs = {(a, b) for a in graph for b in graph[a] if a < b and a in graph[b]}
@@ -43,7 +46,7 @@ def test_no_two_files_import_each_other(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
+def test_package_has_a_short_minimal_implementation_that_tests_compare_with(package):
     (path,) = source(package).rglob("plain.py")
     assert len(path.read_text().splitlines()) <= LONGEST_PLAIN_FILE
     assert not [*imports(path)]
@@ -53,7 +56,7 @@ def test_a_plain_file_holds_the_whole_idea_and_is_the_specification(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_folder_tells_its_story(package):
+def test_no_folder_has_too_many_files(package):
     for folder_of_files in {path.parent for _, path in files_of(package)}:
         assert len([*folder_of_files.glob("*.py")]) <= MOST_FILES_IN_A_FOLDER
 
@@ -71,17 +74,17 @@ BRITISH = re.compile(
 
 def test_spelling_is_american():
     texts = [p for kind in ("py", "md", "toml", "html") for p in folder_of_texts(kind)]
-    found = [
+    misspelled = [
         f"{path.relative_to(ROOT)}: {match.group()}"
         for path in texts
         for match in BRITISH.finditer(path.read_text())
         if path.name != "test_house.py"
     ]
-    assert not found
+    assert not misspelled
 
 
 def folder_of_texts(kind):
-    """Every file of that kind that is ours."""
+    """Yield every file of this repository with the suffix `kind`."""
     tops = [ROOT / "README.md", *(ROOT / top for top in ("docs", "packages", "tests"))]
     for top in tops:
         yield from top.rglob(f"*.{kind}") if top.is_dir() else [top] * (kind == "md")

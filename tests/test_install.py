@@ -1,7 +1,7 @@
-"""Plain pip, in a fresh environment, installs our packages and never a stranger's of that name.
+"""In a new environment, pip installs these packages and not others of the same name on the index.
 
-What a package says it needs from the index is lent by the environment that runs the tests, so that
-this costs seconds; nothing else is, least of all our own packages.
+The dependencies that a package declares are linked from the environment that runs the tests, so
+that a test takes seconds. Nothing else is linked, in particular none of these packages.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
 
-# Where an import would find each package. Imported they are once, beside the suite.
+# Reports the file from which each package would be imported, without importing it.
 REPORT = """
 import importlib.metadata, importlib.util, json, sys
 found = {}
@@ -31,8 +31,8 @@ print(json.dumps(found))
 """
 
 
-def strangers(package):
-    """Every distribution of others that `package` needs, and that those need in turn."""
+def external_requirements(package):
+    """Return all distributions from outside that `package` requires, also indirectly."""
     todo = [(package, "")]
     for name, extra in todo:
         for line in metadata.distribution(name).requires or ():
@@ -42,34 +42,38 @@ def strangers(package):
     return {name for name, _ in todo} - {*PACKAGES}
 
 
-def lend(package, place):
-    """Link what `package` needs of others into a folder of its own."""
-    place.mkdir()
-    here = Path(sysconfig.get_paths()["purelib"])
-    for name in strangers(package):
+def link_requirements(package, folder):
+    """Link the external requirements of `package` into a new folder."""
+    folder.mkdir()
+    site_packages = Path(sysconfig.get_paths()["purelib"])
+    for name in external_requirements(package):
         for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
-            if not (place / entry).exists():
-                (place / entry).symlink_to(here / entry)
+            if not (folder / entry).exists():
+                (folder / entry).symlink_to(site_packages / entry)
 
 
 @pytest.fixture
 def install(tmp_path):
-    """Install a package from an address into a fresh environment; return its python."""
+    """Return a function that installs a package into a new environment and returns its python."""
 
     def install(package, address):
-        lent = tmp_path / "lent"
-        lend(package, lent)
-        home = tmp_path / "fresh"
+        linked = tmp_path / "linked"
+        link_requirements(package, linked)
+        home = tmp_path / "environment"
         venv.create(home, with_pip=False)
         paths = sysconfig.get_paths("venv", {"base": str(home), "platbase": str(home)})
-        (Path(paths["purelib"]) / "lent.pth").write_text(f"{lent}\n")
+        (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
         python = home / "bin" / "python"
         pip = [sys.executable, "-m", "pip", "--python", python]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         done = subprocess.run(
             [*pip, "install", "--quiet", address],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return python
 
@@ -86,8 +90,8 @@ def assert_ours(python, packages):
         assert Path(file).is_relative_to(python.parent.parent)
 
 
-# The suite's installation builds and places all nine; that each declares what it imports is held
-# without installing anything (test_siblings.py). So two by themselves tell what the others would.
+# The installation of the suite builds all nine packages, and test_siblings.py checks that each one
+# declares what it imports. Two packages installed alone therefore represent the others.
 ALONE = {"flashattn2", "tinyml"}
 
 
@@ -98,10 +102,10 @@ def test_pip_install_of_a_folder_gives_ours(leaf, install):
     python = install(leaf, folder(leaf))
     assert_ours(python, [leaf])
     # Tables and other data files are part of the wheel.
-    place = next((python.parent.parent / "lib").glob(f"python*/site-packages/{leaf}"))
+    installed = next((python.parent.parent / "lib").glob(f"python*/site-packages/{leaf}"))
     for file in source(leaf).rglob("*"):
         if file.is_file() and "__pycache__" not in file.parts:
-            assert (place / file.relative_to(source(leaf))).exists(), file
+            assert (installed / file.relative_to(source(leaf))).exists(), file
 
 
 def test_pip_install_of_the_suite_brings_our_nine(install):
@@ -115,7 +119,7 @@ def test_pip_install_of_the_suite_brings_our_nine(install):
     subprocess.run([python, "-c", imports], check=True, cwd="/")
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this copy is no git checkout")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this copy is not a git checkout")
 @pytest.mark.parametrize("package", ["zero", pytest.param(SUITE, marks=pytest.mark.exhaustive)])
 def test_pip_install_from_git_and_a_subdirectory_gives_ours(package, install):
     address = f"git+file://{ROOT}#subdirectory=packages/{package}"

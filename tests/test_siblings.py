@@ -1,4 +1,4 @@
-"""The packages share one shape, and no leaf knows another."""
+"""The packages have a common shape, and no package except the suite imports another."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ def imported_modules(path):
             yield node.module.split(".")[0]
 
 
-def test_the_tree_holds_these_packages_and_no_other():
+def test_packages_folder_contains_the_listed_packages_only():
     assert sorted(p.name for p in (ROOT / "packages").iterdir()) == sorted(PACKAGES)
 
 
@@ -51,17 +51,17 @@ def test_a_leaf_depends_on_no_sibling(leaf):
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_all_that_a_leaf_and_its_tests_import_is_there_when_it_is_alone(leaf):
+def test_leaf_and_its_tests_import_declared_dependencies_only(leaf):
     tests = [*folder(leaf).glob("tests/*.py")]
     ours = {leaf, *(path.stem for path in (*tests, *ROOT.glob("tests/*.py")))}
     text = "".join(path.read_text() for path in tests)
     ours_or_skipped = ours | {*re.findall(r'importorskip\(\s*"(\w+)"', text)}
     development = pyproject(leaf)["dependency-groups"]["dev"]
-    there = names(project(leaf).get("dependencies", []) + development)
-    made_by = metadata.packages_distributions()
+    declared = names(project(leaf).get("dependencies", []) + development)
+    distributions = metadata.packages_distributions()
     for path in [*folder(leaf).rglob("src/**/*.py"), *tests]:
         for name in {*imported_modules(path)} - ours_or_skipped - sys.stdlib_module_names:
-            assert there & {*made_by.get(name, [])}, f"{path} imports {name}"
+            assert declared & {*distributions.get(name, [])}, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -79,7 +79,7 @@ def test_a_package_has_the_common_shape(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_a_bench_and_a_test_of_its_readme(package):
-    # A bench is a file or a folder.
+    # The bench is a file or a folder.
     files = [*source(package).glob("bench.py"), *source(package).glob("bench/*.py")]
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     bench = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "bench")
@@ -97,8 +97,8 @@ def test_init_holds_the_public_names_and_nothing_else(package):
     tree = ast.parse((source(package) / "__init__.py").read_text())
     docstring, *rest = tree.body
     assert isinstance(docstring, ast.Expr)
-    # A name that needs torch may be looked up when it is asked for: a type checker's import, and
-    # a `__getattr__` that goes by a table of where it lies.
+    # A name that needs torch may be imported on first access: then there is an import for type
+    # checkers, and a `__getattr__` that uses a table of modules.
     late = [n for n in rest if isinstance(n, ast.If) and n.test.id == "TYPE_CHECKING"]
     lookup = [n for n in rest if isinstance(n, ast.FunctionDef)]
     assert [n.name for n in lookup] == ["__getattr__"] * len(late)
@@ -119,7 +119,7 @@ def test_a_readme_has_the_common_sections(package):
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
 
 
-# Each package is imported by a fork of one process, which imports torch once for all that need it.
+# Each package is imported in a fork of one process, which imports torch once for all of them.
 IMPORTS = """
 import importlib, json, os, sys
 heavy, *modules = json.loads(sys.argv[1])
@@ -135,21 +135,23 @@ for module in modules:
 """
 
 
-def test_importing_a_package_does_not_import_what_it_may_never_need():
+def test_importing_a_package_does_not_import_optional_modules():
     heavy = ["matplotlib", "ray", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
-    # The suite refuses a run that cannot be before it imports torch.
+    # The suite refuses an impossible run before it imports torch.
     without_torch = ["accounting", "llmsys_suite", "scaling"]
     modules = [module(package) for package in PACKAGES]
     with_torch = [name for name in modules if name not in without_torch]
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, json.dumps([heavy, *without_torch, "torch", *with_torch])],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     imported = dict(json.loads(line) for line in done.stdout.splitlines())
     assert imported == {name: ["torch"] if name in with_torch else [] for name in modules}
 
 
-def test_no_package_is_left_out_of_make_test():
+def test_make_test_runs_the_tests_of_every_package():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert sorted(options["testpaths"]) == sorted(
         ["tests", *(f"packages/{package}" for package in PACKAGES)]
@@ -168,15 +170,15 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize("extra", OPTIONAL)
-def test_what_an_extra_brings_is_named_where_it_is_absent(extra):
-    absent, call = OPTIONAL[extra]
-    script = f"import sys; sys.modules[{absent!r}] = None; {call}"
+def test_missing_optional_module_is_reported_with_its_extra(extra):
+    missing, call = OPTIONAL[extra]
+    script = f"import sys; sys.modules[{missing!r}] = None; {call}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert f'{absent}, which is not installed: pip install "{extra}"' in done.stderr
+    assert f'{missing}, which is not installed: pip install "{extra}"' in done.stderr
 
 
-#: What looks at pretended tensors, before anything else has gone backward.
-PRETENDS = {
+#: Code that uses fake tensors before the first backward pass of its process.
+FAKE_TENSOR_CODE = {
     "accounting": """
 import accounting
 accounting.fits(torch.nn.Linear(4, 4), torch.ones(2, 4), device="A100")
@@ -201,15 +203,17 @@ with FakeTensorMode():
 }
 
 
-@pytest.mark.parametrize("package", PRETENDS)
-def test_pretended_gpus_get_no_threads_of_autograds(package):
-    # A process that has them can abort when it ends: they ask for an interpreter that is gone.
-    begin = (
-        f"import os, torch\n{PRETENDS[package]}\ntorch.ones(1, requires_grad=True).sum().backward()"
-    )
-    threads = (
-        "[open(f'/proc/self/task/{each}/comm').read() for each in os.listdir('/proc/self/task')]"
-    )
-    script = f"{begin}\nassert not any('autograd' in name for name in {threads})"
+@pytest.mark.parametrize("package", FAKE_TENSOR_CODE)
+def test_fake_tensors_do_not_start_autograd_threads_for_missing_gpus(package):
+    # Such threads can abort the process when it ends, because they use the interpreter too late.
+    lines = [
+        "import os, torch",
+        FAKE_TENSOR_CODE[package],
+        "torch.ones(1, requires_grad=True).sum().backward()",
+        "tasks = os.listdir('/proc/self/task')",
+        "names = [open(f'/proc/self/task/{task}/comm').read() for task in tasks]",
+        "assert not any('autograd' in name for name in names), names",
+    ]
+    script = "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

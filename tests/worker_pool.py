@@ -1,10 +1,9 @@
-"""Run a function on several ranks, each a process of its own.
+"""Run a function on several ranks, one process per rank.
 
-Notable:
-- processes are forked from a server that has imported torch already, so a rank costs milliseconds,
-  not the seconds of an import; every call gets fresh ranks, so a test may kill one;
-- ranks meet through a file, so that no port is chosen;
-- the function is found by its file and name, because a test module is not importable by name.
+Processes are forked from a server that has imported torch already, so a rank starts in milliseconds
+instead of the seconds of an import. Every call gets new processes, so a test may kill one. Ranks
+rendezvous through a file, so no port is chosen. The function is loaded from its file by its name,
+because a test module cannot be imported by name.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What the server imports before ranks are forked from it, by names that need no path of ours: the
-# server has none. The first optimizer of a process imports torch._dynamo, which costs more than
-# torch itself.
+# Modules that the server imports before it forks ranks. It does not know the paths of this
+# repository. The first optimizer of a process imports torch._dynamo, which takes longer than torch.
 PRELOADED = [
     "numpy",
     "scipy.optimize",
@@ -46,9 +44,13 @@ PRELOADED = [
 ]
 
 
+# The variable of seed_offset.py, which must not be imported here: it imports torch.
+SEED_OFFSET = "LLMSYS_SEED_OFFSET"
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a value, or the exception or the exit code that ended it."""
+    """The result of one rank: a value, or the exception or exit code that ended it."""
 
     rank: int
     value: Any = None
@@ -72,10 +74,10 @@ def run_ranks(
     timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Call `function(*args)` on `world` ranks of a process group; return their values by rank.
+    """Call `function(*args)` on `world` ranks of a process group and return their values by rank.
 
-    `function` stands at the top level of its file. Raises RankFailed with every failed rank's
-    traceback.
+    `function` must be defined at the top level of its file. Raises `RankFailed` with the traceback
+    of every rank that failed.
     """
     outcomes = try_ranks(function, world, *args, timeout=timeout, backend=backend)
     failures = [outcome for outcome in outcomes if outcome.failed]
@@ -92,15 +94,18 @@ def try_ranks(
     timeout: float = 180.0,
     backend: str = "gloo",
 ) -> list[Outcome]:
-    """Call `function(*args)` on `world` ranks; return each rank's outcome, failures included.
+    """Call `function(*args)` on `world` ranks and return the outcome of each, failures included.
 
     A rank that still runs after `timeout` seconds is killed. An empty `backend` starts the ranks
-    without a process group; RANK, WORLD_SIZE and STORE_FILE in the environment let them make one.
+    without a process group; they can create one from RANK, WORLD_SIZE and STORE_FILE in the
+    environment.
     """
     path = sys.modules[function.__module__].__file__
     call = pickle.dumps(args)
     with tempfile.TemporaryDirectory() as folder:
         environment = {"WORLD_SIZE": str(world), "STORE_FILE": f"{folder}/store"}
+        if SEED_OFFSET in os.environ:
+            environment[SEED_OFFSET] = os.environ[SEED_OFFSET]
         ranks: list[tuple[ForkServerProcess, Connection]] = []
         for rank in range(world):
             ours, theirs = _context().Pipe()
@@ -155,6 +160,7 @@ def _serve(
     backend: str,
     timeout: float,
 ) -> None:
+    import seed_offset
     import torch
     import torch.distributed as dist
 
@@ -162,6 +168,7 @@ def _serve(
     # all, which takes 0.2 s and copies every page that this rank shares with the fork server.
     gc.freeze()
     os.environ.update(environment)
+    seed_offset.install_from_environment()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -172,7 +179,7 @@ def _serve(
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world, timeout=limit
             )
-            # A rank that is done closes connections, which others may still be making.
+            # A rank that ends early closes connections that other ranks may still be opening.
             store.set(f"connected {rank}", "yes")
             store.wait([f"connected {other}" for other in range(world)], limit)
         function: Any = _load(path)
@@ -186,7 +193,7 @@ def _serve(
     pipe.send_bytes(message)
     if dist.is_initialized() and not outcome.failed:
         dist.destroy_process_group()
-    # No farewell: a failed rank must not wait in a collective that its peers will never join.
+    # End without clean-up: a failed rank must not wait in a collective that its peers never join.
     os._exit(0)
 
 
@@ -196,7 +203,7 @@ def _failure(rank: int, error: BaseException) -> bytes:
         message = pickle.dumps(Outcome(rank, error=error, trace=trace))
         pickle.loads(message)
     except Exception:
-        # An exception that cannot be pickled travels as its text.
+        # An exception that cannot be pickled is sent as its text.
         text = RuntimeError(f"{type(error).__name__}: {error}")
         message = pickle.dumps(Outcome(rank, error=text, trace=trace))
     return message

@@ -1,4 +1,4 @@
-"""Where things are in this repository, for the tests that look at it as a whole."""
+"""Paths and names in this repository, for the tests that check it as a whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def project(package: str) -> dict[str, Any]:
 
 
 def script(name: str) -> ModuleType:
-    """A script of docs/, imported."""
+    """Import a script of docs/ and return it as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

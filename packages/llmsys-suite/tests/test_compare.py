@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure import others
@@ -21,10 +22,11 @@ from llmsys_suite.report.compare import (
     compare_runs,
     differences,
     round_ratios,
-    too_slow,
+    slower_than,
+    undecided_at,
     warnings,
 )
-from llmsys_suite.stages.results import Failed, Plan, Train
+from llmsys_suite.stages.results import Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 OURS = ("ddp flat", "zero 1", "fsdp")
@@ -75,7 +77,8 @@ def verdicts(rows):
 def test_the_same_code_under_three_times_the_load_cannot_be_told_apart(tmp_path):
     rows = compare_runs([make_run(tmp_path / "a")], [make_run(tmp_path / "b", load=3.0, seed=1)])
     assert set(verdicts(rows).values()) == {"cannot tell"}
-    assert not too_slow(rows, 0.0)
+    assert slower_than(rows, 0.0) == []
+    assert undecided_at(rows, 0.0) == [row.variant for row in rows]
 
 
 def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
@@ -94,7 +97,30 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
     assert set(found.values()) == {"cannot tell"}
     row = next(row for row in rows if row.variant == "ddp flat")
     assert row.low < scale < row.high
-    assert too_slow(rows, 5.0) == (verdict == "slower")
+    assert slower_than(rows, 5.0) == (["ddp flat"] if verdict == "slower" else [])
+
+
+@pytest.mark.parametrize(
+    ("scale", "noise", "disturbed", "status"),
+    [
+        (1.0, 0.002, 0.0, 0),
+        (1.5, 0.002, 0.0, 1),
+        (1.0, 0.5, 0.0, 3),
+        (1.0, 0.002, 0.9, 3),
+    ],
+    ids=["equal", "slower", "too noisy to tell", "disturbed in all rounds"],
+)
+def test_fail_above_succeeds_only_if_every_variant_is_shown_to_be_fast_enough(
+    tmp_path, scale, noise, disturbed, status, monkeypatch
+):
+    options = {"noise": noise, "queued": disturbed, "others_work": 0.5 if disturbed else None}
+    make_run(tmp_path / "a", **options)
+    make_run(tmp_path / "b", scale=scale, seed=1, **options)
+    arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-above", "5"]
+    monkeypatch.setattr(sys, "argv", ["llmsys", *arguments])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    assert exit.value.code == status
 
 
 #: What runs of one code were seen to do, and worse: noise that lasts, heavy tails, slow seconds,
@@ -343,7 +369,7 @@ def test_losses_of_another_machine_are_held_against_a_stored_run(tmp_path):
 
 def test_a_training_that_failed_compares_with_none(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    b.add_stage("train", Failed("rank 1: ValueError: no"))
+    b.add_stage("train", Skipped("no variant"))
     b.finish()
     for compared in (lambda: compare_runs([a], [b]), lambda: list(differences(b, a))):
         with pytest.raises(UsageError, match="has no stage train that ended"):

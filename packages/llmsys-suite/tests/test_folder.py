@@ -6,7 +6,7 @@ import pytest
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import FORMAT, RunFolder
 from llmsys_suite.measure.turns import Turns
-from llmsys_suite.stages.results import Compress, Failed, Skipped
+from llmsys_suite.stages.results import Compress, Skipped
 
 
 @pytest.fixture
@@ -26,7 +26,6 @@ def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
 
 def test_finished_stages_stay(folder):
     results = {
-        "links": Failed("rank 1: no"),
         "parallel": Skipped("one rank"),
         "compress": Compress([{"method": "a", "size_bytes": 3}], Turns({"a": [0.5]}, 0.6)),
     }
@@ -34,9 +33,18 @@ def test_finished_stages_stay(folder):
         folder.add_stage(stage, result, 2.0, 3.0)
     folder.add_stage("report", None)
     assert folder.results == results
-    assert folder.summary["stages"]["links"] == {
-        "failed": "rank 1: no", "stage_seconds": 2.0, "peak_process_mib": 3.0,
-    }  # fmt: skip
+    assert folder.summary["stages"]["parallel"] == {
+        "skipped": "one rank",
+        "stage_seconds": 2.0,
+        "peak_process_mib": 3.0,
+    }
+
+
+def test_recorded_failure_leaves_the_run_incomplete(folder):
+    assert folder.failure is None
+    folder.fail("train", "rank 1: ValueError: no")
+    assert folder.failure == ("train", "rank 1: ValueError: no")
+    assert not folder.complete
 
 
 def test_results_of_another_version_are_said(folder):

@@ -97,22 +97,37 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path, world, da
 
 
 @pytest.mark.parametrize(
-    ("begun", "complaint"),
+    ("saved", "complaint"),
     [
         ({"context": 64}, "begun with rows of 64 tokens, not 128"),
         ({"text": "other"}, "begun on another text"),
         ({"total": 900}, "begun for 900 steps.*leave out --learn 700"),
+        ({"size": "tiny"}, "holds a model of size tiny, not mini; pass --size tiny"),
+        ({"seed": 7}, "begun with seed 7, not 0; pass --seed 7"),
+        ({"rows": 3}, "3 rows do not split over 2 ranks"),
     ],
 )
-def test_a_training_goes_on_as_it_was_begun_or_not_at_all(begun, complaint):
-    asked = learn.beginning(RunConfig(learn=700), torch.zeros(9, dtype=torch.uint8))
-    learn.require_same(dict(asked), asked, Path("c"), 2)
+def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
+    text = torch.zeros(9, dtype=torch.uint8)
+    config = RunConfig(size="mini", learn=700)
+    state = learn.beginning(config, text)
+    learn.require_same(dict(state), config, text, Path("c"))
     with pytest.raises(UsageError, match=complaint):
-        learn.require_same(asked | begun, asked, Path("c"), 2)
+        learn.require_same(state | saved, config, text, Path("c"))
+
+
+def test_checkpoint_without_the_state_of_a_training_is_refused():
+    config = RunConfig(size="mini")
     with pytest.raises(UsageError, match="written by no stage `learn`: it lacks context"):
-        learn.require_same({}, asked, Path("c"), 2)
-    other = asked | {"total": 900}
-    learn.require_same(other, asked | {"total": RunConfig.learn}, Path("c"), 2)
+        learn.require_same({}, config, torch.zeros(9, dtype=torch.uint8), Path("c"))
+
+
+def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
+    text = torch.zeros(9, dtype=torch.uint8)
+    state = learn.beginning(RunConfig(size="mini", learn=900), text)
+    learn.require_same(state, RunConfig(size="mini"), text, Path("c"))
+    with pytest.raises(UsageError, match="leave out --learn 500"):
+        learn.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 
 def test_the_fastest_that_can_learn_is_chosen():

@@ -17,7 +17,7 @@ from llmsys_suite.audit import run as audit
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.turns import Turns
-from llmsys_suite.report.findings import against, interval
+from llmsys_suite.report.findings import against, fastest, interval
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.stages import results as of
 
@@ -98,8 +98,8 @@ def a_run(path):
             {"phase": p, "timer_ms": 9.0, "total_ms": 8.0, "top_operator": "aten::mm",
              "top_calls": 3, "top_share": 0.5, "product_share": 0.6, "softmax_share": 0.1}
             for p in ("forward", "backward")],
-            [{"operator": "mm 1 x 2 x 3", "calls": 3, "flops_per_byte": 9.0, "gflops": 30.0}],
-            1e10),
+            [{"operator": "mm 1 x 2 x 3", "calls": 3, "flops_per_byte": 9.0, "gflops": 30.0,
+              "working_set_bytes": 2**20, "bytes_per_second": 1e10}]),
         "precision": of.Precision([{"sum_in": "float16", "term_in": "float16", "sum": 9.9,
                                         "relative_error": 0.1}],
                                   {"logits": "bfloat16"}, [], turns),
@@ -274,14 +274,11 @@ def test_a_folder_whose_machine_is_not_known_is_said(tmp_path):
         write_report(folder)
 
 
-def test_stages_that_failed_are_in_the_report_and_in_the_last_lines(tmp_path):
+def test_failure_is_in_the_report_and_in_the_last_lines(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
-    for stage, why in (("train", "rank 1: ValueError: no"), ("audit", "rank 0: OSError: full")):
-        folder.add_stage(stage, of.Failed(why))
-    assert "This stage failed: rank 1: ValueError: no" in write_report(folder)
-    lines = headline(folder.path)
-    assert "FAILED stage train: rank 1: ValueError: no" in lines
-    assert "FAILED stage audit: rank 0: OSError: full" in lines
+    folder.fail("train", "rank 1: ValueError: no")
+    assert "FAILED stage train: rank 1: ValueError: no" in write_report(folder)
+    assert "FAILED stage train: rank 1: ValueError: no" in headline(folder.path)
 
 
 def test_an_audit_without_a_red_check_is_no_stage_that_failed(tmp_path, monkeypatch):
@@ -290,3 +287,32 @@ def test_an_audit_without_a_red_check_is_no_stage_that_failed(tmp_path, monkeypa
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))
     assert "audit: 0/0 passed" in headline(folder.path)
     assert "FAILED stage" not in headline(folder.path)
+
+
+def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_path):
+    def run_folder(name, disturbed_rounds):
+        folder = RunFolder.create(RunConfig(out=tmp_path / name), ENVIRONMENT)
+        samples = []
+        for step in range(40):
+            is_disturbed = step < disturbed_rounds
+            for rank, variant, seconds in ((0, "torch DDP", 2.0), (0, "ddp flat", 1.0)):
+                samples.append(
+                    {
+                        "stage": "train",
+                        "variant": variant,
+                        "phase": "step",
+                        "step": step,
+                        "rank": rank,
+                        "warmup": False,
+                        # Disturbed rounds would reverse the order of the two.
+                        "seconds": seconds if not is_disturbed else 3.0 - seconds,
+                        "queued_s": 0.9 if is_disturbed else 0.0,
+                        "process_s": float(len(samples)),
+                        "machine_s": len(samples) * (3.0 if is_disturbed else 1.0),
+                    }
+                )
+        folder.append_samples(samples)
+        return folder
+
+    assert fastest(run_folder("few", 10)).startswith("ddp flat takes 0.50 of torch DDP's time")
+    assert fastest(run_folder("many", 30)).startswith("Cannot tell which way is the fastest")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from llmsys_suite.config import STAGES, UsageError, resolve
+
+if TYPE_CHECKING:
+    from llmsys_suite.report.compare import Comparison
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +21,8 @@ app = typer.Typer(
     help="One language model's whole life in one command, and an audit of what it reports.",
 )
 USAGE_ERROR = 2
+#: Exit status of `compare --fail-above` if the samples do not decide.
+CANNOT_TELL = 3
 
 
 def main() -> None:
@@ -72,11 +77,11 @@ def run(
         data=data,
         out=out,
     )
-    status = execute(config)
-    if first and (config.out / "report.md").exists():
+    status, out = execute(config)
+    if first and (out / "report.md").exists():
         from llmsys_suite.report.page import headline
 
-        print(headline(config.out))
+        print(headline(out))
     raise typer.Exit(status)
 
 
@@ -175,7 +180,11 @@ def compare(
     before: Annotated[str, typer.Argument(help="A run folder, or several: A1,A2.")],
     after: Annotated[str, typer.Argument(help="Another, or several.")],
     fail_above: Annotated[
-        float | None, typer.Option(help="Exit 1 if a variant is slower by more percent than this.")
+        float | None,
+        typer.Option(
+            help="Exit 0 only if every variant is shown to be slower by at most this percentage: "
+            "1 if one is slower, 3 if the samples cannot tell."
+        ),
     ] = None,
     resolve: Annotated[str, typer.Option(help="The difference that is to be found.")] = "5%",
     assert_equal: Annotated[
@@ -184,7 +193,7 @@ def compare(
 ) -> None:
     """Say which variants became faster or slower, and whether the samples can tell."""
     from llmsys_suite.config import percentage
-    from llmsys_suite.report.compare import compare_runs, differences, too_slow, warnings
+    from llmsys_suite.report.compare import compare_runs, differences, warnings
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above {fail_above:g} is no percentage from 0 on")
@@ -198,7 +207,28 @@ def compare(
         raise typer.Exit(1 if found else 0)
     for row in rows:
         print(row)
-    raise typer.Exit(1 if fail_above is not None and too_slow(rows, fail_above) else 0)
+    if fail_above is not None:
+        raise typer.Exit(_status_above(rows, fail_above))
+
+
+def _status_above(rows: list[Comparison], percent: float) -> int:
+    """Return the exit status of `--fail-above`, and say which variants decide it."""
+    from llmsys_suite.report.compare import slower_than, undecided_at
+
+    slower = slower_than(rows, percent)
+    undecided = undecided_at(rows, percent)
+    if slower:
+        print(f"llmsys: slower by more than {percent:g} %: {', '.join(slower)}", file=sys.stderr)
+        return 1
+    if undecided:
+        names = ", ".join(undecided)
+        print(
+            f"llmsys: cannot tell whether these are slower by more than {percent:g} %: {names}; "
+            "measure more rounds with --steps, or compare several runs per side",
+            file=sys.stderr,
+        )
+        return CANNOT_TELL
+    return 0
 
 
 @app.command()

@@ -6,7 +6,6 @@ import ctypes
 import math
 import os
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +93,15 @@ class RunConfig:
     warmup: int = 5
     #: How often the ways of training read the whole text; 0: windows at random, in `steps`.
     epochs: int = 0
-    #: Steps of the fastest way, and the checkpoint that it goes on from.
-    learn: int = 500
+    #: Steps of the stage `learn`; None takes those of the checkpoint, or 500.
+    learn: int | None = None
+    #: The checkpoint that the stage `learn` continues from.
     resume: Path | None = None
     seed: int = 0
     learning_rate: float = 2e-3
     data: Path | None = None
-    out: Path = Path("runs/latest")
+    #: The run folder; None chooses `runs/DATE-TIME` when the run starts.
+    out: Path | None = None
 
     @property
     def parts(self) -> int:
@@ -161,7 +162,7 @@ def resolve(
         world=world,
         backend=_backend(backend, preset, gpus, world, launched),
         device="cuda" if preset == "gpu" else "cpu",
-        out=out or Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"),
+        out=out,
     )
     if preset == "gpu":
         config = replace(config, size="small", rows=16 * world, context=1024, learning_rate=3e-4)
@@ -250,7 +251,7 @@ def check(config: RunConfig) -> None:
         ("steps", config.steps, 1),
         ("warmup", config.warmup, 0),
         ("epochs", config.epochs, 0),
-        ("learn", config.learn, 1),
+        *((("learn", config.learn, 1),) if config.learn is not None else ()),
         ("seed", config.seed, 0),
         ("rows", config.rows, 1),
         ("context", config.context, LEAST_CONTEXT),
@@ -274,14 +275,17 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
     if config.resume is not None and "learn" not in config.stages:
         raise UsageError(f"--resume {config.resume} goes on with the stage learn; ask for that")
-    first = os.environ.get("RANK", "0") == "0"
-    # What torchrun starts again finds its own folder.
-    first = first and restarts() == 0
-    # Not Path's methods, which raise for a name that is too long; of the ranks that a launcher
-    # started only the one that makes the folder, lest another finds it made.
-    if (
-        first
-        and os.path.exists(config.out)
-        and not (os.path.isdir(config.out) and not os.listdir(config.out))
-    ):
-        raise UsageError(f"{config.out} exists and is not empty; name another folder with --out")
+    _check_out(config.out)
+
+
+def _check_out(out: Path | None) -> None:
+    """Raise `UsageError` if the run folder exists and is not empty.
+
+    Only the rank that claims the folder checks it, because the other ranks may find it claimed
+    already; after a restart by torchrun the folder of the first attempt is used.
+    """
+    if out is None or os.environ.get("RANK", "0") != "0" or restarts():
+        return
+    # Methods of Path raise for a name that is too long; os.path returns False.
+    if os.path.exists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise UsageError(f"{out} exists and is not empty; name another folder with --out")

@@ -15,7 +15,8 @@ import io
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ MANIFEST = "manifest.json"
 ALWAYS = ("config.json", "env.json", "samples.jsonl", "summary.json")
 
 
+class FolderTaken(UsageError):
+    """Another run owns the folder."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """A folder with env.json, config.json, samples.jsonl, summary.json, checks.json and reports."""
@@ -38,14 +43,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, environment: dict[str, Any]) -> RunFolder:
-        """Make the folder; until `finish` its summary says that the run is incomplete."""
-        config.out.mkdir(parents=True, exist_ok=True)
-        folder = cls(config.out)
-        folder.write_json("config.json", config.to_json())
+        """Claim the folder of `config` and write `environment` into it."""
+        out = claim(config).out
+        assert out is not None
+        folder = cls(out)
         folder.write_json("env.json", environment)
-        folder.write_json("summary.json", {"status": "incomplete", "stages": {}})
-        (folder.path / "samples.jsonl").touch()
         return folder
+
+    def restart(self) -> None:
+        """Discard the results of an earlier attempt: no stage has ended and nothing is measured."""
+        self.write_json("summary.json", {"status": "incomplete", "stages": {}})
+        self.write_text("samples.jsonl", "")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -115,6 +123,19 @@ class RunFolder:
         summary["stages"][stage] = to_json(result) | spent
         self.write_json("summary.json", summary)
 
+    def fail(self, stage: str, reason: str) -> None:
+        """Record why the run ended in `stage`; its status stays incomplete."""
+        summary = self.summary
+        self.write_json("summary.json", summary | {"failed_stage": stage, "reason": reason})
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """The stage in which the run failed, and why; None if no failure was recorded."""
+        summary = self.summary
+        if "failed_stage" not in summary:
+            return None
+        return summary["failed_stage"], summary["reason"]
+
     def finish(self) -> None:
         """Mark the run complete, and seal it."""
         self.write_json("summary.json", self.summary | {"status": "complete"})
@@ -173,6 +194,47 @@ class RunFolder:
         return sorted(
             path.name for path in self.path.iterdir() if path.is_file() and path.name != MANIFEST
         )
+
+
+def claim(config: RunConfig) -> RunConfig:
+    """Create the run folder of `config` for this run alone, and return the config that names it.
+
+    Without `config.out` the folder is `runs/DATE-TIME`, with a number appended if another run of
+    the same second has that name. The exclusive creation of config.json decides between two runs
+    that see the same empty folder.
+
+    Raises:
+        UsageError: the folder of `config.out` belongs to another run, or cannot be written.
+    """
+    if config.out is not None:
+        return _claim(config, config.out)
+    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    for number in range(2, 100):
+        try:
+            return _claim(config, Path("runs") / name)
+        except FolderTaken:
+            name = f"{name.partition('.')[0]}.{number}"
+    raise UsageError(f"runs/{name} and 98 folders before it are taken; name one with --out")
+
+
+def _claim(config: RunConfig, out: Path) -> RunConfig:
+    claimed = replace(config, out=out)
+    folder = RunFolder(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise FileExistsError
+        with (out / "config.json").open("x", encoding="utf-8") as file:
+            file.write(json.dumps(claimed.to_json(), indent=1) + "\n")
+        folder.restart()
+    except FileExistsError:
+        raise FolderTaken(f"{out} belongs to another run; name another folder with --out") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(
+            f"{out} cannot be written ({reason}); name another folder with --out"
+        ) from None
+    return claimed
 
 
 def _digest(path: Path) -> str:

@@ -23,7 +23,10 @@ STORE = "LLMSYS_STORE"
 # A pipe to the launcher, which stamps what comes out of it; and the file where the stamps are.
 WITNESS = "LLMSYS_WITNESS"
 STAMPS = "LLMSYS_STAMPS"
-GRACE_SECONDS = 15.0
+#: Time for the other ranks to end by themselves after one has failed.
+FAILURE_SECONDS = 5.0
+#: Time to save a checkpoint after an interrupt.
+SAVING_SECONDS = 15.0
 
 
 def launch(config: RunConfig, module: str = "llmsys_suite.worker") -> int:
@@ -79,6 +82,7 @@ def _stamp(events: int, stamps: Path) -> None:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """Wait for all ranks; return 1 soon after one of them has failed."""
     failed_at = None
     while any(rank.poll() is None for rank in ranks):
         codes = [rank.poll() for rank in ranks]
@@ -88,20 +92,26 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
                 if code is not None and code < 0:
                     name = signal.Signals(-code).name
                     print(f"rank {number} was killed by {name}", file=sys.stderr)
-        # The others learn of it from their collectives; they get a while to say so.
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+        # A rank that raised has reported it, and the others end by themselves; a rank that was
+        # killed has not, and the others may wait for it.
+        if failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS:
             return 1
         time.sleep(0.05)
     return 1 if any(rank.returncode for rank in ranks) else 0
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run. One that learns saves a checkpoint on SIGTERM.
+
+    After a failure no checkpoint can be saved, so the ranks are killed at once.
+    """
+    has_failed = any(rank.poll() for rank in ranks)
     for rank in ranks:
         if rank.poll() is None:
-            rank.terminate()
+            (rank.kill if has_failed else rank.terminate)()
     for rank in ranks:
         try:
-            rank.wait(GRACE_SECONDS)
+            rank.wait(SAVING_SECONDS)
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()

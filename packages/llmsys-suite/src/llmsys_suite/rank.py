@@ -1,10 +1,11 @@
-"""What a stage works with: this rank's place among the ranks, the text, the folder, the results."""
+"""State of one rank that all stages share: its rank, the text, the run folder, the results."""
 
 from __future__ import annotations
 
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,9 @@ from llmsys_suite.model import ModelConfig
 from llmsys_suite.report.progress import Progress
 
 
-class OtherRankFailed(RuntimeError):
-    """A stage ended on another rank, which says why."""
-
-
 @dataclass
 class Run:
-    """What a stage works with; `folder` is there on rank 0 only."""
+    """State of one rank that all stages share. Only rank 0 has a `folder`."""
 
     config: RunConfig
     rank: int
@@ -42,10 +39,17 @@ class Run:
     seconds: dict[str, float] = field(default_factory=dict)
     # The model that `train` leaves to the stages that look into it.
     trained: torch.nn.Module | None = None
-    store: Any = None
-    #: How many stages have failed so far; each failure makes a new group.
-    failures: int = 0
+    #: The rendezvous store of this run; None where a run is built without one, as in tests.
+    store: dist.Store | None = None
+    #: The stage that runs now, for the message of a failure.
+    stage: str = ""
     _meetings: int = 0
+
+    @property
+    def out(self) -> Path:
+        """The path of the run folder, which all ranks know; only rank 0 has `folder`."""
+        assert self.config.out is not None
+        return self.config.out
 
     @property
     def model(self) -> ModelConfig:
@@ -70,36 +74,20 @@ class Run:
         dist.barrier()
 
     def meet(self) -> None:
-        """Wait for all ranks for as long as it takes: one of them may have work for an hour.
+        """Wait until every rank has called this method, without a time limit.
 
-        A collective ends with its timeout. Keys in the store have none; a rank that died is
-        noticed by whoever started it, who ends the others.
+        A collective fails after its timeout, but a stage that works on one rank only may take an
+        hour. A rank that fails meanwhile ends this process: see Note [Failure of a rank].
         """
         self._meetings += 1
         if self.store is None or self.world == 1:
             return
-        place = f"{self.failures} meeting {self._meetings}"
-        self.store.set(f"{place} {self.rank}", "here")
-        everyone = [f"{place} {rank}" for rank in range(self.world)]
+        self.store.set(f"meeting {self._meetings} {self.rank}", "reached")
+        keys = [f"meeting {self._meetings} {rank}" for rank in range(self.world)]
         pause = 0.001
-        while not self.store.check(everyone):
-            if self.store.check([f"{self.failures} failed"]):
-                raise OtherRankFailed(self.store.get(f"{self.failures} failed").decode())
+        while not self.store.check(keys):
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-
-    def fail(self, error: Exception) -> str:
-        """Tell all ranks that this stage failed here; what the first that failed said."""
-        said = f"rank {self.rank}: {type(error).__name__}: {error}"
-        if self.store is not None and not isinstance(error, OtherRankFailed):
-            self.store.compare_set(f"{self.failures} failed", "", said)
-        # Closing the connections ends the collectives in which the others wait.
-        dist.destroy_process_group()
-        if self.store is not None:
-            self.store.wait([f"{self.failures} failed"])
-            said = self.store.get(f"{self.failures} failed").decode()
-        self.failures, self._meetings = self.failures + 1, 0
-        return said
 
     def gather(self, mine: Any) -> list[Any]:
         """Every rank's `mine`, on every rank, however long the slowest takes."""

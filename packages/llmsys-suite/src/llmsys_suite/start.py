@@ -1,26 +1,35 @@
-"""Do a run: refuse what cannot fit, then start ranks, or be one where a launcher started this."""
+"""Start a run: refuse one that cannot be done, then start its ranks, or be one under torchrun."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig, UsageError, check
 from llmsys_suite.data import in_epochs, read_text, require_text
 from llmsys_suite.environment import GIB, available_memory_bytes
-from llmsys_suite.folder import RunFolder
+from llmsys_suite.folder import RunFolder, claim
 
 
 def run(config: RunConfig) -> RunFolder:
-    """Do the run and return its folder; RuntimeError if it failed, with the folder's name."""
-    if execute(config):
-        raise RuntimeError(f"the run failed; what was measured is in {config.out}")
-    return RunFolder(config.out)
+    """Do the run and return its folder.
+
+    Raises:
+        UsageError: the run cannot be done; nothing was written.
+        RuntimeError: the run failed; the message names its folder.
+    """
+    status, out = execute(config)
+    if status:
+        raise RuntimeError(f"the run failed; what was measured is in {out}")
+    return RunFolder(out)
 
 
-def execute(config: RunConfig) -> int:
-    """Do the run; its exit status. Raises UsageError, with nothing written, if it cannot be."""
+def execute(config: RunConfig) -> tuple[int, Path]:
+    """Do the run and return its exit status and its folder.
+
+    Raises:
+        UsageError: the run cannot be done; nothing was written.
+    """
     check(config)
     text = read_text(config.data)
     require_text(text, context=config.context)
@@ -30,15 +39,15 @@ def execute(config: RunConfig) -> int:
         from llmsys_suite.stages.learn import require_resumable
 
         require_resumable(config, config.resume)
-    if os.environ.get("RANK", "0") == "0":
-        _require_writable(config.out)
     if "RANK" in os.environ:
         from llmsys_suite.worker import work
 
         return work(config)
     from llmsys_suite.launch import launch
 
-    return launch(config)
+    config = claim(config)
+    assert config.out is not None
+    return launch(config), config.out
 
 
 def _require_memory(config: RunConfig) -> None:
@@ -51,21 +60,3 @@ def _require_memory(config: RunConfig) -> None:
             f"size {config.size} needs {needed / GIB:.1f} GiB on this machine and "
             f"{available / GIB:.1f} GiB are free; choose a smaller --size or --world"
         )
-
-
-def _require_writable(out: Path) -> None:
-    """Write something there and take it away again: permissions do not say all there is to say."""
-    made = [folder for folder in (out, *out.parents) if not os.path.exists(folder)]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as file:
-            file.write(b"?")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UsageError(
-            f"{out} cannot be written ({reason}); name another folder with --out"
-        ) from None
-    finally:
-        for folder in made:
-            if os.path.isdir(folder):
-                folder.rmdir()

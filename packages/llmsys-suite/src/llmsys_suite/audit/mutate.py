@@ -20,11 +20,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from llmsys_suite import worker
 from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.mutations import DEFECTS, Defect
 from llmsys_suite.config import STAGES, RunConfig, UsageError
+from llmsys_suite.failure import KEY, report_failure
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.launch import launch
 from llmsys_suite.rank import Run
@@ -114,8 +117,9 @@ def main() -> int:
     worker.end_with_parent(os.getppid())
     wanted = json.loads(os.environ[WANTED])
     defects = [defect for defect in DEFECTS if defect.label in wanted]
+    assert config.out is not None
     folder = config.out.parent
-    with shortened():
+    with shortened(), mock.patch.object(Run, "meet", _meet_or_fail):
         run = worker.begin(config, rank, world, Progress(enabled=False))
         outcomes = [_sound(run, seed) for seed in range(int(os.environ.get(HONEST, "0")))]
         honest = _honest(run, {d.stage for d in defects}) if defects else {}
@@ -167,8 +171,7 @@ def _sound(run: Run, seed: int) -> Outcome:
 def _all_red(run: Run, stages: set[str]) -> list[str]:
     run.results = {}
     if run.folder is not None:
-        run.folder = RunFolder.create(run.config, {})
-        (run.folder.path / "samples.jsonl").write_text("")
+        run.folder.restart()
     for stage in STAGES:
         if stage in stages - {"audit", "report"}:
             worker.run_stage(run, stage)
@@ -193,11 +196,43 @@ def _plant(run: Run, defect: Defect, honest: dict[str, Any], out: Path) -> Outco
         try:
             killed = _red(run, stage)
         except Exception as error:
-            # What ends a run is found as well, if not by a check.
-            killed = [f"an error, {run.fail(error)}"]
-            worker.make_group(run)
+            # An error that would end the run has detected the defect too.
+            killed = [f"an error, {_recover(run, error)}"]
     run.trained = trained
     return _said(run, Outcome(defect.label, tuple(killed), time.perf_counter() - begin))
+
+
+class _OtherRankFailed(RuntimeError):
+    """An injected fault raised an exception on another rank."""
+
+
+def _meet_or_fail(run: Run) -> None:
+    """Do what `Run.meet` does, but raise if another rank has failed in the meantime."""
+    assert run.store is not None
+    run._meetings += 1
+    run.store.set(f"meeting {run._meetings} {run.rank}", "reached")
+    while not run.store.check([f"meeting {run._meetings} {r}" for r in range(run.world)]):
+        if run.store.check([KEY]):
+            raise _OtherRankFailed(run.store.get(KEY).decode())
+        time.sleep(0.01)
+
+
+def _recover(run: Run, error: Exception) -> str:
+    """Replace the process group that an error has broken; return the first rank's message.
+
+    A run ends at its first failure. Here the next fault is to be injected into the same ranks, so
+    every rank leaves the broken group, which ends the collectives of the others, and joins another.
+    """
+    assert run.store is not None
+    if not isinstance(error, _OtherRankFailed):
+        report_failure(run.store, f"rank {run.rank}: {type(error).__name__}: {error}")
+    dist.destroy_process_group()
+    run.store.wait([KEY])
+    message = run.store.get(KEY).decode()
+    run.store = dist.PrefixStore("recovered", run.store)
+    run._meetings = 0
+    worker.make_group(run)
+    return message
 
 
 def _said(run: Run, outcome: Outcome) -> Outcome:

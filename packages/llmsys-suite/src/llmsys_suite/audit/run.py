@@ -11,7 +11,7 @@ from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
 from llmsys_suite.rank import Run
-from llmsys_suite.stages.results import Audit, Failed
+from llmsys_suite.stages.results import Audit
 
 
 def run(run: Run) -> Audit | None:
@@ -28,7 +28,7 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """The evidence and the checks, on rank 0; every rank takes part."""
     evidence: dict[str, Any] = {}
     checks: list[Check] = []
-    ran = {stage for stage, found in run.results.items() if not isinstance(found, Failed)}
+    ran = set(run.results)
     if {"plan", "train"} <= ran:
         evidence = gather_evidence(run)
         if run.folder is not None:
@@ -40,8 +40,6 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
         if stage in ran:
             found = list(_guarded(stage, check(run, run.results[stage])))
             checks += [replace(c, name=f"{stage}: {c.name}") for c in found]
-    failed = sorted(run.results.keys() - ran)
-    checks.append(none("stages that failed", "the run", "none", failed))
     return evidence, checks if run.rank == 0 else []
 
 

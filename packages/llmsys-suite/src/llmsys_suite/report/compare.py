@@ -79,9 +79,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Slower, faster, or cannot tell."""
-        total = self.rounds + self.disturbed
-        if self.rounds < max(LEAST_ROUNDS, LEAST_SHARE * total) or self.chance > CHANCE:
+        """Return "slower", "faster" or "cannot tell"."""
+        if not has_enough_rounds(self.rounds, self.disturbed) or self.chance > CHANCE:
             return "cannot tell"
         if self.ratio > 1 + self.resolve / 2:
             return "slower"
@@ -141,9 +140,31 @@ def compare_ratios(
     ]
 
 
-def too_slow(rows: list[Comparison], percent: float) -> bool:
-    """Whether any variant is slower by more than `percent`, beyond doubt."""
-    return any(row.low > 1 + percent / 100 and row.verdict == "slower" for row in rows)
+def has_enough_rounds(rounds: int, disturbed: int) -> bool:
+    """Return True if so few rounds were disturbed that the others allow a verdict."""
+    return rounds >= max(LEAST_ROUNDS, LEAST_SHARE * (rounds + disturbed))
+
+
+def slower_than(rows: list[Comparison], percent: float) -> list[str]:
+    """Return the variants whose whole interval lies above `percent` slower."""
+    limit = 1 + percent / 100
+    return [row.variant for row in rows if row.low > limit and row.verdict == "slower"]
+
+
+def undecided_at(rows: list[Comparison], percent: float) -> list[str]:
+    """Return the variants that may or may not be slower by more than `percent`.
+
+    A variant is decided if its whole interval lies above or below the limit and there are enough
+    undisturbed rounds. That no difference was found does not show that there is none.
+    """
+    limit = 1 + percent / 100
+    slower = slower_than(rows, percent)
+    return [
+        row.variant
+        for row in rows
+        if row.variant not in slower
+        and not (row.high <= limit and has_enough_rounds(row.rounds, row.disturbed))
+    ]
 
 
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:

@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import Any
 
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE, step_seconds
+from llmsys_suite.measure.samples import LINK_RATE, LOCAL, PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.report import plots
+from llmsys_suite.report.compare import has_enough_rounds, round_ratios
 from llmsys_suite.stages import results as of
 
 MIB = 2**20
@@ -37,9 +38,7 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     """Those of the stages that ran, in the order of a run."""
     results = folder.results
     for stage, result in results.items():
-        if isinstance(result, of.Failed):
-            yield Section(stage, f"This stage failed: {result.failed}")
-        elif isinstance(result, of.Skipped):
+        if isinstance(result, of.Skipped):
             yield Section(stage, f"Skipped: {result.skipped}.")
         else:
             yield MAKERS[stage](result, results, folder)
@@ -73,26 +72,40 @@ def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, flo
 
 
 def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:
-    """A sentence on the time of one over another's; whether the rounds can tell."""
+    """Return a sentence on the time of `name` over the time of `peer` in the same rounds."""
     middle, low, high = interval(ratios, among)
-    said = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
     if not math.isfinite(high):
         return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
+    sentence = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
     if low <= 1 <= high:
-        return f"Cannot tell {name} from {peer}: {said[0].lower()}{said[1:]}."
-    return f"{said[0].upper()}{said[1:]}: {'faster' if high < 1 else 'slower'}."
+        return f"Cannot tell {name} from {peer}: {sentence}."
+    return f"{sentence}: {'faster' if high < 1 else 'slower'}."
 
 
 def fastest(folder: RunFolder) -> str:
-    """Which way of training is the fastest here."""
-    seconds = step_seconds([s for s in folder.samples() if s["stage"] == "train"])
-    ratios = {
-        name: [steps[i] / seconds[PEER][i] for i in steps if i in seconds[PEER]]
-        for name, steps in seconds.items()
-        if name not in (PEER, SINGLE, LOCAL)
+    """Return a sentence on the fastest way of training, or an empty one if there is no choice.
+
+    It uses the rounds that `llmsys compare` uses: those that other programs did not disturb.
+    """
+    rounds = {
+        name: pair
+        for name, pair in round_ratios(folder.samples()).items()
+        if name not in (SINGLE, LOCAL)
     }
-    best = min(ratios, key=lambda name: statistics.median(ratios[name]), default="")
-    return against(best, PEER, ratios[best], len(ratios)) if best else ""
+    if not rounds:
+        return ""
+    decided = {
+        name: pair for name, pair in rounds.items() if has_enough_rounds(len(pair[0]), pair[1])
+    }
+    if not decided:
+        used, disturbed = max(((len(logs), lost) for logs, lost in rounds.values()))
+        return (
+            f"Cannot tell which way is the fastest: {used} of {used + disturbed} rounds were not "
+            "disturbed by other programs, which is too few."
+        )
+    ratios = {name: [math.exp(log) for log in logs] for name, (logs, _) in decided.items()}
+    best = min(ratios, key=lambda name: statistics.median(ratios[name]))
+    return against(best, PEER, ratios[best], len(ratios))
 
 
 def of_rounds(turns: Turns, name: str, peer: str) -> str:
@@ -224,7 +237,7 @@ def _profile(profile: of.Profile, results: Results, _: RunFolder) -> Section:
         row["top"] = f"{said['top_operator'].removeprefix('aten::')} x {said['top_calls']}"
     plan, picture = results.get("plan"), ""
     if products and isinstance(plan, of.Plan):
-        picture = plots.roofline(products, profile.bytes_per_second, plan.peak)
+        picture = plots.roofline(products, plan.peak)
     protocol = [{k: v for k, v in r.items() if not isinstance(v, list)} for r in profile.protocol]
     folded = [("steps after warm-ups, by size", protocol)]
     folded += [("products by shape", products)] if products else []

@@ -89,8 +89,9 @@ def opening(folder: RunFolder) -> Iterator[str]:
         f"{where}; {ranks} on {config.backend}; torch {env['torch']}, Python "
         f"{env['python']}; {env['date']}; load {env['load_average']} at the start."
     )
-    failed = {stage: r for stage, r in results.items() if isinstance(r, of.Failed)}
-    yield from (f"FAILED stage {stage}: {r.failed}" for stage, r in failed.items())
+    if folder.failure is not None:
+        stage, reason = folder.failure
+        yield f"FAILED stage {stage}: {reason}"
     missing = [s for s in config.stages if s not in results and s != "report"]
     if missing and not folder.complete:
         yield f"FAILED to end: this run was cut off before the end of {', '.join(missing)}."

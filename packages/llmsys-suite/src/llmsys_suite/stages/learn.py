@@ -38,6 +38,8 @@ LOOKS, HELDOUT_ROWS, SAVES = 8, 128, 4
 #: Those whose optimizer each rank can steer, and whose state a checkpoint of zero holds.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, LOCAL, "torch FSDP2"))
 CHECKPOINT = "checkpoint"
+#: Steps of a training that neither --learn nor a checkpoint decides.
+DEFAULT_STEPS = 500
 PROMPT, LETTERS = 64, 240
 
 
@@ -50,12 +52,12 @@ def run(run: Run) -> Learn | None:
     before = sample(run, variant.weights())
     state = beginning(config, run.corpus.train)
     if (source := resumed(run)) is not None:
-        asked, state = state, zero.load_checkpoint(source, variant.model, variant.optimizer)
-        require_same(state, asked, source, run.world)
+        state = zero.load_checkpoint(source, variant.model, variant.optimizer)
+        require_same(state, config, run.corpus.train, source)
     total, begun_at = state["total"], state["step"]
 
     def save() -> None:
-        path = config.out / CHECKPOINT
+        path = run.out / CHECKPOINT
         zero.save_checkpoint(path, variant.model, variant.optimizer, extra=dict(state))
 
     if not state["heldout"]:
@@ -64,7 +66,7 @@ def run(run: Run) -> Learn | None:
         while state["step"] < total:
             step = state["step"]
             for group in variant.optimizer.param_groups:
-                group["lr"] = RATE * config.learning_rate * schedule(step / total)
+                group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
             tokens, targets = run.corpus.batch(
                 rows=state["rows"], context=config.context, seed=state["seed"] + 1, step=step,
                 rank=run.rank, world=run.world,
@@ -99,8 +101,9 @@ def run(run: Run) -> Learn | None:
 def beginning(config: RunConfig, text: Tensor) -> dict[str, Any]:
     """What a checkpoint holds besides weights and moments, before the first step."""
     return {
-        "step": 0, "losses": [], "heldout": [], "total": config.learn, "rows": config.rows,
-        "seed": config.seed, "context": config.context,
+        "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
+        "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
+        "learning_rate": config.learning_rate,
         "text": hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12],
     }  # fmt: skip
 
@@ -116,11 +119,16 @@ def require_resumable(config: RunConfig, source: Path) -> None:
         raise UsageError(str(error)) from None
     finally:
         dist.destroy_process_group()
-    require_same(state, beginning(config, load_corpus(config.data).train), source, config.world)
+    require_same(state, config, load_corpus(config.data).train, source)
 
 
-def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path, world: int) -> None:
-    """UsageError where going on from `state` would be another training than was begun."""
+def require_same(state: dict[str, Any], config: RunConfig, text: Tensor, source: Path) -> None:
+    """Raise `UsageError` if the run would not continue the training that `source` was saved in.
+
+    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
+    and the batches continue as planned; an option that contradicts it is refused, not ignored.
+    """
+    asked = beginning(config, text)
     if lacks := asked.keys() - state.keys():
         raise UsageError(f"{source} was written by no stage `learn`: it lacks {min(lacks)}")
     if state["text"] != asked["text"]:
@@ -129,13 +137,23 @@ def require_same(state: dict[str, Any], asked: dict[str, Any], source: Path, wor
         raise UsageError(
             f"{source} was begun with rows of {state['context']} tokens, not {asked['context']}"
         )
-    if asked["total"] not in (state["total"], RunConfig.learn):
+    if state["size"] != asked["size"]:
         raise UsageError(
-            f"{source} was begun for {state['total']} steps, by which its rate falls; "
-            f"leave out --learn {asked['total']}"
+            f"{source} holds a model of size {state['size']}, not {asked['size']}; "
+            f"pass --size {state['size']}"
         )
-    if state["rows"] % world:
-        raise UsageError(f"{state['rows']} rows do not split over {world} ranks")
+    if config.learn not in (None, state["total"]):
+        raise UsageError(
+            f"{source} was begun for {state['total']} steps, over which its learning rate falls; "
+            f"leave out --learn {config.learn}"
+        )
+    if config.seed != state["seed"]:
+        raise UsageError(
+            f"{source} was begun with seed {state['seed']}, not {config.seed}; "
+            f"pass --seed {state['seed']}"
+        )
+    if state["rows"] % config.world:
+        raise UsageError(f"{state['rows']} rows do not split over {config.world} ranks")
 
 
 def fastest(rows: list[dict[str, Any]]) -> str:
@@ -146,7 +164,7 @@ def fastest(rows: list[dict[str, Any]]) -> str:
 
 def resumed(run: Run) -> Path | None:
     """The checkpoint to go on from: the one that was asked for, or this run's own of a restart."""
-    own = run.config.out / CHECKPOINT
+    own = run.out / CHECKPOINT
     return own if restarts() and own.exists() else run.config.resume
 
 

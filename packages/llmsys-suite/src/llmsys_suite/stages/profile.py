@@ -33,8 +33,8 @@ def run(run: Run) -> Profile | None:
         return None
     step = Step(case_of(run))
     step.timed()
-    products, bytes_per_second = roofline(step) if run.device.type == "cpu" else ([], 0.0)
-    return Profile(protocol(run), kernels.by_phase(step), products, bytes_per_second)
+    products = roofline(step) if run.device.type == "cpu" else []
+    return Profile(protocol(run), kernels.by_phase(step), products)
 
 
 def case_of(run: Run) -> Case:
@@ -51,8 +51,13 @@ def protocol(run: Run) -> Rows:
     return list(sweep.measure(cases, limit=SECONDS_A_SIZE, extrapolate=False))
 
 
-def roofline(step: Step) -> tuple[Rows, float]:
-    """Each product of a forward pass by its shape: FLOPs a byte, and FLOPs a second; the roof."""
+def roofline(step: Step) -> Rows:
+    """Return a row per shape of matrix product in a forward pass, with the roof above it.
+
+    `flops_per_byte` is the arithmetic intensity if each matrix is read or written once, and
+    `bytes_per_second` the bandwidth measured at the product's working-set size: a product whose
+    matrices fit in a cache is not bounded by the bandwidth of main memory (Williams et al. 2009).
+    """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step.forward()
     rows = []
@@ -61,18 +66,36 @@ def roofline(step: Step) -> tuple[Rows, float]:
             continue
         *batch, m, k = event.input_shapes[0]
         n = event.input_shapes[1][-1]
-        many = math.prod(batch) * event.count
-        seconds = event.self_cpu_time_total / 1e6
+        products = math.prod(batch)
+        nbytes = 4 * (m * k + k * n + m * n) * products
+        flops = 2 * m * k * n * products
+        seconds = event.self_cpu_time_total / 1e6 / event.count
         rows.append(
             {
                 "operator": f"{event.key.removeprefix('aten::')} {m} x {k} x {n}",
                 "calls": event.count,
-                "flops_per_byte": 2 * m * k * n / (4 * (m * k + k * n + m * n)),
-                "gflops": 2 * m * k * n * many / seconds / 1e9,
+                "flops_per_byte": flops / nbytes,
+                "gflops": flops / seconds / 1e9,
+                "working_set_bytes": nbytes,
+                "bytes_per_second": bandwidth(nbytes, step.device),
             }
         )
-    big = torch.ones(2**24, device=step.device)
-    begin = now(step.device)
-    big.clone()
-    moved = 2 * big.nbytes / (now(step.device) - begin)
-    return rows, moved
+    return rows
+
+
+def bandwidth(nbytes: int, device: torch.device, tries: int = 30) -> float:
+    """Return the best rate in bytes per second at which `nbytes` of memory are read or copied.
+
+    A copy reads half of the bytes and writes the other half; a sum reads them all. The best of
+    both and of all tries is the roof, because a product cannot move its bytes faster.
+    """
+    data = torch.randn(max(2, nbytes // 4), device=device)
+    source, target = data[: len(data) // 2], data[len(data) // 2 : len(data) // 2 * 2]
+    best = math.inf
+    for _ in range(tries):
+        start = now(device)
+        target.copy_(source)
+        middle = now(device)
+        data.sum()
+        best = min(best, middle - start, now(device) - middle)
+    return data.nbytes / best

@@ -1,0 +1,66 @@
+"""How a failure on one rank ends the run on every rank.
+
+Note [Failure of a rank]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that fails must end the run. It cannot rely on collectives for that: the other ranks may wait
+in a collective of another process group, in a queue, or in a loop on the store, and closing this
+rank's connections reaches only some of them.
+
+Every rank therefore polls one key of the rendezvous store in a thread of its own (`FailureWatch`).
+A rank that fails writes its message under that key (`report_failure`) and ends its process; the
+watch of every other rank reads the message and ends that process too, with exit status 1. A store
+that is lost counts as a failure, because the process that served it has ended.
+
+A process that is killed reports nothing. The launcher, ours or torchrun, notices its exit status.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+KEY = "failure"
+POLL_SECONDS = 0.2
+
+
+def report_failure(store: dist.Store, message: str) -> str:
+    """Publish `message` to all ranks and return the message of the rank that failed first."""
+    return store.compare_set(KEY, "", message).decode()
+
+
+class FailureWatch:
+    """A thread that calls `on_failure(message)` once another rank has reported a failure.
+
+    Args:
+        store: the store that all ranks share. The watch polls a clone, because a client of a
+            `TCPStore` serves one call at a time and the main thread may wait in one.
+        on_failure: called in the thread of the watch, at most once.
+    """
+
+    def __init__(self, store: dist.Store, on_failure: Callable[[str], None]) -> None:
+        self._store = store.clone()
+        self._on_failure = on_failure
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="failure watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. The store may be closed afterwards."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _poll(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            message = self._failure()
+            if message:
+                self._on_failure(message)
+                return
+
+    def _failure(self) -> str:
+        """Return the message of the rank that failed first, or an empty string."""
+        try:
+            return self._store.get(KEY).decode() if self._store.check([KEY]) else ""
+        except Exception as error:
+            return f"the rendezvous store is lost: {error}"

@@ -1,0 +1,270 @@
+"""Rules of language and code shape that ruff cannot check: see docs/contributing.md.
+
+Each area of the repository is one test. An area that is not converted yet is listed in
+`[tool.language]` of pyproject.toml; its test must fail, so the list cannot outlive the conversion.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workspace import PACKAGES, ROOT
+
+CONFIGURATION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["language"]
+
+#: A docstring or comment that opens with one of these words is a fragment without a subject.
+FRAGMENT = re.compile(r"(?:Of|What|Whether|Which|Who|Whose|How|Those|That|Nobody|None)\b")
+
+#: Words that say nothing about what a name stands for.
+FILLER = frozenset(
+    (
+        *("told", "heard", "said", "asked", "look", "meet", "found", "given", "held", "kept"),
+        *("own", "each", "one", "here", "made", "place", "share", "again", "way"),
+    )
+)
+
+UNITS = "bytes?|bits?|FLOPs?|seconds?|numbers?|calls?|GiB|MiB|KiB|GB|MB|ms|one|steps?|lines?|times?"
+COUNTED = "parameter|token|rank|step|layer|head|element|call|row|worker|server|process|device|GPU"
+
+NO_ARTICLE = "longer|more|less|fewer|later|better|worse|larger|smaller"
+COMPARISON = "that|as|more|less|faster|slower|larger|smaller"
+
+#: Each idiom and what to write instead; the table of words in docs/contributing.md explains them.
+IDIOMS = (
+    (rf"\b(?:{UNITS}) an? (?:{COUNTED})\b", "per"),
+    (rf"\b(?:is|are|was|were) no (?!{NO_ARTICLE})", "is not a"),
+    (rf"\bso (?:many|much) (?!{COMPARISON})", "the name of the argument"),
+    (r"\bwhat is (?:sent|held|kept|left|asked|told|given|made)\b", "a noun"),
+    (r"\b(?:is|are|was|were|be|been) (?:told|heard|asked|lent|owed)\b", "a standard verb"),
+    (r"\bheld against\b", "compared with"),
+    (r"\b(?:whoever|whatever|likewise)\b", "a noun"),
+    (r"\bof (?:its|their|his) own\b", "its own, separate"),
+    (r"\bmade anew\b", "rebuilt"),
+    (r"\b(?:at a glance|second source|yardstick|planted defect)\b", "a standard term"),
+    (r"\b(?:plain file|a stranger|the house)\b", "a standard term"),
+)
+
+
+def areas() -> dict[str, list[Path]]:
+    """Return the files of each area: one per package, and the files of the root."""
+    files = {package: ROOT / "packages" / package for package in PACKAGES}
+    found = {name: sorted((*top.rglob("*.py"), *top.rglob("*.md"))) for name, top in files.items()}
+    tests = [ROOT / "conftest.py", *(ROOT / "tests").rglob("*.py")]
+    docs = [ROOT / "README.md", *(ROOT / "docs").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    found["tests"] = [path for path in tests if path != Path(__file__)]
+    found["docs"] = [path for path in docs if "_site" not in path.parts]
+    return found
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each docstring and of each block of comments."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node.body[0].lineno, docstring
+    yield from comments(text)
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each block of comments on consecutive lines of one column, joined to one text."""
+    block: list[str] = []
+    first = last = column = -1
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        row, start = token.start
+        words = token.string.lstrip("#: ")
+        if block and row == last + 1 and start == column:
+            block.append(words)
+        else:
+            if block:
+                yield first, " ".join(block)
+            block, first, column = [words], row, start
+        last = row
+    if block:
+        yield first, " ".join(block)
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each function, class, argument and assigned variable."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def is_filler(name: str) -> bool:
+    """Return True if a name consists of filler words only."""
+    words = [word for word in name.lower().split("_") if word]
+    return bool(words) and all(word in FILLER for word in words)
+
+
+def is_table(node: ast.stmt) -> bool:
+    """Return True if a statement writes down a table: a literal of rows, or test parameters."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return bool(node.decorator_list)
+    value = getattr(node, "value", None)
+    if isinstance(value, ast.Call) and len(value.args) == 1:
+        value = value.args[0]
+    return isinstance(value, ast.List | ast.Tuple | ast.Dict | ast.Set)
+
+
+def first_line(node: ast.stmt) -> int:
+    """Return the first line of a statement, its decorators included."""
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def last_line(node: ast.stmt) -> int:
+    """Return the last line of a statement."""
+    return node.end_lineno or node.lineno
+
+
+def misplaced_format_skips(path: Path, text: str, tree: ast.AST) -> Iterator[int]:
+    """Yield lines whose formatting is switched off outside kernels and tables."""
+    if {"kernels", "gluon", "experimental"} & set(path.parts):
+        return
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for row, line in enumerate(text.splitlines(), 1):
+        if not re.search(r"#\s*fmt:\s*(?:skip|off)\s*$", line):
+            continue
+        around = [node for node in statements if first_line(node) <= row <= last_line(node)]
+        innermost = max(around, key=lambda node: node.lineno, default=None)
+        if innermost is None or not is_table(innermost):
+            yield row
+
+
+def shapes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield code that is dense for its own sake, with the line it stands on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp) and (
+            isinstance(node.orelse, ast.IfExp) or isinstance(node.body, ast.IfExp)
+        ):
+            yield node.lineno, "chained conditional expression: use if statements"
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Tuple)
+            and isinstance(node.value, ast.Tuple)
+            and len(node.value.elts) >= 3
+        ):
+            yield node.lineno, "tuple assignment of three or more values: use one line per value"
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.JoinedStr)
+        ):
+            yield node.lineno, "dispatch by a computed attribute name: use a table of functions"
+
+
+def idioms(text: str) -> Iterator[str]:
+    """Yield each idiom in a text, with what to write instead."""
+    for pattern, instead in IDIOMS:
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            yield f"{match.group()!r}: write {instead!r}"
+
+
+def findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every finding in a Python file."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    for row, words in prose(text):
+        if FRAGMENT.match(words):
+            yield row, f"opens with a fragment: {words[:40]!r}"
+        for idiom in idioms(words):
+            yield row, idiom
+    for row, name in names(tree):
+        if is_filler(name):
+            yield row, f"filler name {name!r}"
+    for row in misplaced_format_skips(path, text, tree):
+        yield row, "formatting is switched off outside a kernel signature or a table"
+    yield from shapes(tree)
+
+
+def findings_in_markdown(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield every idiom in a page, outside of code."""
+    is_code = False
+    for row, line in enumerate(path.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        if not is_code:
+            for idiom in idioms(re.sub(r"`[^`]*`", "code", line)):
+                yield row, idiom
+
+
+def findings(paths: list[Path]) -> list[str]:
+    """Return every finding in some files, one line of text per finding."""
+    found = []
+    for path in paths:
+        check = findings_in_python if path.suffix == ".py" else findings_in_markdown
+        where = path.relative_to(ROOT)
+        found += [f"{where}:{row}: {text}" for row, text in sorted(check(path))]
+    return found
+
+
+def area_parameters():
+    unconverted = CONFIGURATION["unconverted"]
+    marks = pytest.mark.xfail(strict=True, reason="not converted yet, see pyproject.toml")
+    return [
+        pytest.param(name, marks=[marks] if name in unconverted else [], id=name)
+        for name in areas()
+    ]
+
+
+@pytest.mark.parametrize("area", area_parameters())
+def test_area_follows_the_style_guide(area):
+    found = findings(areas()[area])
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ('def f():\n    """What is sent."""\n', "opens with a fragment"),
+        ("# Whether ranks agree.\n", "opens with a fragment"),
+        ("# The cost, in bytes a token.\n", "write 'per'"),
+        ("# This is no copy.\n", "write 'is not a'"),
+        ("def each(): pass\n", "filler name"),
+        ("own_one = 1\n", "filler name"),
+        ("x = f(1,\n   2)  # fmt: skip\n", "formatting is switched off"),
+        ("x = 1 if a else 2 if b else 3\n", "chained conditional"),
+        ("a, b, c = 1, f(), 'x'\n", "tuple assignment"),
+        ("getattr(self, f'_{kind}')()\n", "dispatch by a computed"),
+    ],
+)
+def test_each_rule_finds_its_example(tmp_path, code, message):
+    path = tmp_path / "example.py"
+    path.write_text(code)
+    assert [text for _, text in findings_in_python(path) if message in text]
+
+
+def test_plain_code_has_no_findings(tmp_path):
+    path = tmp_path / "example.py"
+    path.write_text(
+        '"""Bytes per token."""\n\n\ndef send(payload):\n    """Send the payload."""\n'
+        "    # A retry would reduce twice.\n    first, second = payload\n    return second, first\n"
+        "\n\nROWS = [\n    (1,  2),\n    (10, 20),\n]  # fmt: skip\n"
+    )
+    assert not [*findings_in_python(path)]
+
+
+if __name__ == "__main__":
+    import sys
+
+    chosen = sys.argv[1:] or [*areas()]
+    for name in chosen:
+        print("\n".join(findings(areas()[name])))
