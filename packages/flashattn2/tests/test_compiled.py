@@ -19,19 +19,23 @@ from flashattn2.problem import Score
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
-def compiled(jobs):
-    """What the compiler made of each job, by two processes that do not interpret."""
+def run_script(name, text=""):
+    """Run a script of this folder in a process that does not interpret kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(name)], input=text, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def compiled(jobs):
+    """What the compiler made of each job, by two processes."""
 
     def work(share):
-        done = subprocess.run(
-            [sys.executable, script], input=json.dumps(share), env=environment,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(share))]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(work, (jobs[::2], jobs[1::2]))
@@ -190,3 +194,10 @@ def test_where_a_first_product_is_narrower_a_wider_one_would_not_do(narrow):
         [job for option in options for job in shipped.jobs(key, block_d, tuple(wider), option)]
     )
     assert not all(tune.passes(r) for r in results), results
+
+
+def test_the_kernels_of_a_cache_compile():
+    lines = run_script("compile_decoding.py")
+    assert {tuple(line.split()[:2]) for line in lines} == set(
+        itertools.product(("80", "90"), ("decode_kernel", "append_kernel", "combine_kernel"))
+    )

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention_with_kvcache
+from flashattn2.decode import _assert_values
+from flashattn2.problem import make_score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +143,126 @@ def test_it_compiles_in_one_graph(interpreter):
         compiled(q, *caches[:2], new, lengths), run(q, *caches[2:], new, lengths)
     )
     torch.testing.assert_close(caches[0], caches[2])
+
+
+def pages_of_four():
+    """A pool of six pages of four rows, and queries and new rows of two sequences."""
+    k, v = torch.randn(2, 6, 2, 4, 16)
+    return torch.randn(2, 4, 1, 16), k, v, torch.randn(2, 2, 1, 16)
+
+
+WRONG_CACHES = {
+    "negative page": ([[4, 1], [-1, 3]], [5, 4]),
+    "negative page in the middle": ([[4, -1], [0, 3]], [5, 4]),
+    "page too large": ([[4, 6], [0, 3]], [5, 4]),
+    "huge page": ([[4, 2**31 - 1], [0, 3]], [5, 4]),
+    "length above the capacity": ([[4, 1], [0, 3]], [9, 4]),
+    "huge length": ([[4, 1], [0, 3]], [5, 2**31 - 1]),
+    "negative length": ([[4, 1], [0, 3]], [-1, 4]),
+}
+
+
+@pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("compiler", [None, "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
+    interpreter, backend, compiler, appends, table, lengths
+):
+    q, k, v, new = pages_of_four()
+    before = k.clone(), v.clone()
+
+    def run(q, k, v, new, lengths, table):
+        rows = (new, new) if appends else ()
+        return flash_attention_with_kvcache(
+            q, k, v, *rows, cache_seqlens=lengths, block_table=table, backend=backend
+        )
+
+    if compiler is not None:
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend=compiler)
+    table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
+    for _ in range(2):
+        with (
+            torch.no_grad(),
+            pytest.raises(ValueError, match=r"block_table names|cache_seqlens is"),
+        ):
+            run(q, k, v, new, lengths, table)
+    assert torch.equal(k, before[0])
+    assert torch.equal(v, before[1])
+
+
+@pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
+def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
+    _, k, _, _ = pages_of_four()
+    good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
+    _assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
+    table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
+    with pytest.raises(RuntimeError, match=r"block_table must name|cache_seqlens must be"):
+        _assert_values(lengths, 0, k, table)
+
+
+@pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
+def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter, table, lengths):
+    """A GPU may have device-side assertions compiled out."""
+    from flashattn2.kernels import decode
+
+    q, k, v, new = pages_of_four()
+    table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
+    score = make_score(16, False, None, None, None)
+    out, lse = decode.decode(q, k, v, lengths, table, score, "ieee", 0)
+    wrong = [not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
+             for t, n in zip(table.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+    assert any(wrong)
+    assert out.isnan().flatten(1).all(1).tolist() == wrong
+    assert lse.isnan().flatten(1).all(1).tolist() == wrong
+    written = k.clone()
+    decode.append(written, new, lengths, table)
+    expected = k.clone()
+    for b, (t, n) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
+        if 0 <= n < 8 and 0 <= t[n // 4] < 6:
+            expected[t[n // 4], :, n % 4] = new[b, :, 0]
+    assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_pages_that_no_sequence_uses_may_be_anything(interpreter, backend, compiled):
+    """The slots of a batch that have no sequence, and those behind a sequence, hold -1."""
+    q, k, v, new = pages_of_four()
+    before = k.clone()
+    table = torch.tensor([[3, 2, -1], [5, -1, 99]], dtype=torch.int32)
+    lengths = torch.tensor([5, 3], dtype=torch.int32)
+
+    def run(q, k, v, new, lengths, table):
+        return flash_attention_with_kvcache(
+            q, k, v, new, new, cache_seqlens=lengths, block_table=table, backend=backend
+        )
+
+    with torch.no_grad():
+        (torch.compile(run, backend="aot_eager") if compiled else run)(q, k, v, new, lengths, table)
+    changed = (k != before).any(-1).any(1).nonzero().tolist()
+    assert changed == [[2, 1], [5, 3]]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_tables_and_lengths_of_any_strides(interpreter, backend):
+    q, k, v, new = pages_of_four()
+    table = torch.tensor([[3, 2], [5, 0]], dtype=torch.int32)
+    lengths = torch.tensor([5, 5], dtype=torch.int32)
+    expected = None
+    for t, n in (
+        (table, lengths),
+        (table.mT.contiguous().mT, lengths[:1].expand(2)),
+        (table.repeat_interleave(2, dim=1)[:, ::2], lengths.repeat_interleave(2)[::2]),
+    ):
+        caches = k.clone(), v.clone()
+        out = flash_attention_with_kvcache(
+            q, *caches, new, new, cache_seqlens=n, block_table=t, backend=backend
+        )
+        expected = expected or (out, *caches)
+        for got, right in zip((out, *caches), expected, strict=True):
+            assert torch.equal(got, right)
 
 
 Q, CACHE = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 8, 16)

@@ -109,7 +109,7 @@ def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monk
     monkeypatch.setattr(
         launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
     )
-    x = q(dim=64, dtype=torch.bfloat16)
+    x = q(dim=64, dtype=torch.float16)
     plain = configs.TILES["tma", "half", "dkdv"][64]
     for options, sizes in (
         ({}, plain),
@@ -128,7 +128,7 @@ def test_so_do_splits(monkeypatch):
         launch, "device_of", lambda _: launch.Device("Hopper", 227 * 1024, 132, True)
     )
     # Two heads of 32 tiles of keys, and 132 processors.
-    x = q(dim=64, dtype=torch.bfloat16, seq=4096)
+    x = q(dim=64, dtype=torch.float16, seq=4096)
     tile = explain(x, x, x, backend="triton").tiles[1]
     block_m, block_n, *_ = configs.RICH["tma", "half", "dkdv"][64]
     assert f"dkdv: {block_m} queries by {block_n} keys" in tile

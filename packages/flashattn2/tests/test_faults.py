@@ -14,6 +14,7 @@ from flashattn2 import (
     explain,
     flash_attention,
     flash_attention_varlen,
+    flash_attention_with_kvcache,
 )
 
 Q = torch.zeros(1, 4, 8, 16)
@@ -146,6 +147,20 @@ def test_a_backend_that_cannot_take_the_input(dim, options, message):
 def test_aten_refuses_causal_attention_of_unequal_lengths():
     with pytest.raises(ValueError, match="seq_q 8 differs from seq_k 5"):
         flash_attention(Q, KV[:, :, :5], KV[:, :, :5], is_causal=True, backend="aten")
+
+
+def test_bfloat16_is_refused_where_the_interpreter_multiplies_it_wrongly(monkeypatch):
+    """Without the corrected product of the fixture `interpreter`, results are off by 1e8."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.randn(1, 1, 20, 16).bfloat16()
+    for run in (
+        lambda: flash_attention(q, q, q, backend="triton"),
+        lambda: FlashAttentionTriton.apply(q[0], q[0], q[0]),
+        lambda: explain(q, q, q, backend="triton"),
+        lambda: flash_attention_with_kvcache(q, q, q, cache_seqlens=20, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match="multiplies bfloat16 bit patterns as integers"):
+            run()
 
 
 def test_triton_has_no_float64():

@@ -414,7 +414,8 @@ def test_several_pairs_give_the_mean_of_each(name: str) -> None:
     # Each prompt's own padding goes with it.
     mask = torch.ones_like(clean)
     mask[1, :4] = 0
-    padded = {"input_ids": clean, "attention_mask": mask}
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = {"input_ids": clean, "attention_mask": mask, "position_ids": positions}
     of_padded = patch_streams(
         decoder, "blocks.*", padded, padded | {"input_ids": corrupted}, metrics
     )
@@ -593,23 +594,39 @@ def test_padded_prompts_give_their_logits_and_are_patched_as_without_padding(nam
     mask[0, :4] = 0
     model = peer(name, "sdpa")
     decoder = describe(model)
-    theirs, ours = (m(TOKENS, attention_mask=mask) for m in (model, decoder))
-    seen = mask.bool()
-    torch.testing.assert_close(ours[seen], theirs.logits[seen], rtol=1e-5, atol=1e-5)
-    assert ours.isfinite().all()
-    if name == "GPT2LMHeadModel":  # padding moves learned positions
-        return
+    seen, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
+    columns = torch.arange(13).expand(2, -1)
+    for place in (positions, columns):
+        theirs, ours = (
+            m(TOKENS, attention_mask=mask, position_ids=place) for m in (model, decoder)
+        )
+        torch.testing.assert_close(ours[seen], theirs.logits[seen], rtol=1e-5, atol=1e-5)
+        assert ours.isfinite().all()
+    bare = decoder(TOKENS[:1, 4:])
+    padded = decoder(TOKENS, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(padded[:1, 4:], bare, rtol=1e-5, atol=1e-5)
+    by_default = partial(decoder, TOKENS, attention_mask=mask)
+    if name == "GPT2LMHeadModel":
+        with pytest.warns(UserWarning, match="learned positions count padding too"):
+            assert torch.equal(by_default(), ours)
+    else:
+        assert torch.equal(by_default(), ours)
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [5, 7]] = torch.tensor([1, 2])
-    padded = [{"input_ids": x, "attention_mask": mask[:1]} for x in (clean, corrupted)]
+    padded = [
+        {"input_ids": x, "attention_mask": mask[:1], "position_ids": positions[:1]}
+        for x in (clean, corrupted)
+    ]
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     bare = patch_streams(decoder, "blocks.*", clean[:, 4:], corrupted[:, 4:], metric)
-    for patched, blocks in ((decoder, "blocks.*"), (model, "model.layers.*")):
-        scan = patch_streams(patched, blocks, *padded, metric)
+    blocks = "transformer.h.*" if name == "GPT2LMHeadModel" else "model.layers.*"
+    for patched, sites in ((decoder, "blocks.*"), (model, blocks)):
+        scan = patch_streams(patched, sites, *padded, metric)
         torch.testing.assert_close(scan.values[:, 4:], bare.values, rtol=1e-5, atol=1e-5)
         assert scan.clean == pytest.approx(bare.clean, rel=1e-5)
+    shared = decoder.layers[0].attention.kv_heads
     parts = [
-        patch_parts(decoder, "blocks.*", "attention.k", *pair, metric, heads=2).values
+        patch_parts(decoder, "blocks.*", "attention.k", *pair, metric, heads=shared).values
         for pair in (padded, (clean[:, 4:], corrupted[:, 4:]))
     ]
     torch.testing.assert_close(parts[0][..., 4:], parts[1], rtol=1e-5, atol=1e-5)

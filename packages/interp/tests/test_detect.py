@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interp import detect_heads
+from interp import AttentionOnly, detect_heads, record_patterns
 from interp.circuits.low_rank import synthesize
 from interp.circuits.vocabulary import full_ov
 from interp.detect import targets
@@ -134,6 +134,77 @@ def test_p_values_are_no_smaller_than_those_of_permutations() -> None:
                 sampled[:, i] += pattern[0, :, query, drawn].sum(-1) / len(queries)
         share = (sampled >= found.scores[kind][0][:, None] - 1e-6).float().mean(-1)
         assert (found.p_values[kind][0] >= 0.8 * share).all()
+
+
+def test_copies_of_a_prompt_are_no_further_evidence() -> None:
+    tokens = torch.randint(4, (3, 12), generator=torch.Generator().manual_seed(1))
+    pattern = torch.cat([sharp_noise(trial) for trial in (1, 2, 4)])
+    once = detect_heads([pattern], tokens)
+    copies = detect_heads([pattern.repeat(7, 1, 1, 1)], tokens.repeat(7, 1))
+    for kind, p_values in once.p_values.items():
+        torch.testing.assert_close(copies.p_values[kind], p_values)
+        torch.testing.assert_close(copies.scores[kind], once.scores[kind])
+
+
+def prompts_of_every_kind() -> dict[str, torch.Tensor]:
+    """Prompts that share copies, prefixes, first tokens, periods or a small vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 97, (8, 12), generator=generator)
+    tokens[:, 8] = tokens[:, 3]
+    same_start = torch.cat([torch.zeros(8, 1, dtype=torch.long), tokens], 1)
+    same_prefix = tokens[:1].repeat(32, 1)
+    same_prefix[:, -1] = torch.randint(97, (32,), generator=generator)
+    return {
+        "one prompt": tokens[:1],
+        "copies": tokens[:1].expand(64, -1),
+        "copies of two": tokens[:2].repeat(32, 1),
+        "same start": same_start,
+        "same prefix": same_prefix,
+        "repeated": torch.cat([tokens, tokens], 1),
+        "few tokens": torch.randint(5, (8, 24), generator=generator),
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prompts", prompts_of_every_kind())
+def test_at_most_one_head_in_twenty_of_random_models_is_found(prompts: str) -> None:
+    tokens = prompts_of_every_kind()[prompts]
+    heads, found = 0, dict.fromkeys(targets(tokens), 0)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = AttentionOnly(vocabulary=97, context=24, d_model=64, layers=4, heads=8)
+        for name, parameter in model.named_parameters():
+            embeds = name.startswith(("embed", "position"))
+            torch.nn.init.normal_(parameter, std=1.0 if embeds else 1.5 * 64**-0.5)
+        with record_patterns(model) as patterns:
+            model(tokens)
+        scores = detect_heads(patterns, tokens)
+        heads += scores.scores["first"].numel()
+        for kind in found:
+            found[kind] += len(scores.found(kind))
+    assert all(count <= 0.05 * heads for count in found.values()), found
+
+
+@torch.no_grad()
+def test_windows_and_padding_do_not_make_heads_of_noise() -> None:
+    """Attention that can only reach few keys is not a choice of the head."""
+    tokens = torch.randint(97, (8, 24), generator=torch.Generator().manual_seed(0))
+    padding = torch.zeros(8, 40, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(tokens)], 1)
+    found = dict.fromkeys(targets(tokens), 0)
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.randn(8, 32, 24, 24, generator=generator)
+        place = torch.arange(24)
+        distance = place[:, None] - place
+        hidden = (distance < 0) | (distance >= 4)
+        window = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        padded = torch.nn.functional.pad(window, (40, 0, 40, 0))
+        first = detect_heads([window], tokens)
+        second = detect_heads([padded], torch.cat([padding, tokens], 1), queries=mask)
+        for kind in found:
+            found[kind] += len(first.found(kind)) + len(second.found(kind))
+    assert all(count <= 0.05 * 8 * 64 for count in found.values()), found
 
 
 def test_heads_that_are_one_are_found_and_faint_ones_are_not() -> None:

@@ -156,11 +156,39 @@ def test_estimates_of_edges_and_parts_err_by_second_order(family: str, corrected
 
 
 def attention_only(layers: int, sharpness: float) -> Decoder:
-    torch.manual_seed(3)
+    """Return a model whose heads look at other tokens in the clean run than in the corrupted one.
+
+    Each token that occurs has a dimension of its own, so that column i of a projection is the query
+    or key of the i-th of them. Token 2 looks at token 1 and token 11 at token 4. Token 7 looks at
+    token 3, and at token 1 where 9 stands in the place of 3.
+    """
+    occurring = [1, 2, 3, 4, 7, 9, 11]
+    keys = {1: (1, 0, 0, 0), 2: (0, 0, 0, 1), 3: (0, 1, 0, 0), 4: (0, 0, 1, 0)}
+    queries = {2: (1, 0, 0, 0), 11: (0, 0, 1, 0), 7: (0.4, 1, 0, 0)}
     model = AttentionOnly(vocabulary=12, context=6, d_model=8, layers=layers, heads=2).double()
-    for block in model.layers:
-        block.attention.q.weight.data *= sharpness
+    wave = torch.arange(64, dtype=torch.float64).view(8, 8)
+    with torch.no_grad():
+        model.embed.weight.zero_()
+        model.position.weight.zero_()
+        model.unembed.weight.copy_((1.7 * torch.arange(96.0).view(12, 8)).cos())
+        model.embed.weight[occurring, range(len(occurring))] = 1
+        for block in model.layers:
+            attention = block.attention
+            for linear, by_token in ((attention.q, queries), (attention.k, keys)):
+                linear.weight.zero_()
+                for token, vector in by_token.items():
+                    column = torch.tensor(vector, dtype=torch.float64).repeat(2)
+                    linear.weight[:, occurring.index(token)] = column
+            attention.q.weight.mul_(sharpness)
+            attention.v.weight.copy_((2.3 * wave).sin())
+            # Little, so that the second layer's heads look at the same tokens.
+            attention.o.weight.copy_(0.01 * (3.1 * wave).cos())
     return model
+
+
+def sum_of_logit_differences(decoder: Decoder):
+    direction = decoder.unembed.weight[5] - decoder.unembed.weight[8]
+    return lambda stream: (stream @ direction).sum(-1)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 3000.0])
@@ -169,21 +197,23 @@ def test_corrected_estimates_are_exact_where_what_follows_the_softmax_is_linear(
 ) -> None:
     """A saturated softmax has no gradient: uncorrected estimates miss what it does."""
     decoder = attention_only(1, sharpness)
-    metric = logit_difference(None, decoder.unembed, 5, 8)
+    metric = sum_of_logit_differences(decoder)
     for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v")):
         scan = patch_parts(decoder, "blocks.*", site, CLEAN, CORRUPTED, metric, heads=2)
         exact = scan.values - scan.corrupted
+        assert exact.abs().max() > 1e-4
         ours = attribute_parts(decoder, CLEAN, CORRUPTED, metric)[part]
         torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
         plain = attribute_parts(decoder, CLEAN, CORRUPTED, metric, corrected=False)[part]
         if part != "v" and sharpness > 1:
             assert (plain - exact).abs().max() > 0.5 * exact.abs().max()
     two = attention_only(2, sharpness)
-    metric = logit_difference(None, two.unembed, 5, 8)
+    metric = sum_of_logit_differences(two)
     last = [
         node for node in patch_edges(two, CLEAN, CORRUPTED, metric).receivers if node.layer == 1
     ]
     edges = edge_attribution(two, CLEAN, CORRUPTED, metric, receivers=last, exact=True)
+    assert edges.values.abs().max() > 1e-4
     assert edges.error.abs().max() < 1e-9 * edges.values.abs().max()
 
 

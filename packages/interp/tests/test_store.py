@@ -157,3 +157,91 @@ def test_interventions_act_at_their_positions_while_text_is_generated(cached: bo
     for wrong in (slice(-2, None), [-1]):
         with pytest.raises(ValueError, match="not known yet"):
             at_positions(wrong, torch.zeros(12))
+
+
+def test_a_patch_of_one_text_is_refused_for_another(model: AttentionOnly) -> None:
+    first, second = torch.randint(11, (2, 1, 6))
+    expected = model(first)
+    at = at_positions([2], torch.zeros_like)
+    with pytest.raises(RuntimeError, match="another patch for another text"):
+        reuse(model, {"blocks.0": at}, first, second)
+    with (
+        pytest.raises(RuntimeError, match="another patch for another text"),
+        patch(model, {"blocks.0": at}),
+    ):
+        model(second[:, :1])
+    assert hooks(model) == 0
+    # As a hook of one's own, too.
+    at = at_positions([2], torch.zeros_like)
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: at(output))
+    assert not torch.equal(model(first), expected)
+    with pytest.raises(RuntimeError, match="another patch for another text"):
+        model(second)
+    handle.remove()
+    # With the whole text in each call, every call is patched.
+    at = at_positions([2], torch.zeros_like, cached=False)
+    patched = reuse(model, {"blocks.0": at}, first, second, first)
+    assert torch.equal(patched[0], patched[2])
+    for out, tokens in zip(patched, (first, second, first), strict=True):
+        assert not torch.equal(out, model(tokens))
+
+
+def reuse(model: torch.nn.Module, replacements: dict, *prompts: Tensor) -> list[Tensor]:
+    with patch(model, replacements):
+        return [model(tokens) for tokens in prompts]
+
+
+def test_one_patch_acts_at_all_the_sites_that_it_is_given(model: AttentionOnly) -> None:
+    tokens = torch.randint(11, (2, 6))
+    with (
+        patch(model, {"blocks.*": at_positions([2, 4], torch.zeros_like)}),
+        record(model, "blocks.*") as seen,
+    ):
+        model(tokens)
+    for stream in seen.values():
+        assert not stream[:, [2, 4]].any()
+        assert stream[:, [0, 1, 3, 5]].any(-1).all()
+
+
+def test_positions_that_no_call_holds_are_an_error(model: AttentionOnly) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"patch of blocks\.0 changed nothing"),
+        patch(model, {"blocks.0": at_positions([6], torch.zeros_like)}),
+    ):
+        model(torch.randint(11, (2, 6)))
+
+
+@torch.no_grad()
+def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=31, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
+        num_attention_heads=3, num_key_value_heads=3,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens, site = torch.randint(31, (1, 9)), "model.layers.*"
+    for split in (3, 5):
+        whole = at_positions([4, 6], lambda x: x + 1)
+        with patch(model, {site: whole}):
+            expected = model(tokens).logits
+        parts = at_positions([4, 6], lambda x: x + 1)
+        with patch(model, {site: parts}):
+            first = model(tokens[:, :split], use_cache=True)
+            rest = model(tokens[:, split:], past_key_values=first.past_key_values)
+        torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected)
+    # A prompt whose beginning was cached before.
+    cache = model(tokens[:, :3], use_cache=True).past_key_values
+    with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
+        rest = model(tokens[:, 3:], past_key_values=cache)
+    torch.testing.assert_close(rest.logits, expected[:, 3:])
+    with (
+        pytest.raises(RuntimeError, match="got one with 9 tokens in its cache; pass cached=True"),
+        patch(model, {site: at_positions([0], torch.zeros_like, cached=False)}),
+    ):
+        model(tokens[:, :1], past_key_values=cache)
+    with (
+        pytest.raises(RuntimeError, match="the activation has 1 positions, and the call 9 tokens"),
+        patch(model, {"lm_head": at_positions([0], torch.zeros_like)}),
+    ):
+        model(tokens, logits_to_keep=1)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tinyml import prune_channels, size_of, sort_channels
-from tinyml.pruning.channels import channel_groups, channel_importance
+from tinyml.pruning.channels import channel_groups
 from torch import nn
 
 
@@ -70,19 +70,35 @@ def test_the_graph_says_which_layers_share_channels():
     assert groups["blocks.0.a",].layers("passer") == ["blocks.0.norm_a", "blocks.0.depthwise"]
 
 
+def inputs_of_layers(model, *inputs):
+    """Return the input of every layer without children, by name."""
+    found, hooks = {}, []
+    for name, layer in model.named_modules():
+        if not list(layer.children()):
+            record = lambda _, arguments, name=name: found.update({name: arguments[0]})  # noqa: E731
+            hooks.append(layer.register_forward_pre_hook(record))
+    with torch.no_grad():
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
 @pytest.mark.parametrize("sparsity", [0.25, 0.5, 0.9])
 def test_it_equals_the_dense_model_with_readers_at_zero(sparsity):
     model = network()
     small = prune_channels(model, sparsity, X)
     masked = copy.deepcopy(model)
-    # Which channels stayed is read off the sizes and off the importance, not off the pruner.
+    # By the definition: for each unit the norm of its readers' weights times what arrives there.
+    arrives = inputs_of_layers(model, X)
     for group in channel_groups(model, X):
-        norm = sum(
-            model.get_submodule(name).weight.data.transpose(0, 1)
-            .reshape(group.size, -1).square().sum(1)
-            for name, _ in readers(group)
-        )  # fmt: skip
-        gone = norm.argsort()[: round(sparsity * group.size)]
+        power = 0
+        for name, _ in readers(group):
+            weight, x = model.get_submodule(name).weight.data, arrives[name]
+            product = weight.transpose(0, 1).flatten(1).square().sum(1)
+            product = product * x.transpose(0, 1).flatten(1).square().mean(1)
+            power = power + product.view(group.size, -1).sum(1)
+        gone = power.argsort()[: round(sparsity * group.size)]
         gone = gone[: group.size - 1]
         for name, repeat in readers(group):
             weight = masked.get_submodule(name).weight.data
@@ -118,9 +134,8 @@ def with_readers_at_zero(model, share, *inputs):
     zeroed = copy.deepcopy(model)
     for group in channel_groups(model, *inputs):
         kept = max(1, group.size - round(share * group.size))
-        order = channel_importance(model, group).argsort(descending=True, stable=True)
         for each in [each for each in group.slices if each.role == "reader"]:
-            for unit in order[kept:].tolist():
+            for unit in group.order[kept:].tolist():
                 start = each.start + unit * each.width
                 zeroed.get_parameter(each.tensor).narrow(each.axis, start, each.width).zero_()
     return zeroed
@@ -268,8 +283,124 @@ def test_the_hidden_channels_of_a_transformer_go_and_its_residual_stays():
     small = prune_channels(model, 0.75, tokens)
     assert small.up.out_features == small.down.in_features == 6
     masked = copy.deepcopy(model)
-    masked.down.weight.data[:, model.down.weight.norm(dim=0).argsort()[:18]] = 0
+    arrives = inputs_of_layers(model, tokens)["down"].flatten(0, 1).norm(dim=0)
+    masked.down.weight.data[:, (model.down.weight.norm(dim=0) * arrives).argsort()[:18]] = 0
     torch.testing.assert_close(small(tokens), masked(tokens), rtol=1e-12, atol=1e-12)
+
+
+def dead(layers, fill, *, units=slice(None, None, 2)):
+    """Make every second unit of `layers[0]`, or of the norm after it, always `fill`."""
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight[units] = 0
+            layer.bias[units] = fill
+    return units
+
+
+def classifier(bias=True):
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8, bias=bias), nn.Tanh(),
+                         nn.Linear(8, 3))  # fmt: skip
+
+
+class Gated(nn.Module):
+    """The units of a gated layer are dead if their gates or their values are."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.out = nn.Linear(16, 3, bias=False)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def pooled():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+# A model, the layers whose units are made constant, an input, and the layer whose units go.
+DEAD = {
+    "filters": (pooled, lambda m: [m[0]], (3, 6, 6), "0"),
+    "normalization": (pooled, lambda m: [m[1]], (3, 6, 6), "0"),
+    "last filters": (pooled, lambda m: [m[3]], (3, 6, 6), "3"),
+    "hidden": (classifier, lambda m: [m[0]], (6,), "0"),
+    "last hidden": (classifier, lambda m: [m[2]], (6,), "2"),
+    "reader without bias": (lambda: classifier(bias=False), lambda m: [m[0]], (6,), "0"),
+    "gates": (Gated, lambda m: [m.gate, m.up], (6,), "up"),
+}
+
+
+@pytest.mark.parametrize("fill", [0.0, 3.0])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", DEAD)
+def test_units_that_never_change_go_first_and_change_nothing(name, batch, fill):
+    torch.manual_seed(0)
+    make, layers, size, writer = DEAD[name]
+    model = make().eval()
+    units = dead(layers(model), fill)
+    with torch.no_grad():  # what reads the dead units is large, what reads the others small
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d) and layer not in layers(model):
+                layer.weight[:, units] *= 10
+    small = prune_channels(model, {writer: 0.5}, torch.randn(batch, *size))
+    inputs = torch.randn(16, *size)
+    assert len(small.get_submodule(writer).weight) == len(model.get_submodule(writer).weight) // 2
+    with torch.no_grad():
+        torch.testing.assert_close(small(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [0.0, 2.0])
+def test_heads_of_constant_values_go_first(fill):
+    torch.manual_seed(0)
+    model = Heads()
+    with torch.no_grad():
+        for head in (0, 2):
+            model.v.weight[4 * head : 4 * head + 4] = 0
+            model.v.bias[4 * head : 4 * head + 4] = fill
+            model.out.weight[:, 4 * head : 4 * head + 4] *= 10
+    small, inputs = prune_channels(model, 0.5, torch.randn(1, 3, 8)), torch.randn(4, 9, 8)
+    assert small.v.out_features == 8
+    with torch.no_grad():
+        torch.testing.assert_close(small(inputs), model(inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_units_that_the_example_does_not_excite_are_not_constant():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[0].weight.abs_()
+        model[0].bias.zero_()
+        dead([model[0]], 5.0, units=slice(3))
+    small = prune_channels(model, 4 / 8, -torch.ones(1, 4))  # no unit with a weight is positive
+    exact = copy.deepcopy(model)
+    exact[2].weight.data[:, 3:][:, model[2].weight[:, 3:].norm(dim=0).argmin()] = 0
+    inputs = torch.randn(50, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(small(inputs), exact(inputs))
+
+
+def test_units_that_produce_little_go_before_units_that_are_read_little():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.diag(torch.tensor([1e-3, 1.0, 1e-2, 1.0])))
+        model[0].bias.zero_()
+        model[1].weight.copy_(torch.tensor([[5.0, 1.0, 5.0, 1.0]] * 2))
+    small = prune_channels(model, 0.5, torch.eye(4))
+    assert torch.equal(small[0].weight, model[0].weight[1::2])
 
 
 def test_bad_requests_say_what_to_ask_for():

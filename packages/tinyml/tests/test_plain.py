@@ -95,8 +95,10 @@ def test_magnitude_and_channels():
     masks = prune(model, 0.35).masks
     for name, mask in masks.items():
         assert torch.equal(mask, plain.magnitude_mask(model.get_parameter(name), 0.35))
-    small = prune_channels(model, 0.4, weights(2, 6))
-    first, second = plain.remove_channels(model[0].weight, model[2].weight, 6)
+    inputs = weights(200, 6)
+    small = prune_channels(model, 0.4, inputs)
+    values = torch.relu(model[0](inputs))
+    first, second = plain.remove_channels(values, model[0].weight, model[2].weight, 6)
     assert torch.equal(small[0].weight, first)
     assert torch.equal(small[2].weight, second)
 

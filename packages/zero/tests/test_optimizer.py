@@ -28,8 +28,8 @@ ELEMENTWISE = {
 }
 WHOLE = {"Adafactor": {"lr": 0.01}, "Muon": {"lr": 0.01}}
 REFUSED = {
-    "LBFGS": "fails on dense matrices with a plain step",
-    "SparseAdam": "fails on dense matrices with a plain step.*does not support dense gradients",
+    "LBFGS": "treats all parameters as one vector",
+    "SparseAdam": "needs sparse gradients",
 }
 DEADLINE = 300.0
 
@@ -170,20 +170,21 @@ def test_stage_two_frees_each_gradient_as_it_becomes_ready():
 
 
 def chosen_splits():
-    """A split that is asked for is taken, whatever a trial would have said."""
-    sizes = {}
-    for split in ("elements", "parameters"):
-        model = make_model()
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, split=split)
-        sizes[split] = sum(p.numel() for g in optimizer.inner.param_groups for p in g["params"])
+    """Number of elements on this rank: of a known class, and where the caller has decided."""
+    sizes = []
+    for cls, elementwise in ((torch.optim.SGD, None), (torch.optim.SGD, False), (Signs, True)):
+        optimizer = ShardedOptimizer(
+            make_model().parameters(), cls, lr=0.1, elementwise=elementwise
+        )
+        sizes.append(sum(p.numel() for g in optimizer.inner.param_groups for p in g["params"]))
     return sizes
 
 
 def test_the_split_may_be_chosen():
     sizes = run_ranks(chosen_splits, 2, timeout=DEADLINE)
-    assert [size["elements"] for size in sizes] == [39, 39]
+    assert [(known, declared) for known, _, declared in sizes] == [(39, 39)] * 2
     # 5x7 and 3 | 7x3, 3x3, 7, 3: the largest first, each to the rank that holds least.
-    assert sorted(size["parameters"] for size in sizes) == [38, 40]
+    assert sorted(whole for _, whole, _ in sizes) == [38, 40]
 
 
 def follow_a_life(stage):
@@ -339,13 +340,6 @@ def exchange_states(name):
     return True
 
 
-def test_what_an_optimizer_needs_is_seen_while_its_rate_is_still_zero():
-    for options in ({"lr": 0.0}, {"lr": torch.tensor(0.0)}):
-        assert how_to_split(torch.optim.Adafactor, options) == "parameters"
-        assert how_to_split(torch.optim.Adafactor, {}, group=options) == "parameters"
-        assert how_to_split(torch.optim.AdamW, options) == "elements"
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
 def test_state_dictionaries_are_exchanged_with_torchs_own(name):
     assert all(run_ranks(exchange_states, 2, name, timeout=DEADLINE))
@@ -374,6 +368,207 @@ def one_process_on_the_whole_batch(stage):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_it_equals_one_process_on_the_whole_batch(world, stage):
     assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))
+
+
+class Signs(torch.optim.Optimizer):
+    """Element-wise, and unknown."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["average"] = 0, torch.zeros_like(parameter)
+                state["step"] += 1
+                state["average"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(self.change(state, parameter), alpha=group["lr"])
+
+    def change(self, state, parameter):
+        return state["average"].tanh()
+
+
+class Late(Signs):
+    """Looks at whole tensors after more steps than any trial takes."""
+
+    def change(self, state, parameter):
+        scale = 1.0 if state["step"] < 60 else state["average"].abs().max()
+        return state["average"] / (scale + 1e-9)
+
+
+class Large(Signs):
+    """Looks at whole tensors where the gradient is large."""
+
+    def change(self, state, parameter):
+        return state["average"] / state["average"].norm().clamp(min=10.0)
+
+
+class Rows(Signs):
+    """Projects the change of each row, as AdamP does."""
+
+    def change(self, state, parameter):
+        change = super().change(state, parameter)
+        if parameter.dim() > 1 and parameter.shape[1] > 1:
+            rows = parameter / (parameter.norm(dim=1, keepdim=True) + 1e-9)
+            change = change - rows * (rows * change).sum(1, keepdim=True)
+        return change
+
+
+class Adam2(torch.optim.AdamW):
+    """A subclass of a known class, with a step of its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.div_(parameter.norm() + 1)
+
+
+class Prepared(Signs):
+    """Makes its state when it is constructed."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[parameter]
+            state["step"], state["average"] = 0, torch.zeros_like(parameter)
+
+
+class Coupled(Signs):
+    """Scales each change by a sum over all parameters, as Prodigy does."""
+
+    def change(self, state, parameter):
+        total = sum(float(s["average"].abs().sum()) for s in self.state.values())
+        return state["average"] / (1 + total)
+
+
+class Estimating(Signs):
+    """Sums over all parameters from the first step on, and uses the sum much later."""
+
+    def change(self, state, parameter):
+        group = self.param_groups[0]
+        group["total"] = group.get("total", 0.0) + float(state["average"].sum())
+        return state["average"] if state["step"] < 1000 else group["total"] * state["average"]
+
+
+class Forgetful(Signs):
+    """Hides an argument from its groups and attributes."""
+
+    def __init__(self, params, lr=0.1, power=1):
+        super().__init__(params, lr)
+        self.change_of = lambda average: average.pow(power)
+
+    def change(self, state, parameter):
+        return self.change_of(state["average"])
+
+
+UNKNOWN = (Signs, Late, Large, Rows, Adam2)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def stepped(stage, cls, steps, scale=1.0, **options):
+    """Train at a stage and in one process; return both models and the stage's optimizer."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, twin = small(), small()
+    theirs = cls(twin.parameters(), lr=0.01)
+    if stage == 3:
+        declared = (cls,) if options.pop("elementwise", None) else ()
+        model = FSDP(model, elementwise_optimizers=declared)
+        ours = cls(model.parameters(), lr=0.01)
+    else:
+        options["shard_gradients"] = stage == 2
+        ours = ShardedOptimizer(model.parameters(), cls, lr=0.01, **options)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(world, 4, 5, generator=generator, dtype=torch.float64)
+        for number in range(world):
+            if number == rank:
+                (scale * model(inputs[number]).square().mean()).backward()
+            (scale * twin(inputs[number]).square().mean() / world).backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = model.gather_full_params() if stage == 3 else dict(model.named_parameters())
+    for name, value in twin.named_parameters():
+        torch.testing.assert_close(whole[name].data, value.data, rtol=1e-9, atol=1e-9)
+    return ours
+
+
+def step_unknown(stage):
+    for cls in UNKNOWN:
+        ours = stepped(stage, cls, 70 if cls is Late else 4, 1e3 if cls is Large else 1.0)
+        if stage < 3:
+            assert ours.splits == ["parameters"], cls
+    assert stepped(stage, Signs, 3, elementwise=True)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizers_of_unknown_classes_see_whole_parameters_at_every_stage(stage):
+    assert all(run_ranks(step_unknown, 2, stage, timeout=DEADLINE))
+
+
+def refuse_unknown(stage):
+    """What cannot be sharded, or is declared element-wise by mistake, is refused alike."""
+    error = RuntimeError if stage == 3 else ValueError
+    for cls in (Coupled, Estimating):
+        with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: its step on one para"):
+            stepped(stage, cls, 1)
+    for name in REFUSED:
+        # SparseAdam wants to be constructed without options.
+        cls = getattr(torch.optim, name)
+        with pytest.raises(error, match=f"{name} cannot be sharded"):
+            stepped(stage, cls, 1)
+    for cls in (Large, Rows, Adam2, Coupled, Estimating):
+        with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its steps on a"):
+            stepped(stage, cls, 1, 1e3, elementwise=True)
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="Prepared cannot be sharded"):
+            stepped(3, Prepared, 1)
+        with pytest.raises(RuntimeError, match="its argument power is neither an option"):
+            stepped(3, Forgetful, 1)
+    else:
+        stepped(stage, Prepared, 2)
+        stepped(stage, Forgetful, 2)
+    # A loop over the parameters is no optimizer, and legal.
+    if stage == 3:
+        model = FSDP(small())
+        model(torch.ones(2, 5).double()).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_stage_one_refuses_stage_three_refuses(stage):
+    assert all(run_ranks(refuse_unknown, 2, stage, timeout=DEADLINE))
+
+
+def step_published(stage):
+    import pytorch_optimizer
+
+    for name in ("AdaShift", "AdaNorm", "AdamP", "Lion", "SOAP"):
+        stepped(stage, getattr(pytorch_optimizer, name), 30)
+    # These sum over all parameters.
+    for name in ("AdamS", "Prodigy"):
+        with pytest.raises((ValueError, RuntimeError), match=f"{name} cannot be sharded"):
+            stepped(stage, getattr(pytorch_optimizer, name), 1)
+    return True
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 3])
+def test_published_optimizers_equal_one_process(stage):
+    pytest.importorskip("pytorch_optimizer", reason="published optimizers")
+    assert all(run_ranks(step_published, 2, stage, timeout=DEADLINE))
 
 
 class Both(torch.optim.Optimizer):
@@ -459,7 +654,7 @@ def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
 
 def unusual(path):
     splits = equal_to_the_unsharded(Both, by_key, torch.float64, f"{path}/both")
-    assert splits == ["parameters", "elements"]
+    assert splits == ["parameters", "parameters"]
     listed = equal_to_the_unsharded(
         Blocks, lambda model: list(model.parameters()), torch.float64, f"{path}/blocks"
     )
@@ -552,16 +747,16 @@ def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
     assert splits == [["parameters"]] * 2
 
 
-def step_two(stage, split):
+def step_two(stage, elementwise):
     for some in range(1, dist.get_world_size()):
         # Ranks differ in how many optimizers they have made.
         group = dist.new_group(list(range(some)))
         if dist.get_rank() < some:
             ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, group=group, lr=0.1)
-    return all(step_two_of(stage, split, seed) for seed in range(5))
+    return all(step_two_of(stage, elementwise, seed) for seed in range(5))
 
 
-def step_two_of(stage, split, seed):
+def step_two_of(stage, elementwise, seed):
     """Two optimizers over layers in turn, which ranks use in orders of their own, or not at all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = (nn.ModuleList(make_layers()) for _ in range(2))
@@ -574,7 +769,11 @@ def step_two_of(stage, split, seed):
             x = torch.tanh(layer(x))
         return x.square().mean()
 
-    options = {"shard_gradients": stage == 2, "split": split, "bucket_size_mb": 64 / 2**20}
+    options = {
+        "shard_gradients": stage == 2,
+        "elementwise": elementwise,
+        "bucket_size_mb": 64 / 2**20,
+    }
     ours, theirs = [], []
     for number, cls in enumerate((torch.optim.SGD, torch.optim.AdamW)):
         some, others = (
@@ -601,9 +800,9 @@ def make_layers():
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("split", ["elements", "parameters"])
-def test_two_optimizers_of_one_backward_both_step_right(stage, split):
-    assert all(run_ranks(step_two, 3, stage, split, timeout=DEADLINE))
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_two_optimizers_of_one_backward_both_step_right(stage, elementwise):
+    assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))
 
 
 def delete_one():

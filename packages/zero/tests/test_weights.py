@@ -1,5 +1,6 @@
 """Weights and checkpoints that others wrote are read, and others read ours."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -85,6 +86,142 @@ def read_torchs_own(folder):
 
 def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage(tmp_path):
     assert all(run_ranks(read_torchs_own, 2, str(tmp_path), timeout=DEADLINE))
+
+
+class Wrapped(nn.Module):
+    """Its parameters' names contain those of the parts of a checkpoint."""
+
+    def __init__(self, name, inner):
+        super().__init__()
+        self.add_module(name, inner)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(next(iter(self.children()))(x))
+
+
+CONFUSING = {
+    "model": lambda seed: Wrapped("model", make(seed)),
+    "state": lambda seed: Wrapped("state", make(seed)),
+    "optimizer": lambda seed: Wrapped("optimizer", nn.Sequential(Wrapped("state", make(seed)),
+                                                                 nn.Linear(2, 3))),
+}  # fmt: skip
+
+
+def read_confusing_names(folder):
+    """The model's own names look like the parts of a checkpoint: every state must be found."""
+    for (kind, build), (form, put) in itertools.product(CONFUSING.items(), FORMS.items()):
+        model = build(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        step(model, optimizer)
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        states = get_state_dict(model, optimizer, options=options)
+        plain = model.state_dict(), optimizer.state_dict()
+        path = f"{folder}/{kind}-{form}"
+        dcp.save(put(*states, plain), checkpoint_id=path)
+        step(model, optimizer)
+        for stage in (0, 1, 3):
+            ours, resumed = wrap(build(1), stage, lr=0.1)
+            assert load_checkpoint(path, ours, resumed) == {"step": 5}
+            step(ours, resumed)
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(whole(ours)[name], value)
+    return True
+
+
+def test_names_that_look_like_parts_of_a_checkpoint_are_read_right(tmp_path):
+    assert all(run_ranks(read_confusing_names, 1, str(tmp_path), timeout=DEADLINE))
+
+
+def averages(optimizer):
+    return [optimizer.state[p]["exp_avg"] for g in optimizer.param_groups for p in g["params"]]
+
+
+def numbered(order=(0, 1, 2), seed=0):
+    """Parameters whose names are numbers, given to the optimizer in another order, stepped once."""
+    torch.manual_seed(seed)
+    model = nn.ParameterList([nn.Parameter(torch.randn(2, 2)) for _ in range(3)])
+    optimizer = torch.optim.AdamW([model[i] for i in order])
+    sum((i + 1) * p.sum() for i, p in enumerate(model)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def read_numbers(folder):
+    """Numbers as names and as positions, tied names, and names that a group lists."""
+    model, optimizer = numbered((2, 0, 1))
+    dcp.save(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)),
+             checkpoint_id=f"{folder}/names")  # fmt: skip
+    plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(plain, checkpoint_id=f"{folder}/positions")
+    save_checkpoint(f"{folder}/ours", model, optimizer)
+    for path in ("names", "positions", "ours"):
+        ours, resumed = numbered((2, 0, 1), seed=1)
+        resumed.state.clear()
+        load_checkpoint(f"{folder}/{path}", ours, resumed)
+        assert same(dict(enumerate(averages(resumed))), dict(enumerate(averages(optimizer))))
+    # A group that lists names beside its numbers is matched by them, in any order.
+    model = make()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    step(model, optimizer)
+    plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(plain, checkpoint_id=f"{folder}/listed")
+    ours = make(1)
+    resumed = torch.optim.AdamW(list(ours.parameters())[::-1])
+    load_checkpoint(f"{folder}/listed", ours, resumed)
+    for a, b in zip(averages(optimizer), averages(resumed)[::-1], strict=True):
+        torch.testing.assert_close(a, b)
+    # The state of a tied tensor under its second name.
+    tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    tied[1].weight = tied[0].weight
+    average = torch.randn(3, 3)
+    state = {"step": torch.tensor(1.0), "exp_avg": average, "exp_avg_sq": average.square()}
+    optim = {"state": {"1.weight": state}, "param_groups": [{"params": ["1.weight"], "lr": 0.5}]}
+    dcp.save({"model": tied.state_dict(), "optim": optim}, checkpoint_id=f"{folder}/tied")
+    resumed = torch.optim.AdamW(tied.parameters())
+    load_checkpoint(f"{folder}/tied", tied, resumed)
+    assert torch.equal(averages(resumed)[0], average)
+    assert resumed.param_groups[0]["lr"] == 0.5
+    return True
+
+
+def test_states_are_matched_by_names_numbers_and_tied_names(tmp_path):
+    assert all(run_ranks(read_numbers, 1, str(tmp_path), timeout=DEADLINE))
+
+
+def refuse_uncertain_states(folder):
+    """State that cannot be matched for certain is refused and not left out silently."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    step(model, optimizer)
+    states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+
+    def load(content, name, **options):
+        dcp.save(content, checkpoint_id=f"{folder}/{name}")
+        ours, resumed = wrap(make(1), 1, lr=0.1)
+        load_checkpoint(f"{folder}/{name}", ours)
+        load_checkpoint(f"{folder}/{name}", ours, resumed, **options)
+        return resumed
+
+    with pytest.raises(RuntimeError, match=r"holds 2 optimizers, under 'more\.', 'optim\.'"):
+        load({**states, "more": states["optim"]}, "two")
+    strange = {f"other.{name}": value for name, value in states["optim"]["state"].items()}
+    mixed = {**states["optim"], "state": {**states["optim"]["state"], **strange}}
+    with pytest.raises(RuntimeError, match=r"other\..* and 17 more are the state of parameters"):
+        load({**states, "optim": mixed}, "foreign")
+    with pytest.warns(UserWarning, match="state of parameters not in the model"):
+        load({**states, "optim": mixed}, "left-out", strict=False)
+    two = torch.optim.AdamW([{"params": list(model.parameters())[:2]},
+                             {"params": list(model.parameters())[2:], "lr": 0.5}])  # fmt: skip
+    step(model, two)
+    flat = get_state_dict(model, two, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    with pytest.raises(RuntimeError, match="different options in the checkpoint"):
+        load(dict(zip(("model", "optim"), flat, strict=True)), "grouped")
+    return True
+
+
+def test_states_that_cannot_be_matched_are_refused(tmp_path):
+    assert all(run_ranks(refuse_uncertain_states, 1, str(tmp_path), timeout=DEADLINE))
 
 
 def two_models(folder):
@@ -345,7 +482,7 @@ def test_a_save_that_nobody_waits_for_is_published_at_the_end(tmp_path):
     ]
     assert [rank.wait(timeout=DEADLINE) for rank in ranks] == [0, 0]
     assert (tmp_path / "last" / ".metadata").exists()
-    assert not (tmp_path / ".last.saving").exists()
+    assert not list(tmp_path.glob(".last.*"))
     assert run_ranks(load_last, 1, str(tmp_path / "last"), timeout=DEADLINE) == [{}]
 
 
@@ -354,12 +491,12 @@ def load_last(path):
 
 
 def die_after_the_rename(path):
-    import zero.checkpoint.storage as storage
+    import zero.checkpoint.draft as draft
 
     model = make()
     if dist.get_rank() == 0:
-        rename = storage.put_in_place
-        storage.put_in_place = lambda *where: (rename(*where), os._exit(3))
+        rename = draft.put_in_place
+        draft.put_in_place = lambda *where: (rename(*where), os._exit(3))
     save_checkpoint(path, model)
 
 

@@ -16,6 +16,15 @@ from flashattn2.problem import UNBOUNDED, Score
 # torch's own binding takes 2 us less than the operator of the same name in `torch.ops`.
 kernel = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# The float32 numbers of the widest vector register that torch uses on a CPU.  See Note [Lost NaN].
+VECTOR = 16
+
+# Note [Lost NaN]
+# torch's kernel takes a row's maximum with vector instructions, which keep NaN, and takes the keys
+# that do not fill a vector one by one, which drops NaN.  If a row's other scores are all hidden or
+# do not exist, its maximum stays -inf.  The kernel takes such a row for one that sees no key, and
+# returns zeros and a log-sum-exp of exactly 0 instead of NaN.  That can happen only with fewer keys
+# than a vector holds, or with a mask; `forward` then looks for these rows and restores their NaN.
 
 
 def why_not(
@@ -43,8 +52,8 @@ def why_not(
 
 
 def is_all(q: Tensor, v: Tensor) -> bool:
-    """Whether nothing is to be done beside the kernel, if the rows of q, k and v have no gaps."""
-    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1]
+    """Return True if the kernel alone is enough, once the rows of q, k and v have no gaps."""
+    return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
 def forward(
@@ -56,14 +65,30 @@ def forward(
         out, lse = forward(q.float(), k.float(), v.float(), scale, causal, wide)
         return out.half(), lse
     dim = v.shape[-1]
-    if q.shape[-1] == dim:
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            q, k, v = _rows_contiguous(q, k, v)
-        out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        return out, lse
-    q, k, v = _one_head_dim(*_rows_contiguous(q, k, v))
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = _rows_contiguous(q, k, v)
+    if q.shape[-1] != dim:
+        q, k, v = _one_head_dim(q, k, v)
     out, lse = kernel(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return out[..., :dim], lse
+    # Fake tensors, which have no values, are of another type.
+    suspect = (mask is not None or k.shape[2] < VECTOR) and type(lse) is Tensor
+    if suspect and (lse == 0).any():
+        out, lse = _restore_nan(q, k, out, lse, causal, mask)
+    return (out if out.shape[-1] == dim else out[..., :dim]), lse
+
+
+def _restore_nan(
+    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the kernel's results with NaN in the rows that lost it.  See Note [Lost NaN]."""
+    rows = q.unflatten(1, (k.shape[1], -1))  # [batch, kv_heads, group, seq_q, dim]
+    is_nan = (rows.double() @ k.double().mT[:, :, None]).isnan().flatten(1, 2)
+    if causal:
+        is_nan = is_nan.tril()
+    if mask is not None:
+        is_nan = is_nan & (mask != -torch.inf)
+    lost = (lse == 0) & is_nan.any(-1)
+    return out.masked_fill(lost[..., None], torch.nan), lse.masked_fill(lost, torch.nan)
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,15 @@ from flashattn2.autocast import lowered
 from flashattn2.dispatch import OF_TRITON, choose
 from flashattn2.function import is_first_order, with_sinks
 from flashattn2.operators import scalars
-from flashattn2.problem import UNBOUNDED, Score, Window, check_sinks, check_tensors, make_score
+from flashattn2.problem import (
+    MOST_ROWS,
+    UNBOUNDED,
+    Score,
+    Window,
+    check_sinks,
+    check_tensors,
+    make_score,
+)
 
 
 def flash_attention_with_kvcache(
@@ -67,7 +75,10 @@ def flash_attention_with_kvcache(
         if type(k) is type(v) is Tensor:
             new, ready = k.shape[2], k.is_cpu and v.is_cpu
         count = cache_seqlens + new
-        ready = ready and cache_seqlens >= 0 and 0 < count <= k_cache.shape[2] and is_first_order()
+        seen = count if plan.score.left == UNBOUNDED else min(count, plan.score.left + 1)
+        # Fewer keys may lose NaN: see Note [Lost NaN] in aten.py.
+        ready = ready and seen >= aten.VECTOR and is_first_order()
+        ready = ready and cache_seqlens >= 0 and count <= k_cache.shape[2]
         if ready and q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
             return _one_query(q, k_cache, v_cache, k, v, count, new, plan.score, return_lse)
     if plan is None:
@@ -89,27 +100,25 @@ def flash_attention_with_kvcache(
         one_query = one_query and not (softcap or method.backend in OF_TRITON)
         plan = remember(key, q, Plan(score, method, one_query and aten.is_all(q, v_cache)))
     score, method, _ = plan
-    capacity = k_cache.shape[2] * (block_table.shape[1] if block_table is not None else 1)
-    compiling = torch.compiler.is_compiling()
     # Where nothing but values is asked for, an operator around torch's takes longer than a token.
     plain = type(q) is Tensor and q.is_cpu and method.backend != "triton"
-    if compiling or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         plain = False
     if plain:
-        counts = _counts(cache_seqlens, q, capacity, new, block_table)
-        if block_table is not None:
-            _check_pages(block_table, counts, new, k_cache)
+        if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+            counts = [cache_seqlens] * len(q)
+        else:
+            counts = _check_lengths(cache_seqlens, q).tolist()
+        _check_counts(counts, new, k_cache, block_table)
         if k is not None and v is not None:
             _append_all(k_cache, v_cache, k, v, counts, block_table)
             counts = [count + new for count in counts]
         out, lse = _by_sequence(q, k_cache, v_cache, counts, block_table, score)
     else:
-        lengths = _lengths(cache_seqlens, q, capacity, new, block_table)
-        if q.device.type == "cpu" and block_table is not None and not compiling:
-            _check_pages(block_table, lengths.tolist(), new, k_cache)
+        # The operators check values when they run: a compiled graph checks nothing else.
+        lengths = _lengths(cache_seqlens, q)
         if k is not None and v is not None:
-            for cache, rows in ((k_cache, k), (v_cache, v)):
-                _append(cache, rows, lengths, block_table)
+            append_op(k_cache, v_cache, k, v, lengths, block_table, method.backend)
             lengths = lengths + new
         out, lse = decode_op(
             q, k_cache, v_cache, lengths, block_table, *scalars(score),
@@ -150,6 +159,7 @@ def decode_op(
     split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp over the first ``lengths`` keys of each sequence."""
+    _check_values(lengths, 0, k_cache, block_table)
     score = Score(scale, left, right, softcap)
     if backend == "triton":
         from flashattn2.kernels import decode
@@ -159,6 +169,28 @@ def decode_op(
                 q, k_cache, v_cache, lengths, block_table, score, precision, split_size
             )
     return _by_sequence(q, k_cache, v_cache, lengths.tolist(), block_table, score)
+
+
+@torch.library.custom_op("flashattn2::append", mutates_args=("k_cache", "v_cache"))
+def append_op(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor,
+    block_table: Tensor | None, backend: str,
+) -> None:  # fmt: skip
+    """Write the new rows behind the first ``lengths`` rows of each sequence."""
+    _check_values(lengths, k.shape[2], k_cache, block_table)
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        if backend == "triton":
+            from flashattn2.kernels import decode
+
+            with torch.cuda.device_of(k):
+                decode.append(cache, rows, lengths, block_table)
+        else:
+            _append(cache, rows, lengths, block_table)
+
+
+@append_op.register_fake
+def _(k_cache: Tensor, v_cache: Tensor, *others: object) -> None:
+    return None
 
 
 @decode_op.register_fake
@@ -319,35 +351,11 @@ def _check_new(
     return k.shape[2]
 
 
-def _lengths(
-    given: int | Tensor, q: Tensor, capacity: int, new: int, table: Tensor | None
-) -> Tensor:
-    """As a tensor that nothing waits for."""
+def _lengths(given: int | Tensor, q: Tensor) -> Tensor:
+    """Return the lengths as a tensor, without a wait for their values."""
     if isinstance(given, int) and not isinstance(given, bool):
-        lengths = torch.full((len(q),), given, dtype=torch.int32, device=q.device)
-    else:
-        lengths = _check_lengths(given, q)
-    if torch.compiler.is_compiling() or lengths.device.type == "meta":
-        return lengths
-    if lengths.device.type == "cpu":
-        _counts(lengths, q, capacity, new, table)
-    else:
-        good = ((lengths >= 0) & (lengths <= capacity - new)).all()
-        torch._assert_async(good, _rule(capacity, new, table))
-    return lengths
-
-
-def _counts(
-    given: int | Tensor, q: Tensor, capacity: int, new: int, table: Tensor | None
-) -> list[int]:
-    """As numbers, each checked."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        counts = [given] * len(q)
-    else:
-        counts = _check_lengths(given, q).tolist()
-    if counts and not (min(counts) >= 0 and max(counts) <= capacity - new):
-        raise ValueError(f"cache_seqlens is {counts}; {_rule(capacity, new, table)}")
-    return counts
+        return torch.full((len(q),), given, dtype=torch.int32, device=q.device)
+    return _check_lengths(given, q)
 
 
 def _check_lengths(given: object, q: Tensor) -> Tensor:
@@ -361,12 +369,42 @@ def _check_lengths(given: object, q: Tensor) -> Tensor:
     return given
 
 
-def _rule(capacity: int, new: int, table: Tensor | None) -> str:
+def _capacity(cache: Tensor, table: Tensor | None) -> int:
+    """Return how many rows a sequence may have; positions are summed as int32 in the kernels."""
+    return min(cache.shape[2] * (1 if table is None else table.shape[1]), MOST_ROWS - 1)
+
+
+def _rule(new: int, cache: Tensor, table: Tensor | None) -> str:
+    capacity = _capacity(cache, table)
     where = f"{capacity} rows" if table is None else f"{capacity} rows in the pages of block_table"
     return f"each of cache_seqlens must be from 0 to {capacity - new}: {where}, {new} new"
 
 
-def _check_pages(table: Tensor, counts: list[int], new: int, cache: Tensor) -> None:
+def _check_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Check lengths and the pages in use: on a CPU raise ValueError, on a GPU assert it there."""
+    if lengths.device.type == "cpu":
+        _check_counts(lengths.tolist(), new, cache, table)
+    elif lengths.device.type != "meta":
+        _assert_values(lengths, new, cache, table)
+
+
+def _assert_values(lengths: Tensor, new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Assert on the device, without a wait, that lengths fit and that the pages in use exist."""
+    good = ((lengths >= 0) & (lengths <= _capacity(cache, table) - new)).all()
+    torch._assert_async(good, _rule(new, cache, table))
+    if table is not None:
+        first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
+        is_unused = first_rows >= (lengths + new)[:, None]
+        good = (is_unused | ((table >= 0) & (table < len(cache)))).all()
+        torch._assert_async(good, f"block_table must name pages 0 to {len(cache) - 1}")
+
+
+def _check_counts(counts: list[int], new: int, cache: Tensor, table: Tensor | None) -> None:
+    """Raise ValueError for lengths beyond the capacity, or for pages in use that do not exist."""
+    if counts and not (min(counts) >= 0 and max(counts) <= _capacity(cache, table) - new):
+        raise ValueError(f"cache_seqlens is {counts}; {_rule(new, cache, table)}")
+    if table is None:
+        return
     pages = -(-(torch.tensor(counts, dtype=torch.int32) + new) // cache.shape[2])
     used = torch.arange(table.shape[1]) < pages[:, None]
     wrong = table[used & ((table < 0) | (table >= len(cache)))]

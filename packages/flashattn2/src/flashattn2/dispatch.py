@@ -99,6 +99,14 @@ def _torch_s_precision() -> str:
 def _why_not_triton(q: Tensor, v: Tensor) -> str | None:
     if q.dtype == torch.float64:
         return "the Triton kernels have no float64"
+    if (
+        q.dtype == torch.bfloat16
+        and q.device.type == "cpu"
+        and not _is_interpreted_bfloat16_right()
+    ):
+        return (
+            "Triton's interpreter multiplies bfloat16 bit patterns as integers; convert to float32"
+        )
     for dim in (q.shape[-1], v.shape[-1]):
         if dim > LARGEST_HEAD_DIM:
             return f"head dim {dim} is above {LARGEST_HEAD_DIM}, the largest that they take"
@@ -136,6 +144,24 @@ def _why_no_gluon_on(device: torch.device) -> str | None:
         obstacle: str | None = _why_no_triton_on(device)
         return obstacle
     return f"it is for GPUs of compute capability 9.0; got {device}"
+
+
+@_constant
+def _is_interpreted_bfloat16_right() -> bool:
+    """Return True unless Triton's interpreter is on and computes 1 · 1 wrongly in bfloat16."""
+    if importlib.util.find_spec("triton") is None:
+        return True
+    import numpy as np
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder
+
+    if not triton.knobs.runtime.interpret:
+        return True
+    one = TensorHandle(np.full((1, 1), 0x3F80, np.uint16), tl.bfloat16)
+    zero = TensorHandle(np.zeros((1, 1), np.float32), tl.float32)
+    product = interpreter_builder.create_dot(one, one, zero, None, 0)
+    return bool(product.data.item() == 1.0)
 
 
 # A graph is compiled for the machine it is compiled on.

@@ -7,12 +7,18 @@
     current     on the token itself
     successor   (of weights, not patterns) nowhere: what it moves from a token raises the next one
 
-A score is the mean over the queries that have such a key at all; `chance` is what a head that
-spreads its attention evenly over the past would score. Some head is always the most of a kind: its
-p-value says how likely the best of all would score as much if each query's keys were permuted. With
-m keys drawn from weights A, E exp(t score) <= (mean exp(t A))^m for any t (Hoeffding 1963), so
+A score is the mean over the queries that have such a key at all; `chance` is the score of a head
+that spreads its attention evenly over the past. Some head always has the best score of a kind: its
+p-value bounds the probability that the best of all heads scores as much if keys were permuted.
 
-    p <= heads * min_t exp(sum over queries of m log mean_k exp(t A_k)  -  t score)
+Queries of one token are not independent observations: copies of a prompt, prompts with a common
+prefix and repeated tokens show the same choice of the head again. The queries of each distinct
+token form a cluster c, and a cluster counts once, with its mean x_c. (For `first`, all queries of a
+prompt read one key, so prompts that start with the same two tokens form a cluster.) Nothing is
+assumed about dependence within a cluster or among a query's m target keys: exp is convex, so
+E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
+
+    p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
 
 Olsson et al. 2022, "In-context Learning and Induction Heads"; Gould et al. 2023, "Successor Heads".
 """
@@ -52,8 +58,8 @@ class FoundHead:
 class HeadScores:
     """Scores in [0, 1] by kind, each (layers, heads), and the scores of evenly spread attention.
 
-    `p_values` are corrected for the number of heads. A kind that no query could show (no token
-    repeats) scores nan.
+    `p_values` are corrected for the number of heads and count the queries of each distinct token
+    once. A kind that no query could show (no token repeats) scores nan.
     """
 
     scores: Mapping[str, Tensor]
@@ -134,6 +140,8 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((evenly * weight).sum()) for kind, weight in weights.items()}
+    clusters = {kind: _clusters(kind, tokens, used[kind]) for kind in kinds}
+    real = _real_keys(layers, chosen)
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
         # A query that is padding may see nothing at all.
@@ -143,18 +151,14 @@ def detect_heads(
                 f"a row of layer {i}'s pattern is off 1 by {error:.3g}; give it after softmax, and "
                 "leave padding out with queries="
             )
-        log_means = _log_means(wide)
+        visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
-            drawn = (mask.sum(-1) * used[kind]).to(wide)  # m, [batch, seq]
-            count = used[kind].sum().to(wide)
-            log_p = [
-                torch.einsum("bhq,bq->h", log_mean, drawn) - t * score * count
-                for t, log_mean in log_means.items()
-            ]
             scores[kind].append(score.cpu())
-            bounds[kind].append(torch.stack(log_p).amin(0).exp().cpu())
+            cluster = clusters[kind].to(wide.device)
+            bound = _log_bound(wide, visible, mask.to(wide.device), cluster)
+            bounds[kind].append(bound.exp().cpu())
     found = {kind: torch.stack(values) for kind, values in scores.items()}
     heads = found["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
@@ -164,13 +168,62 @@ def detect_heads(
     return HeadScores(found, chance, p_values)
 
 
-def _log_means(pattern: Tensor) -> dict[float, Tensor]:
-    """log mean_k exp(t A_k) over the keys up to each query, (batch, heads, seq), by t."""
-    length = pattern.shape[-1]
-    future = torch.ones(length, length, dtype=torch.bool, device=pattern.device).triu(1)
-    visible = pattern.masked_fill(future, float("-inf"))
-    count = torch.arange(1, length + 1, device=pattern.device).to(pattern).log()
-    return {t: (t * visible).logsumexp(-1) - count for t in (0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0)}
+def _clusters(kind: str, tokens: Tensor, used: Tensor) -> Tensor:
+    """Return the number of each query's cluster, (batch, seq), or -1 for unused queries."""
+    if kind == "first":
+        start = tokens[:, :2].unique(dim=0, return_inverse=True)[1]
+        number = start[:, None].expand(tokens.shape)
+    else:
+        number = tokens.unique(return_inverse=True)[1]
+    return torch.where(used, number, -1)
+
+
+def _real_keys(layers: list[Tensor], chosen: Tensor) -> Tensor:
+    """Return True for the keys (batch, seq) that are no padding.
+
+    A padding token is not a query itself, and no query puts weight on it.
+    """
+    real = chosen.clone()
+    for pattern in layers:
+        attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
+        real |= attends.any(1).to(real.device)
+    return real
+
+
+def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
+    """Return True for the keys that queries of this layer can see, (batch, seq_q, seq_k).
+
+    A layer whose weights are all 0 from some distance on has a sliding window.
+    """
+    place = torch.arange(pattern.shape[-1], device=pattern.device)
+    distance = place[:, None] - place
+    attends = (pattern > 0).any(1) & chosen[..., None]
+    reach = distance[attends.any(0)].amax() if bool(attends.any()) else distance.amax()
+    return ((distance >= 0) & (distance <= reach)) & real[:, None, :]
+
+
+def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tensor) -> Tensor:
+    """Return the log of the bound on each head's p-value, (heads,); see the module's docstring."""
+    row, query = (clusters >= 0).nonzero(as_tuple=True)
+    if not len(row):
+        return pattern.new_zeros(pattern.shape[1])
+    weights = pattern[row, :, query]  # [n, heads, seq_k]
+    wanted = targets[row, query]  # [n, seq_k]
+    seen = visible[row, query]  # [n, seq_k]
+    cluster = clusters[row, query].unique(return_inverse=True)[1]
+    size = cluster.bincount().to(pattern)
+    scale = wanted.sum(-1).to(pattern)[:, None, None]
+    observed = torch.einsum("nhk,nk,n->h", weights, wanted.to(pattern), 1 / size[cluster])
+    scaled = (scale * weights).masked_fill(~seen[:, None], float("-inf"))
+    log_keys = seen.sum(-1).to(pattern).log()[:, None]
+    log_p = []
+    for t in (0.1, 0.3, 0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0):
+        log_mean = (t * scaled).logsumexp(-1) - log_keys  # [n, heads]
+        most = log_mean.new_full((len(size), log_mean.shape[1]), float("-inf"))
+        most = most.scatter_reduce(0, cluster[:, None].expand_as(log_mean), log_mean, "amax")
+        total = torch.zeros_like(most).index_add(0, cluster, (log_mean - most[cluster]).exp())
+        log_p.append((most + (total / size[:, None]).log()).sum(0) - t * observed)
+    return torch.stack(log_p).amin(0)
 
 
 def _successors(circuits: LowRank, chain: Tensor) -> tuple[Tensor, float, Tensor]:

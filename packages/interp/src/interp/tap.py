@@ -97,46 +97,138 @@ def patch(model: nn.Module, replacements: Mapping[str, Replacement]) -> Iterator
                 f"the patch of {site!r} is {tuple(value.shape)}; it replaces {tuple(old.shape)}"
             ) from error
 
-    hooks = {
-        site: partial(replace, site, new)
-        for pattern, new in replacements.items()
-        for site in expand_sites(model, (pattern,))
-    }
-    with tapped(model, hooks):
+    hooks: dict[str, Callable[[Tensor], Tensor]] = {}
+    placed: dict[str, AtPositions] = {}
+    for pattern, new in replacements.items():
+        for site in expand_sites(model, (pattern,)):
+            if isinstance(new, AtPositions):
+                placed[site] = new
+                hooks[site] = partial(replace, site, new.replace)
+            else:
+                hooks[site] = partial(replace, site, new)
+    with _followed(model, placed), tapped(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         names = ", ".join(missed)
         raise RuntimeError(f"the patch of {names} never ran: not called here, or compiled before")
+    for site, at in placed.items():
+        if not at.was_used:
+            raise RuntimeError(
+                f"the patch of {site} changed nothing: no call held any of its positions"
+            )
+
+
+@contextmanager
+def _followed(model: nn.Module, placed: Mapping[str, AtPositions]) -> Iterator[None]:
+    """Show each patch where in its text a call of the model, or of one of its parts, begins."""
+    texts = {id(at): at for at in placed.values()}
+    outside: set[str] = set()
+    for site in placed:
+        name = site.partition(":")[0]
+        outside |= {"", name, *(name[: dot.start()] for dot in re.finditer(r"\.", name))}
+    depth = 0
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:  # a part sees a cache that earlier parts have added to
+            values = (*args, *kwargs.values())
+            caches = [value for value in values if hasattr(value, "get_seq_length")]
+            given = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+            tokens = [x.shape[1] for x in given if isinstance(x, Tensor) and x.ndim > 1]
+            for at in texts.values():
+                cached = int(caches[0].get_seq_length()) if caches else 0
+                at.begin(cached, tokens[0] if tokens else None)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    handles = []
+    try:
+        for name in sorted(outside) if placed else []:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            # Also when the module raises: another call may follow in the same block.
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class AtPositions:
+    """A patch of some positions of one text; made by `at_positions`."""
+
+    def __init__(
+        self, positions: range | frozenset[int], new: Replacement, *, cached: bool
+    ) -> None:
+        self.positions, self.new, self.cached = positions, new, cached
+        self.has_begun = self.was_used = False
+        self.offset = 0  # of the current call's first token in the text
+        self.length = 0  # of the text so far
+        self.tokens: int | None = None  # in the current call, if known
+
+    def begin(self, cached: int, tokens: int | None) -> None:
+        """Start a call of `tokens` tokens after `cached` ones; refuse one of another text."""
+        if not self.cached and cached:
+            raise RuntimeError(
+                f"at_positions(cached=False) needs the whole text in each call, got one with "
+                f"{cached} tokens in its cache; pass cached=True"
+            )
+        if self.cached and self.has_begun and (not cached or cached != self.length):
+            raise RuntimeError(
+                f"this at_positions() patch has seen {self.length} tokens of its text, and the "
+                f"model was called with {cached} in its cache: make another patch for another "
+                "text, or pass cached=False if each call holds the whole text"
+            )
+        self.has_begun, self.offset, self.tokens = True, cached, tokens
+        self.length = cached + (tokens or 0)
+
+    def replace(self, old: Tensor) -> Tensor:
+        """Return `old` (batch, seq, ...) with the positions that it holds replaced."""
+        length = old.shape[1]
+        if self.tokens is not None and length != self.tokens:
+            raise RuntimeError(
+                f"the activation has {length} positions, and the call {self.tokens} tokens: which "
+                "tokens these are is not known; patch a site that has all of them"
+            )
+        self.length = self.offset + length
+        chosen = [i for i in range(length) if self.offset + i in self.positions]
+        if not chosen:
+            return old
+        self.was_used = True
+        changed, values = old.clone(), old[:, chosen]
+        value = self.new(values) if callable(self.new) else self.new.to(old)
+        changed[:, chosen] = value.expand_as(values)
+        return changed
+
+    def __call__(self, old: Tensor) -> Tensor:
+        """Patch a call from a hook other than `patch`'s, which does not show the cache."""
+        self.begin(0, None)
+        return self.replace(old)
 
 
 def at_positions(
     positions: slice | Sequence[int], new: Replacement, *, cached: bool = True
-) -> Callable[[Tensor], Tensor]:
-    """A patch of (batch, seq, ...) at some positions of the text, while it is being generated too.
+) -> AtPositions:
+    """Return a patch of (batch, seq, ...) at some positions of a text, also while it is generated.
 
-    With a cache the first call of a module holds the prompt and each later one what is new:
-    positions are counted over the calls. Without one (`cached=False`) each call holds all. `new`
-    is a tensor that broadcasts to those positions, or a function of what was there. For one text:
-    make another for the next. Negative positions are not known before the end.
+    With a cache, the first call holds the prompt and each later one the new tokens: positions count
+    from the start of the text, by the length of the cache that the model is called with (one of
+    Hugging Face's). With `cached=False` each call holds the whole text. `new` is a tensor that
+    broadcasts to those positions, or a function of the old values. Negative positions are not known
+    before the end.
+
+    A patch belongs to one text. Raises RuntimeError if it is used for another one, and if none of
+    the positions occurred.
     """
     ends = positions if not isinstance(positions, slice) else [positions.start, positions.stop]
     if any(end is not None and end < 0 for end in ends):
         raise ValueError(f"{positions} counts from the end, which is not known yet")
-    wanted = range(*positions.indices(sys.maxsize)) if isinstance(positions, slice) else positions
-    done = 0
-
-    def replace(old: Tensor) -> Tensor:
-        nonlocal done
-        here = [i for i in range(old.shape[1]) if done + i in wanted]
-        done += old.shape[1] if cached else 0
-        if not here:
-            return old
-        changed, chosen = old.clone(), old[:, here]
-        value = new(chosen) if callable(new) else new.to(old)
-        changed[:, here] = value.expand_as(chosen)
-        return changed
-
-    return replace
+    if isinstance(positions, slice):
+        return AtPositions(range(*positions.indices(sys.maxsize)), new, cached=cached)
+    return AtPositions(frozenset(map(int, positions)), new, cached=cached)
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Start one server, or one worker, by hand: `python -m paramserver serve | join | keys`.
+"""Start one server, or one worker, by hand: `python -m paramserver serve | join | keys | recover`.
 
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
 `mine:job` names a function of a module that can be imported; it returns a `paramserver.Job`, the
 same for all. Addresses stand in the order of the servers. `keys FILE` writes a pair of CURVE keys.
+`recover FOLDER` takes a damaged journal back to its last good record.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from paramserver.journal import recover
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.connection import extra
@@ -43,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = commands.add_parser("keys", help="make a pair of CURVE keys: FILE and FILE.public")
     keys.add_argument("file", type=Path)
     keys.set_defaults(call=_keys)
+    back = commands.add_parser("recover", help="take a damaged journal back to a good record")
+    back.add_argument("folder", type=Path, help="a server's own, or that of all servers of a job")
+    back.add_argument("--before", metavar="FILE:BYTE", help="give up this record too")
+    back.set_defaults(call=_recover)
     arguments = parser.parse_args(argv)
     try:
         arguments.call(arguments)
@@ -80,6 +86,15 @@ def _keys(arguments: argparse.Namespace) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(public + b"\n" + secret + b"\n")
     Path(f"{arguments.file}.public").write_bytes(public + b"\n")
+
+
+def _recover(arguments: argparse.Namespace) -> None:
+    before = None
+    if arguments.before is not None:
+        name, _, byte = arguments.before.rpartition(":")
+        before = name, int(byte)
+    for line in recover(arguments.folder, before=before):
+        print(line)
 
 
 def _read(arguments: argparse.Namespace) -> Keys | None:

@@ -52,6 +52,10 @@ class Shard:
     pieces: tuple[Piece, ...]
     whole: bool = False
     """Whether no parameter may be cut."""
+    number: int = 0
+    """Index of the server that holds it; server 0 orders the updates of all."""
+    servers: int = 1
+    """How many servers the parameters are divided over."""
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +126,8 @@ def partition(parameters: Mapping[str, Tensor], servers: int, *, whole: bool = F
         raise ValueError(f"{servers} servers cannot hold parameters; give 1 or more")
     if not parameters:
         raise ValueError("there is nothing to serve: no parameter requires a gradient")
-    return _whole(parameters, servers) if whole else _equal_bytes(parameters, servers)
+    shards = _whole(parameters, servers) if whole else _equal_bytes(parameters, servers)
+    return [replace(shard, number=i, servers=servers) for i, shard in enumerate(shards)]
 
 
 def _equal_bytes(parameters: Mapping[str, Tensor], servers: int) -> list[Shard]:

@@ -72,7 +72,9 @@ class Worker:
         self._due: int | None = 0  # steps from which the next pull waits; None: not in this round
         self._courier = ThreadPoolExecutor(1) if local and local.overlap else None
         self._travels: Future[None] | None = None
-        self._session = Session(rank, [layout(s, local) for s in shards], secrets.randbits(48))
+        number = getattr(self._connections[0], "session", None) if self._connections else None
+        number = secrets.randbits(48) if number is None else number
+        self._session = Session(rank, [layout(s, local) for s in shards], number)
         self._together(lambda: self._drive(self._session.join()))
 
     @property

@@ -4,7 +4,7 @@ Every function that compresses returns a new model that still runs and leaves yo
 adapters are put into the model that they train.
 """
 
-from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, unmerge
+from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
 from tinyml.adapters.soft_prompt import PrefixCache, SoftPrompt, adapt, meta_loss
 from tinyml.export.safetensors_file import load, save
@@ -46,6 +46,7 @@ __all__ = [
     "load_lora",
     "lora_state_dict",
     "merge",
+    "merge_and_unload",
     "meta_loss",
     "prepare_qat",
     "prune",

@@ -7,14 +7,18 @@ no tensor among its outputs, such as a cache, is left out.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_leaves
 
 from tinyml.layers import plain_copy
+from tinyml.pruning.size_attributes import SizeReads
 
 _MODEL = "model."
 ELEMENTWISE = {
@@ -30,6 +34,7 @@ class Exported:
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         signature = program.graph_signature
+        self.module: fx.GraphModule = program.graph_module
         stored = {**program.state_dict, **program.constants}
         names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         self.nodes: list[fx.Node] = list(program.graph.nodes)
@@ -38,12 +43,22 @@ class Exported:
         names |= signature.inputs_to_lifted_tensor_constants
         self.constants: dict[str, Tensor] = {node: stored[name] for node, name in names.items()}
 
+    def arguments(self, inputs: tuple[Any, ...]) -> list[Any]:
+        """Return the values of all placeholders, in order, to run `module` on `inputs`."""
+        leaves = iter(tree_leaves(inputs))
+        places = [node.name for node in self.nodes if node.op == "placeholder"]
+        return [self.constants[n] if n in self.constants else next(leaves) for n in places]
 
-def exported(model: nn.Module, inputs: tuple[Any, ...]) -> Exported:
-    """The graph of `model(*inputs)` in evaluation mode; ValueError where there is none."""
-    wrapped = _TensorsOnly(plain_copy(model)).eval()
+
+def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None = None) -> Exported:
+    """Return the graph of `model(*inputs)` in evaluation mode.
+
+    `reads` records which sizes in the graph come from attributes of modules. Raise `ValueError` if
+    the model cannot be exported.
+    """
+    wrapped = _TensorsOnly(plain_copy(model), reads).eval()
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapped, inputs).run_decompositions({})
     except Exception as error:  # it runs the model's own code, which may raise anything
@@ -62,12 +77,15 @@ def exported(model: nn.Module, inputs: tuple[Any, ...]) -> Exported:
 
 
 class _TensorsOnly(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reads: SizeReads | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.reads = model, reads
+        if reads is not None:
+            reads.tag(model)
 
     def forward(self, *inputs: Any) -> list[Tensor]:
-        return tensors_in(self.model(*inputs))
+        with self.reads or contextlib.nullcontext():
+            return tensors_in(self.model(*inputs))
 
 
 def tensors_in(value: Any) -> list[Tensor]:

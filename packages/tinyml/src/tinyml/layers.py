@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -138,12 +139,38 @@ def some(batches: Sequence[T]) -> Sequence[T]:
     return batches
 
 
+_RANDOM_IF_MISSING = ("transformers", "diffusers")
+
+
+def _refuse_save_pretrained(*_: Any) -> None:
+    """Raise if the state dict is made for `save_pretrained`: its names are not the model's own.
+
+    `from_pretrained` builds the uncompressed model, ignores names that it does not know and fills
+    the missing weights with random numbers.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_name == "save_pretrained" and package in _RANDOM_IF_MISSING:
+            raise ValueError(
+                "expected a plain model for save_pretrained, got adapters or compressed weights, "
+                "which from_pretrained would replace with random weights; save a model with "
+                "adapters after tinyml.merge_and_unload(model), or its adapters with "
+                "tinyml.save_lora, and a compressed model with tinyml.save"
+            )
+        frame = cast(Any, frame.f_back)
+
+
 class CompressedWeight(nn.Module):
     """How a weight is stored, in place of the dense one: `forward(x)` makes it from tensor `x`.
 
     It is a parametrization in the sense of `torch.nn.utils.parametrize`, so `layer.weight` is still
     the dense weight for whoever reads it, and any layer can have one.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        cast(Any, self).register_state_dict_pre_hook(_refuse_save_pretrained)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """The tensor to train or keep in place of `weight`."""
@@ -242,6 +269,10 @@ def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
 
 class Replacement(nn.Module):
     """A layer of our own in place of a linear layer or an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cast(Any, self).register_state_dict_pre_hook(_refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
         """A plain layer with the dense weight that is computed with, where there is one."""

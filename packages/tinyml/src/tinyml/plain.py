@@ -92,9 +92,14 @@ def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
     return mask.view(weight.shape)
 
 
-def remove_channels(first: Tensor, second: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Two layers (h, in) and (out, h) without the channels that the second one reads least."""
-    kept = second.norm(dim=0).argsort(descending=True)[:keep].sort().values
+def remove_channels(
+    values: Tensor, first: Tensor, second: Tensor, keep: int
+) -> tuple[Tensor, Tensor]:
+    """Return two layers (h, in) and (out, h) without the channels that add least to the outputs.
+
+    `values` (batch, h) are those of the channels for typical inputs.
+    """
+    kept = (values.norm(dim=0) * second.norm(dim=0)).argsort(descending=True)[:keep].sort().values
     return first[kept], second[:, kept]
 
 

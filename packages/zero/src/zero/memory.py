@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -65,6 +65,8 @@ class MemoryReport:
 
     predicted: tuple[Moment, ...]
     measured: tuple[Moment, ...]
+    #: Bytes of parameters that stage 3 keeps whole on every rank, by the class of their module.
+    whole: dict[str, int] = field(default_factory=dict)
 
     @property
     def predicted_peak(self) -> int:
@@ -83,6 +85,8 @@ class MemoryReport:
             for moment in moments:
                 cells = (f"{getattr(moment, c) / 2**20:13.3f}" for c in columns)
                 lines.append(f"{kind[:4]} {moment.name:>15}" + "".join(cells))
+        for name, count in self.whole.items():
+            lines.append(f"whole on every rank: {count / 2**20:.3f} MiB of {name}, not in shard=")
         return "\n".join(lines)
 
 
@@ -105,12 +109,12 @@ def memory_report(
     if world is None and dist.is_initialized():
         ranks = DryRun(ranks.world, dist.get_rank(group))
     with torch.device("meta"):
-        predicted = _run(build, loss, ranks, _LiveBytes)
+        predicted, whole = _run(build, loss, ranks, _LiveBytes)
     if world is not None:
-        return MemoryReport(predicted, ())
+        return MemoryReport(predicted, (), whole)
     count = _CudaBytes if torch.device(device).type == "cuda" else _LiveBytes
     with torch.device(device):
-        return MemoryReport(predicted, _run(build, loss, group, count))
+        return MemoryReport(predicted, _run(build, loss, group, count)[0], whole)
 
 
 def zero_stage_bytes(
@@ -136,7 +140,10 @@ def zero_stage_bytes(
     return parameters * sum(share)
 
 
-def _run(build: Build, loss: Loss, group: Group, count: type[_Count]) -> tuple[Moment, ...]:
+def _run(
+    build: Build, loss: Loss, group: Group, count: type[_Count]
+) -> tuple[tuple[Moment, ...], dict[str, int]]:
+    """Return the moments of a step, and what the model keeps whole."""
     model, optimizer = build(group)
     held = _held(model, optimizer)
     moments = [Moment("initialized", **held, activations=0, peak=_on_device(held))]
@@ -157,7 +164,7 @@ def _run(build: Build, loss: Loss, group: Group, count: type[_Count]) -> tuple[M
         _step(optimizer)
     moments.append(_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
-    return tuple(moments)
+    return tuple(moments), model.whole_bytes if isinstance(model, FSDP) else {}
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,11 @@
 
 Notable: memory bounds it, so one loop serves all tiles, masked; a key is found by its page, one
 pointer a row, and read once for all query heads that share it.
+
+Note [Pages that do not exist]
+A length beyond the capacity or a page that does not exist is asserted on the device before these
+kernels run, but a GPU may have assertions compiled out.  So the kernels neither read nor write
+outside the cache: such a sequence gets NaN, and its new rows are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -31,6 +36,7 @@ def decode(
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
     k, v = launch.rows_contiguous(k, v)
+    lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = group * seq_q
     # [batch, kv_heads, group · seq_q, dim]: all that attend to one key head.
@@ -56,7 +62,8 @@ def decode(
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
-        0 if table is None else table.stride(0), (tiles, kv_heads, rows, seq_q, k.shape[2]),
+        (0, 1) if table is None else tuple(table.shape),
+        (tiles, kv_heads, rows, seq_q, k.shape[0], k.shape[2]),
         launch.numbers(score, exact), meta,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
@@ -71,6 +78,44 @@ def decode(
     return out, lse
 
 
+def append(cache: Tensor, rows: Tensor, lengths: Tensor, table: Tensor | None) -> None:
+    """Write ``rows`` behind the first ``lengths`` rows of each sequence, where there is room."""
+    batch, heads, new, dim = rows.shape
+    if rows.numel() == 0:
+        return
+    append_kernel[(batch * new, heads)](
+        cache, rows, lengths.contiguous(), None if table is None else table.contiguous(),
+        cache.stride(), rows.stride(), (0, 1) if table is None else tuple(table.shape),
+        (new, cache.shape[0], cache.shape[2]), D=dim, BLOCK_D=launch.power_of_two(dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def append_kernel(
+    cache, rows, lengths, table, cache_strides, strides, table_shape, sizes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch · new rows, kv_heads).  See Note [Pages that do not exist]."""
+    new, pages, page_size = sizes
+    batch, row = tl.program_id(0) // new, tl.program_id(0) % new
+    head = tl.cast(tl.program_id(1), tl.int64)
+    at = tl.load(lengths + batch) + row
+    entries = table_shape[1]
+    page, exists = batch, (at >= 0) & (at < page_size * tl.cast(entries, tl.int64))
+    if table is not None:
+        entry = tl.cast(batch, tl.int64) * entries + at // page_size
+        page = tl.load(table + entry, exists, other=-1)
+        exists = exists & (page >= 0) & (page < pages)
+    columns = tl.arange(0, BLOCK_D)
+    source = tl.cast(batch, tl.int64) * strides[0] + head * strides[1]
+    source += tl.cast(row, tl.int64) * strides[2]
+    target = tl.cast(page, tl.int64) * cache_strides[0] + head * cache_strides[1]
+    target += tl.cast(at % page_size, tl.int64) * cache_strides[2]
+    x = tl.load(rows + source + tl.cast(columns, tl.int64) * strides[3], columns < D, other=0.0)
+    if exists:
+        tl.store(cache + target + tl.cast(columns, tl.int64) * cache_strides[3], x, columns < D)
+
+
 def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
     """Rows of a query tile, and of a key tile: 16 is the least that matrix units take."""
     block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
@@ -81,17 +126,22 @@ def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, table_stride, sizes, score,
+    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, score,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles · batch · kv_heads, splits of the keys)."""
     q_strides, k_strides, v_strides, out_strides = strides
-    tiles, kv_heads, rows, seq_q, page_size = sizes
+    tiles, kv_heads, rows, seq_q, pages, page_size = sizes
     _, inner, outer, left, right = score
     tile, batch, kv_head, at, every = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first = tile * meta.BLOCK_M
     seq_k = tl.load(lengths + batch)
+    # See Note [Pages that do not exist].
+    capacity = page_size * tl.cast(table_shape[1], tl.int64)
+    fits = (seq_k >= 0) & (seq_k <= capacity)
+    nothing = tl.where(fits, 0.0, float("nan"))
+    seq_k = tl.where(fits, seq_k, 0)
     q_tile = load_tile(
         q, q_strides, (batch, kv_head, 0, rows), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
     )  # [M, D]
@@ -110,11 +160,15 @@ def decode_kernel(
     for start in tl.range(lo, hi, meta.BLOCK_N):
         keys = start + tl.arange(0, meta.BLOCK_N)
         inside = keys < seq_k
+        exists = keys >= 0
         if table is None:
             page, row = tl.full([meta.BLOCK_N], 0, tl.int32) + batch, keys
         else:
-            page = tl.load(table + batch * table_stride + keys // page_size, inside, other=0)
+            entry = tl.cast(batch, tl.int64) * table_shape[1] + keys // page_size
+            page = tl.load(table + entry, inside, other=0)
             row = keys % page_size
+            exists = (page >= 0) & (page < pages)
+            inside = inside & exists
         page, row = page.to(tl.int64), row.to(tl.int64)
         k_rows = k + page * k_strides[0] + row * k_strides[2]
         k_tile = tl.load(
@@ -126,7 +180,7 @@ def decode_kernel(
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
         visible = seen(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
-        raw = tl.where(visible, raw, float("-inf"))
+        raw = tl.where(visible, tl.where(exists[None, :], raw, float("nan")), float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         # Nothing seen so far: -inf - -inf would be NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -142,6 +196,7 @@ def decode_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
         maximum = new
     total = tl.where(total == 0.0, 1.0, total)
+    total += nothing
     part = split * (every // kv_heads) + batch
     acc = acc / total[:, None]
     store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)

@@ -144,17 +144,20 @@ def combine_kernel(
     line = tl.cast(at, tl.int64) * rows + lines
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
     for split in range(splits):
-        x = tl.load(part_lse + split * part_rows + line, lines < rows, other=float("-inf"))
+        # The parts together may have 2**31 elements or more: offsets are int64.
+        part_line = tl.cast(split, tl.int64) * part_rows + line
+        x = tl.load(part_lse + part_line, lines < rows, other=float("-inf"))
         maximum = tl.maximum(maximum, x)
     base = tl.where(maximum == float("-inf"), 0.0, maximum)
     total = tl.zeros([BLOCK_M], tl.float32)  # [M]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [M, D]
     inside = (lines < rows)[:, None] & (columns < D)[None, :]
     for split in range(splits):
-        x = tl.load(part_lse + split * part_rows + line, lines < rows, other=float("-inf"))
+        part_line = tl.cast(split, tl.int64) * part_rows + line
+        x = tl.load(part_lse + part_line, lines < rows, other=float("-inf"))
         weight = tl.exp(x - base)  # [M]
         total += weight
-        part = parts + split * part_rows * D + line[:, None] * D + columns[None, :]
+        part = parts + part_line[:, None] * D + columns[None, :]
         acc += weight[:, None] * tl.load(part, inside, other=0.0)
     safe = tl.where(total == 0.0, 1.0, total)
     store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)

@@ -16,6 +16,9 @@ from flashattn2.kernels.configs import Tile, choose
 from flashattn2.problem import Score
 
 MAX_SPLITS = 16
+# Kernels multiply a row number within a tile by the row stride in int32.  A tile has at most 256
+# rows, so no product overflows below this bound.
+MAX_ROW_STRIDE = 2**22
 # What a fixed split size may ask for: each split has an output of its own, in float32.
 MOST_FIXED_SPLITS = 1024
 
@@ -159,19 +162,24 @@ def fits_tma(x: Tensor) -> bool:
 
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies of those whose last dimension has gaps; the other strides may be anything."""
-    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+    """Copy the tensors whose last dimension has gaps or whose row stride is too large."""
+    return tuple(x if has_plain_rows(x) else x.contiguous() for x in tensors)
+
+
+def has_plain_rows(x: Tensor) -> bool:
+    """Return True if kernels can address the rows of ``x``; batch and head strides are free."""
+    return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 
 def like(x: Tensor, dim: int | None = None) -> Tensor:
     """Room for a result in the layout of ``x``, of head dim ``dim``, which has no gaps."""
     if dim is not None and dim != x.shape[-1]:
         batch, heads, rows, _ = x.shape
-        if x.stride(1) < x.stride(2):
+        if x.stride(1) < x.stride(2) and heads * dim < MAX_ROW_STRIDE:
             return x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
         return x.new_empty((batch, heads, rows, dim))
     room = torch.empty_like(x)
-    return room if room.stride(-1) == 1 else x.new_empty(x.shape)
+    return room if has_plain_rows(room) else x.new_empty(x.shape)
 
 
 def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
@@ -213,8 +221,8 @@ def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def cuts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both boundaries of packed sequences, or None."""
-    return None if cu_q is None or cu_k is None else (cu_q, cu_k)
+    """Return both boundaries of packed sequences without gaps, or None."""
+    return None if cu_q is None or cu_k is None else (cu_q.contiguous(), cu_k.contiguous())
 
 
 def numbers(score: Score, exact: bool) -> tuple[float, float, float, int, int]:

@@ -17,6 +17,7 @@ Modules are built around the weights that they are given: nothing is copied or m
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interp.circuits.low_rank import LowRank, ov_circuit, qk_circuit, stacked
+from interp.decoder.source import Source
 from interp.lens import head_outputs
 from interp.tap import record
 
@@ -60,6 +62,7 @@ class Settings:
     logit_cap: float | None = None
     experts_used: int = 0
     experts_sum_to_one: bool = True
+    context: int | None = None  # the most tokens that `describe` has verified, None without a limit
 
 
 class Weights:
@@ -129,44 +132,59 @@ class DecoderAttention(nn.Module):
         self.frequencies = settings.frequencies[layer]
 
     def forward(
-        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        position: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
-        """What the heads add to the stream (batch, seq, d_model) between them."""
+        """Return what the heads add to the stream (batch, seq, d_model)."""
         located = x if position is None else x + position
         v = self._by_head(self.v(x)).repeat_interleave(self.heads // self.kv_heads, dim=1)
-        scores = self.scores(self.q(located), self.k(located), padding)  # [batch, heads, seq, seq]
+        q, k = self.q(located), self.k(located)
+        scores = self.scores(q, k, padding, place)  # [batch, heads, seq, seq]
         # Half precision: the sum over keys in float32, as every family does it.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide).to(x.dtype))
         mixed: Tensor = self.o((pattern @ v).transpose(1, 2).flatten(2))
         return mixed
 
-    def scores(self, q: Tensor, k: Tensor, padding: Tensor | None = None) -> Tensor:
-        """What the softmax is taken of, (batch, heads, seq, seq), of the taps q and k.
+    def scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        padding: Tensor | None = None,
+        place: Tensor | None = None,
+    ) -> Tensor:
+        """Return the input of the softmax, (batch, heads, seq, seq), from the taps q and k.
 
         Keys that `padding` (batch, seq) marks True are seen by no query but their own, so that
-        no row is empty.
+        no row is empty. `place` (batch, seq) are positions to rotate by, otherwise the columns.
         """
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
-        place = torch.arange(q.shape[-2], device=q.device)
-        q, k = self.rotate(q, place), self.rotate(k, place)
+        column = torch.arange(q.shape[-2], device=q.device)
+        turn = column if place is None else place[:, None]
+        q, k = self.rotate(q, turn), self.rotate(k, turn)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if cap := self.settings.score_cap:
             scores = (scores / cap).tanh() * cap
-        ago = place[:, None] - place  # how long before the query each key stands
+        ago = column[:, None] - column  # how long before the query each key stands
         hidden = ago < 0 if self.window is None else (ago < 0) | (ago >= self.window)
         if padding is not None:
             hidden = hidden | (padding[:, None, None, :] & (ago != 0))
         return scores.masked_fill(hidden, float("-inf"))
 
     def rotate(self, x: Tensor, place: Tensor) -> Tensor:
-        """Turn the pairs (i, i + n/2) of the first n dims (..., seq, d_head) by place * angle."""
+        """Turn the pairs (i, i + n/2) of the first n dims (..., seq, d_head) by place * angle.
+
+        `place` is (seq,), or has the dimensions of `x` before the last.
+        """
         if not self.frequencies:
             return x
         half = len(self.frequencies)
         angles = torch.tensor(self.frequencies, dtype=torch.float32, device=x.device)
-        angle = place[:, None].float() * angles  # [seq, half]
+        angle = place[..., None].float() * angles  # [..., seq, half]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         left, right, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin, rest], -1)
@@ -275,13 +293,27 @@ class DecoderBlock(nn.Module):
         self.mlp_out = weights.norm(f"{name}.mlp_out", settings)
 
     def forward(
-        self, x: Tensor, padding: Tensor | None = None, position: Tensor | None = None
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        position: Tensor | None = None,
+        place: Tensor | None = None,
     ) -> Tensor:
         """Map the stream (batch, seq, d_model) to the stream."""
-        attended = x + self.attention_out(self.attention(self.norm1(x), padding, position))
+        attended = x + self.attention_out(self.attention(self.norm1(x), padding, position, place))
         read = x if self.parallel else attended
         out: Tensor = attended + self.mlp_out(self.mlp(self.norm2(read)))
         return out
+
+
+def _warn_of_tokens_after(padding: Tensor) -> None:
+    if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
+        warnings.warn(
+            "tokens follow padding, and learned positions count padding too unless position_ids "
+            "are passed; (attention_mask.cumsum(-1) - 1).clamp(min=0) gives the logits of the "
+            "prompt without padding",
+            stacklevel=3,
+        )
 
 
 class Decoder(nn.Module):
@@ -291,6 +323,7 @@ class Decoder(nn.Module):
         super().__init__()
         weights = Weights(tensors)
         self.settings = settings
+        self.source: Source | None = None  # the model that `describe` was given
         self.embed = weights.embedding("embed")
         self.position = weights.embedding("position") if "position" in weights else None
         layers = len(settings.windows)
@@ -306,12 +339,51 @@ class Decoder(nn.Module):
             raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(left)}")
         self.eval()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Logits of the tokens; `attention_mask` (batch, seq) is 0 where there is padding.
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits of the tokens.
 
-        Learned positions count from the first column, as transformers counts without position_ids.
+        `attention_mask` (batch, seq) is 0 at padding. `position_ids` (batch, seq) are the positions
+        of learned and rotary positions, by default the columns, as in Hugging Face's models. Pass
+        them if tokens follow padding and positions are learned; otherwise a warning is given.
         """
-        tokens = input_ids
+        self.require_fresh()
+        self._require_tokens(input_ids)
+        padding = None if attention_mask is None else attention_mask == 0
+        if padding is not None and padding.shape != input_ids.shape:
+            shapes = tuple(padding.shape), tuple(input_ids.shape)
+            raise ValueError(f"attention_mask is {shapes[0]}; give {shapes[1]}, as the tokens are")
+        if position_ids is not None:
+            position_ids = self._checked_positions(position_ids, padding, input_ids)
+        x, position = self.embed(input_ids), None
+        if self.position is not None:
+            if position_ids is None and padding is not None:
+                _warn_of_tokens_after(padding)
+            columns = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position = self.position(columns if position_ids is None else position_ids)
+            if not self.settings.positions_in_attention:
+                x, position = x + position, None
+        for block in self.blocks:
+            x = block(x, padding, position, position_ids)
+        return self._logits(x)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        # Conversions and moves give this decoder weights of its own.
+        source = None if self.source is None else self.source.all_copied()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.source = source
+        return self
+
+    def require_fresh(self) -> None:
+        """Raise RuntimeError if the described model has changed and this decoder has not."""
+        if self.source is not None:
+            self.source.require_fresh()
+
+    def _require_tokens(self, tokens: Tensor) -> None:
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             given = f"{tokens.dtype} {tuple(tokens.shape)}"
             raise ValueError(f"tokens are {given}; give ids (batch, seq), one at least")
@@ -320,25 +392,50 @@ class Decoder(nn.Module):
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
                 f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
             )
-        x, position = self.embed(tokens), None
-        if self.position is not None:
-            if tokens.shape[1] > self.position.num_embeddings:
+        length, context = tokens.shape[1], self.settings.context
+        if self.position is not None and length > self.position.num_embeddings:
+            raise ValueError(f"{length} tokens do not fit {self.position.num_embeddings} positions")
+        if context is not None and length > context:
+            raise ValueError(
+                f"this description was verified with up to {context} tokens, got {length}; "
+                f"describe(model, context={length}) verifies more"
+            )
+
+    def _checked_positions(
+        self, position_ids: Tensor, padding: Tensor | None, tokens: Tensor
+    ) -> Tensor:
+        """Return the positions (batch, seq); refuse those of several texts in a row."""
+        if position_ids.is_floating_point() or position_ids.shape not in (
+            tokens.shape,
+            (1, tokens.shape[1]),
+        ):
+            given = f"{position_ids.dtype} {tuple(position_ids.shape)}"
+            raise ValueError(f"position_ids are {given}; give integers {tuple(tokens.shape)}")
+        position_ids = position_ids.expand(tokens.shape)
+        table = self.position.num_embeddings if self.position is not None else None
+        lowest, highest = int(position_ids.min()), int(position_ids.max())
+        if lowest < 0 or (table is not None and highest >= table):
+            raise ValueError(
+                f"position_ids reach from {lowest} to {highest}; they must lie within 0 and "
+                f"{'the length of the text' if table is None else table - 1}"
+            )
+        for row, ids in enumerate(position_ids):
+            steps = ids.diff() if padding is None else ids[~padding[row]].diff()
+            # Without a mask, Hugging Face's models start another text at any other step than 1.
+            if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
                 raise ValueError(
-                    f"{tokens.shape[1]} tokens do not fit {self.position.num_embeddings} positions"
+                    f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
+                    "the text (rise, with an attention_mask): packed texts are not supported, give "
+                    "each a row of its own"
                 )
-            position = self.position(torch.arange(tokens.shape[1], device=tokens.device))
-            if not self.settings.positions_in_attention:
-                x, position = x + position, None
-        padding = None if attention_mask is None else attention_mask == 0
-        if padding is not None and padding.shape != tokens.shape:
-            shapes = tuple(padding.shape), tuple(tokens.shape)
-            raise ValueError(f"attention_mask is {shapes[0]}; give {shapes[1]}, as the tokens are")
-        for block in self.blocks:
-            x = block(x, padding, position)
-        return self.decode(x)
+        return position_ids
 
     def decode(self, stream: Tensor) -> Tensor:
-        """Logits of a stream: the final norm, the unembedding, the cap: what a lens uses."""
+        """Return the logits of a stream: the final norm, the unembedding and the cap."""
+        self.require_fresh()
+        return self._logits(stream)
+
+    def _logits(self, stream: Tensor) -> Tensor:
         logits: Tensor = self.unembed(self.norm(stream))
         cap = self.settings.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
@@ -353,10 +450,12 @@ class Decoder(nn.Module):
 
         Without biases, and without the norms of queries and keys where there are any.
         """
+        self.require_fresh()
         return stacked([block.attention.qk(distance) for block in self.layers])
 
     def ov(self) -> LowRank:
         """W_OV of every head without biases, batch (layers, heads)."""
+        self.require_fresh()
         return stacked([block.attention.ov() for block in self.layers])
 
     @torch.no_grad()

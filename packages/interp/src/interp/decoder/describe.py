@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder, Settings
-from interp.decoder.names import canonical_weights, features_of_heads, layers_of
+from interp.decoder.names import (
+    canonical_parts,
+    canonical_weights,
+    features_of_heads,
+    layers_of,
+    roles_of,
+)
+from interp.decoder.source import Source
+from interp.decoder.verify import COPY_BYTES, call, distance, evaluating, matching_settings
 
 FAMILIES = (
     *("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
@@ -42,10 +50,17 @@ _PLAIN: Mapping[str, object] = {
 
 @torch.no_grad()
 def describe(model: nn.Module, **settings: Any) -> Decoder:
-    """The decoder that `model` is, sharing its weights; fused ones are split, which copies them.
+    """Return the decoder that `model` is, sharing its weights.
 
     `settings` are fields of `Settings` that override what was found, and `rope_theta`, the base of
-    the rotary angles. Raises ValueError if no description gives the model's logits.
+    the rotary angles. `context` is the most tokens to verify, and to accept later; by default what
+    the model's positions or configuration say, at most 1,024, and less for large models.
+
+    The description is compared with the model under other weights too (see
+    `interp.decoder.verify`). Where it has copies of weights, of which the model changes the
+    originals later, it raises RuntimeError when it is called.
+
+    Raises ValueError if no description gives the model's logits.
     """
     if isinstance(model, Decoder) and not settings:
         return model
@@ -54,33 +69,84 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     if unknown := settings.keys() - Settings.__dataclass_fields__:
         known = ", ".join(["rope_theta", *Settings.__dataclass_fields__])
         raise ValueError(f"{', '.join(sorted(unknown))}: not among {known}")
-    config: Any = getattr(model, "config", None)
-    candidates: Iterable[Settings]
-    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        told = config.to_dict()
-        found = settings_from_config(told)
-        tensors = _adjusted(tensors, told)
-        candidates = [found]
+    config: dict[str, Any] = {}
+    found: Any = getattr(model, "config", None)
+    if hasattr(found, "to_dict") and hasattr(found, "model_type"):
+        config = found.to_dict()
+        candidates = _settings_from_model(model, config)
     else:
-        candidates = _settings_from_module(model, tensors, theta)
-    nearest, best = math.inf, None
-    for candidate in candidates:
-        chosen = replace(candidate, **settings)
-        weights = canonical_weights(tensors, d_head=chosen.d_head, heads=chosen.heads)
-        decoder = Decoder(weights, chosen)
-        error = _difference(model, decoder)
-        if error < nearest:
-            nearest, best = error, decoder
-        # Two forms of GELU differ by 1e-4 only: go on until the rest is rounding.
-        if error <= 0.01 * _tolerance(decoder):
-            break
-    if best is not None and nearest <= _tolerance(best):
-        return best
-    raise ValueError(
-        f"no description of this {type(model).__name__} gives its logits: the nearest is "
-        f"{nearest:.2g} of their size away; give what it does otherwise as settings "
-        "(eps=, activation=, rope_theta=, scale=, ...)"
+        candidates = list(_settings_from_module(model, tensors, theta))
+    candidates = [replace(candidate, **settings) for candidate in candidates]
+
+    embed_scale = _embed_scale(model, config)
+
+    def build(weights: Mapping[str, Tensor], chosen: Settings) -> Decoder:
+        adjusted = _adjusted(weights, config, embed_scale)
+        named = canonical_weights(adjusted, d_head=chosen.d_head, heads=chosen.heads)
+        return Decoder(named, chosen)
+
+    chosen = matching_settings(
+        model,
+        tensors,
+        roles_of(tensors),
+        candidates,
+        build,
+        gain_offset=1.0 if _is_gemma(config) else 0.0,
     )
+    decoder = build(tensors, chosen)
+    with evaluating(model):
+        _require_own_logits(model, tensors, partial(build, chosen=chosen), decoder)
+    adjusted = _adjusted(tensors, config, embed_scale)
+    decoder.source = Source(model, tensors, _copied(tensors, adjusted, chosen))
+    return decoder
+
+
+def _copied(
+    tensors: Mapping[str, Tensor], adjusted: Mapping[str, Tensor], chosen: Settings
+) -> set[str]:
+    """Return the names of the tensors that the decoder does not share in whole."""
+    parts = canonical_parts(adjusted, d_head=chosen.d_head, heads=chosen.heads)
+    return {
+        name
+        for name, _, value in parts
+        if name in tensors
+        and value.untyped_storage().data_ptr() != tensors[name].untyped_storage().data_ptr()
+    }
+
+
+def _require_own_logits(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    build: Callable[[Mapping[str, Tensor]], Decoder],
+    decoder: Decoder,
+) -> None:
+    """Compare under the model's own weights: in float32 if a copy is small, and as they are."""
+    length = min(12, decoder.settings.context or 12)
+    vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (2, length), generator=generator).to(device)
+    is_half = decoder.embed.weight.dtype in (torch.bfloat16, torch.float16)
+    if is_half and 4 * sum(tensor.numel() for tensor in tensors.values()) <= COPY_BYTES:
+        # Tied weights stay tied.
+        floats = {id(tensor): tensor.float() for tensor in tensors.values()}
+        wide = {name: floats[id(tensor)] for name, tensor in tensors.items()}
+        _require_near(model, build(wide), call(model, tokens, weights=wide), tokens, 1e-4)
+    _require_near(model, decoder, call(model, tokens), tokens, 0.5 if is_half else 1e-4)
+
+
+def _require_near(
+    model: nn.Module, decoder: Decoder, theirs: Tensor, tokens: Tensor, tolerance: float
+) -> None:
+    ours = decoder(tokens)
+    errors = [distance(ours[:, [i]], theirs[:, [i]]) for i in range(tokens.shape[1])]
+    # Rounding sends a token to another expert now and then, but not most of them.
+    is_routed = bool(decoder.settings.experts_used)
+    error = sorted(errors)[len(errors) // 2] if is_routed else max(errors)
+    if not error <= tolerance:
+        raise ValueError(
+            f"no description of this {type(model).__name__} gives its logits: with its own weights "
+            f"the nearest is {error:.2g} of their size away, expected at most {tolerance:.2g}"
+        )
 
 
 def load_decoder(
@@ -112,9 +178,9 @@ def load_decoder(
     if layers_of(tensors) != len(settings.windows):
         held, said = layers_of(tensors), len(settings.windows)
         raise ValueError(f"{folder} holds {held} layers, its config.json says {said}")
-    weights = canonical_weights(
-        _adjusted(tensors, config), d_head=settings.d_head, heads=settings.heads
-    )
+    adjusted = _adjusted(tensors, config, _embed_scale(None, config))
+    weights = canonical_weights(adjusted, d_head=settings.d_head, heads=settings.heads)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
     _require_whole_layers(weights, folder)
     if (found := len(weights["embed.weight"])) != config["vocab_size"]:
         said = config["vocab_size"]
@@ -228,15 +294,49 @@ def _llama3(angle: float, told: Mapping[str, Any]) -> float:
     return stretched
 
 
-def _adjusted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Gemma's gains are kept less 1, and its embedding grows by sqrt(d_model) on its way in."""
-    if not str(config["model_type"]).startswith("gemma"):
+def _adjusted(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], embed_scale: Tensor | None
+) -> dict[str, Tensor]:
+    """Return Gemma's gains plus 1 and its embedding times its scale, others as they are."""
+    if embed_scale is None:
         return dict(tensors)
     adjusted = {k: v + 1 if "norm" in k else v for k, v in tensors.items()}
     (embed,) = (k for k in tensors if k.endswith("embed_tokens.weight"))
     adjusted["lm_head.weight"] = tensors.get("lm_head.weight", tensors[embed])
-    adjusted[embed] = tensors[embed] * config["hidden_size"] ** 0.5
+    adjusted[embed] = tensors[embed] * embed_scale.to(tensors[embed])
     return adjusted
+
+
+def _embed_scale(model: nn.Module | None, config: Mapping[str, Any]) -> Tensor | None:
+    """Return the factor of Gemma's embedding; half precision rounds it, as it rounds the model's.
+
+    None for other families.
+    """
+    if not _is_gemma(config):
+        return None
+    for name, buffer in [] if model is None else model.named_buffers():
+        if name.endswith("embed_scale"):
+            return buffer
+    return torch.tensor(config["hidden_size"] ** 0.5)
+
+
+def _is_gemma(config: Mapping[str, Any]) -> bool:
+    return str(config.get("model_type")).startswith("gemma")
+
+
+def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
+    """Return what the configuration says, and the same with the angles that the model has."""
+    said = settings_from_config(config)
+    kinds = _layer_types(config, len(said.windows))
+    buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
+    frequencies = []
+    for kind in kinds:
+        buffer = buffers.get(f"{kind}_inv_freq", buffers.get("inv_freq"))
+        if buffer is None:
+            return [said]
+        frequencies.append(tuple(buffer.float().tolist()))
+    # .bfloat16() rounds the buffer, and with it what the model computes.
+    return [said, replace(said, frequencies=tuple(frequencies))]
 
 
 def _settings_from_module(
@@ -276,35 +376,6 @@ def _attribute(model: nn.Module, *names: str) -> Any:
         if isinstance(value := getattr(module, name, None), int | float):
             return value
     return None
-
-
-def _difference(model: nn.Module, decoder: Decoder) -> float:
-    """How far the logits of a few tokens are apart, relative to their size."""
-    vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
-    length = 12 if decoder.position is None else min(12, decoder.position.num_embeddings)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (2, length), generator=generator).to(device)
-    training = model.training
-    try:
-        out = model.eval()(tokens)
-    finally:
-        model.train(training)
-    logits = out if isinstance(out, Tensor) else out["logits"] if "logits" in out else out[0]
-    ours = decoder(tokens)
-    if ours.shape != logits.shape:
-        raise ValueError(
-            f"the model gives {tuple(logits.shape)} where logits would be {tuple(ours.shape)}; "
-            "describe the model that has the unembedding"
-        )
-    scale = (logits - logits.mean()).abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
-    errors = (ours - logits).abs().amax(-1) / scale
-    # In half precision rounding sends a token to other experts now and then: not most of them.
-    rounded = decoder.settings.experts_used and errors.dtype in (torch.bfloat16, torch.float16)
-    return float(errors.median() if rounded else errors.max())
-
-
-def _tolerance(decoder: Decoder) -> float:
-    return {torch.float64: 1e-5, torch.float32: 1e-4}.get(decoder.embed.weight.dtype, 0.1)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -99,7 +99,9 @@ def fold_decoder(model: Decoder) -> Decoder:
     stream is centered where every reader subtracts its mean (layer norm), the unembedding where no
     cap follows it; otherwise the logits themselves stay. The original stays as it is.
     """
+    source = None if model.source is None else model.source.all_copied()
     model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    model.source = source  # folded weights do not follow those of the described model
     for block in model.layers:
         attention = block.attention
         fold_norm(block.norm1, attention.q, attention.k, attention.v)

@@ -48,15 +48,43 @@ _INSIDE = {
 def canonical_weights(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint or a module under the names of `Decoder`.
+    """Return the tensors of a checkpoint or a module under the names of `Decoder`.
 
-    Raises ValueError for a name that says no role, and for two tensors of one role.
+    Parts of fused weights are views where strides allow it. Raises ValueError for a name that has
+    no role, and for two tensors of one role.
+    """
+    found: dict[str, Tensor] = {}
+    for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
+        if part in found and found[part] is not value and not torch.equal(found[part], value):
+            raise ValueError(f"two different tensors are {part}; the second is {name}")
+        found[part] = value
+    if "unembed.weight" in found and found["unembed.weight"] is found.get("embed.weight"):
+        del found["unembed.weight"]
+    return found
+
+
+def canonical_parts(
+    tensors: Mapping[str, Tensor], *, d_head: int, heads: int
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the name of each tensor, and the canonical name and value of each part of it."""
+    is_conv1d = _input_first(tensors)
+    for name, role in roles_of(tensors).items():
+        tensor = tensors[name]
+        if is_conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
+            tensor = tensor.T
+        for part, value in _unfused(role, tensor, heads, d_head):
+            yield name, part, value
+
+
+def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the role of each tensor that is a weight: `blocks.3.attention.qkv.weight`.
+
+    Raises ValueError for a name that has no role.
     """
     experts = any(".experts." in name for name in tensors)
     # A norm after the attention is called what others call the norm before the MLP.
     sandwiched = any("post_feedforward_layernorm" in name for name in tensors)
-    conv1d = _input_first(tensors)
-    found: dict[str, Tensor] = {}
+    roles = {}
     for name, tensor in tensors.items():
         if _NO_WEIGHT.search(name):
             continue
@@ -67,15 +95,15 @@ def canonical_weights(
                 f"{name} {tuple(tensor.shape)} plays no part in a decoder that is known here; "
                 "rename the module, or give the tensors and `Settings` to `Decoder` yourself"
             )
-        turned = conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name)
-        tensor = tensor.T.contiguous() if turned else tensor
-        for part, value in _unfused(role, tensor, heads, d_head):
-            if part in found and found[part] is not value and not torch.equal(found[part], value):
-                raise ValueError(f"two different tensors are {part}; the second is {name}")
-            found[part] = value
-    if "unembed.weight" in found and found["unembed.weight"] is found.get("embed.weight"):
-        del found["unembed.weight"]
-    return found
+        roles[name] = role
+    return roles
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the block that a tensor belongs to, or -1."""
+    stacked = re.sub(r"(experts\.(?:gate_up|down)_proj)$", r"\1.weight", name)
+    match = _LAYER.match(stacked)
+    return int(match[1]) if match else -1
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> int:

@@ -32,6 +32,9 @@ from interp.patching.paths import (
 from interp.patching.restart import Metrics, Prompt, forward, mean_of, measure, several
 from interp.tap import Replacement, patch, record
 
+# Where a prompt is padded, and its position ids; both (1, seq) or None.
+Layout = tuple[Tensor | None, Tensor | None]
+
 
 def attribution_patching(
     model: nn.Module,
@@ -90,8 +93,8 @@ def attribute_parts(
             old, new, slope = seen[at + name], before[at + name], slopes[at + name]
             if corrected and part in ("q", "k"):
                 slope = slopes[at + "attention.pattern"]
-                padding = _padding(corrupted)
-                values = _through_softmax(attention, part, new, (queries, keys), slope, padding)
+                layout = _layout(corrupted)
+                values = _through_softmax(attention, part, new, (queries, keys), slope, layout)
             else:
                 heads = counts.get(part, attention.kv_heads)
                 values = ((new - old) * slope)[0].unflatten(-1, (heads, -1)).sum(-1).T
@@ -123,7 +126,7 @@ def edge_attribution(
         edges, changes = sent(model, clean, corrupted, senders, receivers)
     layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final, padding = f"blocks.{len(layers) - 1}", _padding(corrupted)
+    final, layout = f"blocks.{len(layers) - 1}", _layout(corrupted)
     sites = [final, *(f"blocks.{i}.{s}" for i in layers for s in inner)]
     streams = [f"blocks.{i}:input" for i in layers]
     with torch.no_grad(), record(model, *sites, *streams, clone=True) as seen:
@@ -138,7 +141,7 @@ def edge_attribution(
             site = {"final": final, "mlp": at + "norm2:input"}.get(receiver.kind, at + "attention")
             found[key] = torch.cat(
                 [
-                    _read(model, receiver, site, changes[chosen], seen, slopes, metric, padding)
+                    _read(model, receiver, site, changes[chosen], seen, slopes, metric, layout)
                     for chosen in torch.split(rows, batch)
                 ]
             )
@@ -160,7 +163,7 @@ def _read(
     seen: Mapping[str, Tensor],
     slopes: Mapping[str, Tensor],
     metric: Metrics,
-    padding: Tensor | None,
+    layout: Layout,
 ) -> Tensor:
     """The effect (n, heads) of changes (n, seq, d_model) in what all such receivers read."""
     if receiver.kind == "final":
@@ -178,7 +181,7 @@ def _read(
     else:
         q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
         q, k = (new, k) if receiver.kind == "q" else (q, new)
-        after = attention.scores(q, k, padding).softmax(-1)
+        after = attention.scores(q, k, *layout).softmax(-1)
         # By query head; those that share a key head all change with it.
         moved = (after - seen[f"{site}.pattern"]) * slopes[f"{site}.pattern"]
         effects = moved.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
@@ -191,19 +194,19 @@ def _through_softmax(
     new: Tensor,
     old: tuple[Tensor, Tensor],
     slope: Tensor,
-    padding: Tensor | None,
+    layout: Layout,
 ) -> Tensor:
     """The effect (heads, seq) of one position's queries or keys, exact up to the pattern."""
     q, k = old
-    scores = attention.scores(q, k, padding)[0].double()
+    scores = attention.scores(q, k, *layout)[0].double()
     slope = slope[0].double()  # d metric / d pattern, [heads, seq_q, seq_k]
     if part == "q":
-        after = attention.scores(new, k, padding)[0].double().softmax(-1)
+        after = attention.scores(new, k, *layout)[0].double().softmax(-1)
         return ((after - scores.softmax(-1)) * slope).sum(-1).to(q.dtype)
     # A key changes one score of each later query. With e = exp(score) of it and R, G the sums over
     # the other keys of e and e * slope, the row's sum goes from one (G + e slope) / (R + e) to
     # another. Sums of others, not all less one: a key that has all the weight leaves no rounding.
-    changed = attention.scores(q, new, padding)[0].double()
+    changed = attention.scores(q, new, *layout)[0].double()
     most = scores.amax(-1, keepdim=True)
     e, e_new = (scores - most).exp(), (changed - most).clamp(-700, 300).exp()
     rest, weighed = _others(e), _others(e * slope)
@@ -221,9 +224,11 @@ def _others(x: Tensor) -> Tensor:
     return before + after
 
 
-def _padding(prompt: Prompt) -> Tensor | None:
-    mask = None if isinstance(prompt, Tensor) else prompt.get("attention_mask")
-    return None if mask is None else mask == 0
+def _layout(prompt: Prompt) -> Layout:
+    if isinstance(prompt, Tensor):
+        return None, None
+    mask = prompt.get("attention_mask")
+    return None if mask is None else mask == 0, prompt.get("position_ids")
 
 
 def _gradients(

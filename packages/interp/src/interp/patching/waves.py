@@ -85,16 +85,16 @@ class CausalWave(Wave):
         if not actions:
             self._widen(layer)
         name = self.run.names[layer]
-        _, padding, position = self.run.calls.arguments[layer][0]
-        if position is not None:
-            position = position[self.reached.nonzero()[:, 1]]
+        _, padding, position, place = self.run.calls.arguments[layer][0]
+        if position is not None:  # (seq, d_model), or (1, seq, d_model) of position ids
+            position = position.flatten(0, -2)[self.reached.nonzero()[:, 1]]
         sites = [f"{name}.attention.{part}" for part in "qkv"]
         with (
             tapped(self.run.model, {f"{name}.attention.o:input": self._reached}),
             tapped(self.run.model, actions),
             tapped(self.run.model, {site: partial(self._whole, site) for site in sites}),
         ):
-            self.x = self.run.model.get_submodule(name)(self.x, padding, position)
+            self.x = self.run.model.get_submodule(name)(self.x, padding, position, place)
 
     def end(self) -> Tensor:
         """What was not reached is as in the run itself."""

@@ -2,20 +2,24 @@
 
 Notable:
 - it is pure: no lock, no clock, no tensor. Its state is what its log says (`replay`);
-- the first server keeps it. A push is staged at every server and then committed here, in one
-  message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
+- every server replays the log. An entry that this ledger would not have made itself is refused, as
+  is a log whose digest shows that it continues another history;
+- the first server makes the entries. A push is staged at every server and then committed here, in
+  one message, so that it is in the log or it is not: a worker that dies half-way leaves nothing;
 - reads stand in the same log as writes (state-machine replication; Schneider 1990): servers that
   follow one log answer a read with one version, wherever each of them has got to;
 - workers carry the log to the other servers, which need no links between them;
 - a worker that joins again begins a new epoch. What an older one still sends is refused.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paramserver.consistency import Consistency
+from paramserver.protocol.messages import LIMIT
 
 Push = tuple[int, int, int]
 """The name of a push: worker, epoch, clock."""
@@ -72,6 +76,8 @@ class Log:
 
     start: int
     entries: tuple[Entry, ...]
+    before: str = ""
+    """Digest of all entries before `start`: equal only for equal histories."""
 
     @property
     def stop(self) -> int:
@@ -80,18 +86,28 @@ class Log:
 
     def after(self, position: int) -> "Log":
         """The part from `position` on."""
-        return Log(max(position, self.start), self.entries[max(0, position - self.start) :])
+        skipped = max(0, position - self.start)
+        before = self.before
+        for entry in self.entries[:skipped]:
+            before = _digest(before, entry)
+        return Log(max(position, self.start), self.entries[skipped:], before)
 
     def to_text(self) -> str:
         """JSON, for the wire and the journal."""
-        lists = ([type(entry).__name__.lower(), *vars(entry).values()] for entry in self.entries)
+        lists = [_to_list(entry) for entry in self.entries]
+        if self.before:
+            lists.insert(0, ["after", self.before])
         return json.dumps([self.start, *lists], separators=(",", ":"))
 
     @staticmethod
     def from_text(text: str) -> "Log":
-        """The log that `to_text` wrote."""
-        start, *entries = json.loads(text)
-        return Log(start, tuple(map(_from_list, entries)))
+        """The log that `to_text` wrote; ValueError for anything else."""
+        match json.loads(text):
+            case [int(start), ["after", str(before)], *lists] if _is_number(start):
+                return Log(start, tuple(map(_from_list, lists)), before)
+            case [int(start), *lists] if _is_number(start):
+                return Log(start, tuple(map(_from_list, lists)))
+        raise ValueError(f"expected a log [start, entry, ...], got {text[:80]!r}")
 
 
 @dataclass
@@ -122,6 +138,7 @@ class Ledger:
         self._accepted: list[Push] = []  # of a bulk-synchronous step that is not complete yet
         self._first = 0
         self._entries: list[Entry] = []
+        self._digests = [""]  # of the history before each entry, and of all of it
 
     @property
     def stop(self) -> int:
@@ -156,8 +173,7 @@ class Ledger:
             # It joins where the slowest is: nobody waits for it longer than for that one, and the
             # bound holds from its first read on. A step that only its old life held up is complete.
             self.leave(worker)
-            clocks = [other.clock for other in self.active.values()]
-            clock = min(clocks or [other.clock for other in self.members.values()], default=0)
+            clock = self._slowest()
         self._append(Join(worker, member.epoch + 1, clock, session))
         return self.members[worker]
 
@@ -189,20 +205,40 @@ class Ledger:
 
     def since(self, position: int) -> Log:
         """The log from `position` on."""
-        return Log(self._first, tuple(self._entries)).after(position)
+        skipped = min(max(0, position - self._first), len(self._entries))
+        entries = tuple(self._entries[skipped:])
+        return Log(max(position, self._first), entries, self._digests[skipped])
 
     def forget(self, position: int) -> None:
         """All servers have followed as far as `position`: what lies before is needed no more."""
         gone = min(max(0, position - self._first), len(self._entries))
-        del self._entries[:gone]
+        del self._entries[:gone], self._digests[:gone]
         self._first += gone
 
     # What a log, from the wire or a disk, does to the state.
 
     def replay(self, log: Log) -> None:
-        """Bring the ledger to where `log` ends."""
-        for entry in log.after(self.stop).entries:
+        """Bring the ledger to where `log` ends.
+
+        ValueError if it does not continue the history of this ledger; then nothing has changed.
+        """
+        new = self._continuation(log)
+        if not new.entries:
+            return
+        trial = self.copy()
+        for entry in new.entries:
+            trial._check(entry)
+            trial._append(entry)
+        for entry in new.entries:
             self._append(entry)
+
+    def copy(self) -> "Ledger":
+        """A ledger with the same state that has forgotten its log."""
+        copied = Ledger(0, self._consistency, self.version)
+        copied.members = {w: replace(member) for w, member in self.members.items()}
+        copied._accepted = list(self._accepted)
+        copied._first, copied._digests = self.stop, self._digests[-1:]
+        return copied
 
     def state(self) -> dict[str, Any]:
         """All of it, as what JSON knows."""
@@ -210,7 +246,7 @@ class Ledger:
             "version": self.version,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
             "accepted": list(self._accepted),
-            "log": Log(self._first, tuple(self._entries)).to_text(),
+            "log": self.since(self._first).to_text(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -220,9 +256,72 @@ class Ledger:
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
         self._accepted = [_push(push) for push in state["accepted"]]
         self._first, self._entries = log.start, list(log.entries)
+        self._digests = [log.before]
+        for entry in log.entries:
+            self._digests.append(_digest(self._digests[-1], entry))
+
+    def _continuation(self, log: Log) -> Log:
+        """The part of `log` that is new."""
+        if log.start > self.stop:
+            text = f"the log begins at entry {log.start}, this server has followed {self.stop}"
+            raise ValueError(text)
+        new = log.after(self.stop)
+        if log.stop >= self.stop and new.before != self._digests[-1]:
+            text = f"the log is of another history than this server's first {self.stop} entries"
+            raise ValueError(f"{text}: a journal was taken back, or another job's server answers")
+        return new
+
+    def _check(self, entry: Entry) -> None:
+        """Raise ValueError unless this ledger may append `entry` next."""
+        match entry:
+            case Join():
+                valid = self._may_join(entry)
+            case Accept(push):
+                valid = self._consistency.averages and self._may_push(push)
+            case Write(pushes, staleness):
+                valid = self._may_write(pushes, staleness)
+            case Read(worker, epoch, number):
+                member = self.active.get(worker)
+                valid = bool(
+                    member
+                    and epoch == member.epoch
+                    and number > member.reads
+                    and not self.behind(member.clock)
+                )
+            case Leave(worker):
+                valid = worker in self.active
+        if not valid:
+            raise ValueError(f"{entry} cannot be entry {self.stop} of this server's log")
+
+    def _may_join(self, entry: Join) -> bool:
+        member = self.members.get(entry.worker, Member(active=False))
+        if entry.session in member.sessions or entry.epoch != member.epoch + 1:
+            return False
+        if member.active:
+            return member.epoch == 0 and entry.clock == member.clock
+        return entry.clock == self._slowest()
+
+    def _may_push(self, push: Push) -> bool:
+        worker, epoch, clock = push
+        member = self.active.get(worker)
+        current = member is not None and (epoch, clock) == (member.epoch, member.clock)
+        return current and not self.awaits(worker)
+
+    def _may_write(self, pushes: tuple[Push, ...], staleness: tuple[int, ...]) -> bool:
+        if self._consistency.averages:
+            step = tuple(sorted(self._accepted))
+            return self._is_complete() and (pushes, staleness) == (step, (0,) * len(step))
+        if len(pushes) != 1 or not self._may_push(pushes[0]):
+            return False
+        return staleness == (self.version - self.members[pushes[0][0]].read_version,)
+
+    def _slowest(self) -> int:
+        clocks = [member.clock for member in self.active.values()]
+        return min(clocks or [member.clock for member in self.members.values()], default=0)
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
+        self._digests.append(_digest(self._digests[-1], entry))
         match entry:
             case Join(worker, epoch, clock, session):
                 member = self.members.setdefault(worker, Member())
@@ -251,12 +350,16 @@ class Ledger:
         member.pushes += 1
 
     def _write_if_complete(self) -> None:
-        have = {(worker, epoch) for worker, epoch, _ in self._accepted}
-        wanted = {(w, member.epoch) for w, member in self.active.items()}
-        if have and wanted <= have:
+        if self._is_complete():
             # In the order of the workers, not of arrival: a sum of floats depends on the order.
             step = tuple(sorted(self._accepted))
             self._append(Write(step, (0,) * len(step)))
+
+    def _is_complete(self) -> bool:
+        """Whether all who take part have pushed their gradients of this step."""
+        have = {(worker, epoch) for worker, epoch, _ in self._accepted}
+        wanted = {(w, member.epoch) for w, member in self.active.items()}
+        return bool(have) and wanted <= have
 
 
 def at_another_clock(worker: int, clock: int, known: int) -> ValueError:
@@ -265,21 +368,40 @@ def at_another_clock(worker: int, clock: int, known: int) -> ValueError:
     return ValueError(f"{text}; one Worker per worker number")
 
 
-def _from_list(fields: list[Any]) -> Entry:
+def _digest(before: str, entry: Entry) -> str:
+    text = before + json.dumps(_to_list(entry), separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _to_list(entry: Entry) -> list[Any]:
+    return [type(entry).__name__.lower(), *vars(entry).values()]
+
+
+def _from_list(fields: Any) -> Entry:
     match fields:
-        case ["join", int(worker), int(epoch), int(clock), int(session)]:
+        case ["join", worker, epoch, clock, session] if _are_numbers(fields[1:]):
             return Join(worker, epoch, clock, session)
         case ["accept", list(push)]:
             return Accept(_push(push))
-        case ["write", list(pushes), list(staleness)]:
-            return Write(tuple(map(_push, pushes)), tuple(map(int, staleness)))
-        case ["read", int(worker), int(epoch), int(number)]:
+        case ["write", list(pushes), list(staleness)] if _are_numbers(staleness):
+            return Write(tuple(map(_push, pushes)), tuple(staleness))
+        case ["read", worker, epoch, number] if _are_numbers(fields[1:]):
             return Read(worker, epoch, number)
-        case ["leave", int(worker)]:
+        case ["leave", worker] if _is_number(worker):
             return Leave(worker)
-    raise ValueError(f"{fields!r} is no entry of a ledger")
+    raise ValueError(f"{str(fields)[:80]} is no entry of a ledger")
 
 
-def _push(fields: Iterable[Any]) -> Push:
-    worker, epoch, clock = map(int, fields)
+def _push(fields: Any) -> Push:
+    if not isinstance(fields, list | tuple) or len(fields) != 3 or not _are_numbers(fields):
+        raise ValueError(f"{str(fields)[:80]} is no entry of a ledger: not a push")
+    worker, epoch, clock = fields
     return worker, epoch, clock
+
+
+def _are_numbers(fields: Iterable[Any]) -> bool:
+    return all(_is_number(field) for field in fields)
+
+
+def _is_number(field: Any) -> bool:
+    return type(field) is int and 0 <= field < LIMIT

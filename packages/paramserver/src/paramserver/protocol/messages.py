@@ -4,13 +4,20 @@ Notable:
 - a message is a kind, some whole numbers and a text, so that any transport can write it; the bytes
   of parameters or gradients follow it by themselves and are never pickled;
 - every request may be sent again when its answer does not come: what was done once is not done
-  twice, because a push has a name (worker, epoch, clock) and a read a number.
+  twice, because a push has a name (worker, epoch, clock) and a read a number;
+- `check_request` is the schema of all requests. A server applies it before anything else.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+LIMIT = 2**62
+"""Numbers of a message are below it."""
+OBSERVER = -1
+"""The number of a sender that asks for the final state and takes no part."""
 
 
 class PeerLost(RuntimeError):
@@ -61,6 +68,13 @@ class Message:
     text: str = ""
     """A layout, a log, an error."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError unless every field has its type and fits into 64 bits."""
+        numbers = list(vars(self).values())[1:7]
+        whole = isinstance(self.kind, Kind) and isinstance(self.text, str)
+        if not whole or not all(type(n) is int and -1 <= n < LIMIT for n in numbers):
+            raise ValueError(f"{str(list(vars(self).values()))[:80]} is no message")
+
     def fields(self) -> tuple[Any, ...]:
         """Its numbers and its text, in order."""
         return tuple(vars(self).values())  # `astuple` copies deeply: most of a message's time
@@ -77,10 +91,36 @@ class Message:
     @staticmethod
     def from_fields(fields: Any) -> "Message":
         """The message with these `fields()`; ValueError for anything else."""
-        whole = isinstance(fields, list) and len(fields) == 8 and isinstance(fields[7], str)
-        if not whole or not all(type(field) is int for field in fields[:7]):
+        if not isinstance(fields, list) or len(fields) != 8 or type(fields[0]) is not int:
             raise ValueError(f"{str(fields)[:80]} is no message")
         return Message(Kind(fields[0]), *fields[1:])
+
+
+def check_request(worker: int, message: Message) -> None:
+    """Raise ValueError unless `message` is a request that `worker` may send to some server."""
+    text, kind = message.text, message.kind
+    if kind > Kind.BEAT:
+        raise ValueError(f"{kind!r} is no request")
+    if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
+        raise ValueError(f"worker {OBSERVER} only observes: expected SYNC or END, got {kind!r}")
+    if type(worker) is not int or not OBSERVER <= worker < 2**31:
+        raise ValueError(f"expected a worker number from 0 to {2**31 - 1}, got {str(worker)[:80]}")
+    numbers = message.epoch, message.clock, message.number, message.position, message.size
+    if min(numbers) < 0:
+        raise ValueError(f"{kind!r} has negative fields: {str(message.fields())[:80]}")
+    if text and kind not in _WITH_TEXT:
+        raise ValueError(f"{kind!r} has no text, got {text[:80]!r}")
+    if text and kind in (Kind.PUSH, Kind.COMMIT):
+        loss_and_bytes(text)
+
+
+def loss_and_bytes(text: str) -> tuple[float, int]:
+    """Return the loss and the bytes pushed so far that the text of a push contains."""
+    match json.loads(text):
+        case [float() | int() as loss, int(pushed)] if 0 <= pushed < LIMIT:
+            with suppress(OverflowError):  # an integer that is larger than any float
+                return float(loss), pushed
+    raise ValueError(f"expected [loss, bytes pushed], got {text[:80]!r}")
 
 
 def failure(error: BaseException) -> Message:
@@ -103,5 +143,8 @@ def raise_failure(peer: str, answer: Message) -> None:
         raise RuntimeError(f"{peer}: {answer.text}")
 
 
+_WITH_TEXT = (
+    Kind.JOIN, Kind.PUSH, Kind.COMMIT, Kind.FETCH, Kind.FOLLOW, Kind.END, Kind.ABORT
+)  # fmt: skip
 _TOLD: tuple[type[Exception], ...] = PeerLost, RuntimeError, TimeoutError, ValueError
 _ERRORS = {error.__name__: error for error in _TOLD}

@@ -118,11 +118,28 @@ class Replica:
         self._drop(push[0])  # a worker has one push under way
         self._staged[push] = gradients, nbytes
 
-    def follow(self, log: Log) -> None:
-        """Apply what is new in `log`."""
+    def has(self, push: Push) -> bool:
+        """Whether the gradients of a push are here."""
+        return push in self._staged
+
+    def check(self, log: Log) -> None:
+        """Raise RuntimeError unless this server has what it needs to apply what is new in `log`."""
         if log.start > self.position:
             text = f"the log begins at entry {log.start}, this server has followed {self.position}"
             raise RuntimeError(text)
+        for entry in log.after(self.position).entries:
+            pushes: tuple[Push, ...] = ()
+            if isinstance(entry, Accept):
+                pushes = (entry.push,)
+            elif isinstance(entry, Write):
+                pushes = entry.pushes
+            for push in pushes:
+                if push not in self._staged:
+                    raise RuntimeError(f"the log updates by {push}, whose gradients did not come")
+
+    def follow(self, log: Log) -> None:
+        """Apply what is new in `log`. RuntimeError if it cannot be followed; see `check`."""
+        self.check(log)
         for entry in log.after(self.position).entries:
             match entry:
                 case Accept(push):

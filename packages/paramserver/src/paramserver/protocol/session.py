@@ -124,6 +124,10 @@ class Session:
         return Request(server, message)
 
     def _with_log(self, kind: Kind, log: Log) -> list[Request]:
+        if max(self._positions) > log.stop:
+            text = f"servers have followed {self._positions} entries of the log, of which server 0 "
+            text += f"has {log.stop}: a journal was taken back"
+            raise RuntimeError(f"{text}; recover the journals of all servers together")
         texts = [log.after(position).to_text() for position in self._positions]
         message = self._request(0, kind).message
         return [Request(i, replace(message, text=text)) for i, text in enumerate(texts)]

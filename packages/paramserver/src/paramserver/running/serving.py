@@ -5,7 +5,7 @@ Notable: one thread a worker, because a request waits until it can be answered.
 
 from threading import Thread
 
-from paramserver.protocol.messages import Kind, Message, failure
+from paramserver.protocol.messages import Kind, Message, check_request, failure
 from paramserver.server import Server
 from paramserver.transport.connection import SENDS, Channel
 from paramserver.transport.pieces import Finite
@@ -25,16 +25,22 @@ def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
 
 
 def answer(server: Server, worker: int, channel: Channel) -> None:
-    """Answer one worker's requests until it finishes, fails or is gone. Never raises for those."""
+    """Answer one worker's requests until it finishes, fails or is gone. Never raises for those.
+
+    A worker whose message is none is lost: what follows it in the channel cannot be understood.
+    """
     try:
         while _answer_one(server, worker, channel):
             pass
     except ConnectionError as error:
         server.lose(worker, f"{channel.peer}: {error}")
+    except Exception as error:
+        server.lose(worker, f"{channel.peer} sent an invalid message: {error}")
 
 
 def _answer_one(server: Server, worker: int, channel: Channel) -> bool:
     request = channel.receive()
+    check_request(worker, request)
     if request.kind is Kind.ABORT:
         server.lose(worker, request.text)
         return False

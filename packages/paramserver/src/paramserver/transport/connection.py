@@ -44,6 +44,9 @@ class Buffers:
 class Connection(Buffers):
     """A worker's end."""
 
+    session: int | None = None
+    """The number by which the server recognizes this sender; None if the transport does so."""
+
     def ask(self, message: Message, written: Iterable[int] = ()) -> Message:
         """The answer to a request; `gradients` go with it or `parameters` come, by its kind. They
         are `written` while they travel, which yields how many bytes are there."""

@@ -28,6 +28,7 @@ from paramserver.transport.connection import GRACE, Channel, Channels, Connectio
 from paramserver.worker import Worker
 
 Tags = tuple[int, int]
+_LONGEST = 2**26  # bytes of a message's text
 _IDLE = timedelta(days=7)  # a worker that computes for long is not gone; its death ends the wait
 
 
@@ -55,6 +56,8 @@ class DistributedChannel(Channel):
         head = torch.zeros(8, dtype=torch.int64)
         self._receive(head, timeout)
         *numbers, length = head.tolist()
+        if not 0 <= length <= _LONGEST:
+            raise ValueError(f"{self.peer} sends a text of {length} bytes; at most {_LONGEST}")
         text = torch.zeros(length, dtype=torch.uint8)
         if length:
             self._receive(text, timeout)

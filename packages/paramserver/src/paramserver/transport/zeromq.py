@@ -6,11 +6,14 @@ Notable:
   sent again, to the same server or to the one that was started in its place;
 - a frame of numbers and text, one of a piece of the data; nothing is unpickled. While a piece is
   copied the next one is on its way; few wait to be used, so that a slow link fills no memory;
+- a request is dropped, or answered with an error, unless its sender joined as the worker that it
+  names; before that nothing of it is used;
 - CURVE keys (`keys`) say who may come, and encrypt; without them only the loopback may be bound;
 - a worker's thread sends a beat every second, also while it computes: it tells slow from dead.
 """
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,11 +26,20 @@ import torch
 
 from paramserver.journal import DiskJournal
 from paramserver.protocol.core import Core
-from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.messages import (
+    LIMIT,
+    OBSERVER,
+    Kind,
+    Message,
+    PeerLost,
+    failure,
+    raise_failure,
+)
 from paramserver.running.progress import Progress, progress_of
 from paramserver.transport.connection import SENDS, Connection, extra
 from paramserver.transport.pieces import PIECE, Arrival, Buffers, cuts
 
+_LOG = logging.getLogger(__name__)
 _BEAT = _SIGN_OF_LIFE = 1.0  # seconds; the latter to a worker that is kept waiting
 _RETRY = 2.5  # without a word: the request, or its answer, is lost
 _PIECES = 4  # that may wait to be used
@@ -75,6 +87,9 @@ class ZeroMQServer:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._coming, self._waiting = dict[int, _Request](), dict[int, _Request]()
         self._buffers = Buffers(core.replica.shard.buffer_bytes)
+        # By worker, who joined last: its routing id, its life and its session. They are the same
+        # number where a worker of this package sends; the log keeps it when this server dies.
+        self._joined = dict[int, tuple[bytes, int, int]]()
         self._stopped = threading.Event()
 
     def serve(self, tell: Callable[[Progress], object] | None = None) -> None:
@@ -108,41 +123,70 @@ class ZeroMQServer:
         self._context.term()
 
     def _receive(self, frames: list[Any]) -> bool:
+        """Take a message. Return True if others may be able to go on."""
         try:
-            name, head, *rest = frames
-            worker, life, number, at, *fields = json.loads(head.bytes)
-            assert type(worker) is type(life) is type(number) is type(at) is int
-            message = None if at else Message.from_fields(fields)
-            piece = rest[0].buffer if rest else memoryview(b"")
-        except Exception:
-            return False  # garbage: it is nobody's request, and nobody waits for its answer
-        now, key = time.monotonic(), (life, number)
-        if message and message.kind is Kind.BEAT:
-            self.core.handle(worker, message, None, now)
+            received = _Received.of(frames)
+        except (ValueError, RecursionError) as error:
+            # It is nobody's request, and nobody waits for its answer.
+            _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
             return False
-        if message and message.kind is Kind.ABORT:
+        worker, message, now = received.worker, received.message, time.monotonic()
+        key = received.life, received.number
+        if message is None:  # a later piece; its request was checked
+            request = self._coming.get(worker)
+            return bool(request and request.number == key and self._take(request, received))
+        request = _Request(received.name, key, message, Arrival(torch.empty(0)), now)
+        try:
+            request.session = self._session(received, message)
+            size = self._size(worker, message)
+            self.core.validate(worker, message, request.session)
+            if message.kind is Kind.BEAT:
+                self.core.handle(worker, message, None, now, session=request.session)
+                return False
+        except Exception as error:  # of one sender: the workers' requests stay as they are
+            _LOG.debug("refused a message of %r: %s", received.name, error)
+            if message.kind not in (Kind.BEAT, Kind.ABORT):
+                self._send(request, failure(error))
+            return False
+        if message.kind is Kind.ABORT:
             self.core.lose(worker, message.text)
             return True
-        request = self._waiting.get(worker) or self._coming.get(worker)
-        if request is None or request.number != key:
-            if message is None:
-                return False  # of what was answered, or began before this server did
-            size = (message.size or self._buffers.nbytes) if message.kind in SENDS else 0
-            request = _Request(name.bytes, key, message, Arrival(torch.empty(0)), now)
-            if size:  # there is memory for those who have joined
-                joined = worker in self.core.ledger.members or worker in self.core.replica.next
-                if not joined or not 0 < size <= self._buffers.nbytes:
-                    error = ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
-                    self._send(request, failure(error))
-                    return False
+        known = self._waiting.get(worker) or self._coming.get(worker)
+        if known is None or known.number != key:
+            if size:
                 request.data = Arrival(self._buffers.take()[:size], self.core.replica.shard)
             self._waiting.pop(worker, None)
-            self._coming[worker] = request
-        request.name = name.bytes
+            self._coming[worker] = known = request
+        known.name = received.name
         if worker in self._waiting:
             return False  # asked again: it is waiting already
-        if not request.data.take(at, piece):
-            self._still_well(request, now)  # on a slow link nothing has to be sent again
+        return self._take(known, received)
+
+    def _session(self, received: "_Received", message: Message) -> int:
+        """The session in which something was sent. PeerLost for another worker's sender."""
+        worker = received.worker
+        if message.kind is not Kind.JOIN:
+            _, life, session = self._joined.get(worker, (b"", -1, -1))
+            return session if life == received.life else received.life
+        for other, (name, _, _) in self._joined.items():
+            if name == received.name and other != worker and other in self.core.ledger.active:
+                raise PeerLost(f"this sender has joined as worker {other}, and is not {worker}")
+        return message.clock
+
+    def _size(self, worker: int, message: Message) -> int:
+        """The bytes of a push that are to come. There is memory for those who have joined."""
+        if message.kind not in SENDS:
+            return 0
+        size, joined = message.size or self._buffers.nbytes, worker in self.core.ledger.members
+        if not joined or not 0 < size <= self._buffers.nbytes:
+            raise ValueError(f"worker {worker} ({joined=}) pushed {size} bytes")
+        return size
+
+    def _take(self, request: "_Request", received: "_Received") -> bool:
+        worker = received.worker
+        if not request.data.take(received.at, received.piece):
+            # On a slow link nothing has to be sent again.
+            self._still_well(request, time.monotonic())
             return False
         self._waiting[worker] = self._coming.pop(worker)
         self._attempt(worker)
@@ -158,7 +202,11 @@ class ZeroMQServer:
         try:
             data, now = request.data, time.monotonic()
             finite = bool(data.finite and data.finite.surely())
-            reply = self.core.handle(worker, request.message, data.data, now, finite=finite)
+            reply = self.core.handle(
+                worker, request.message, data.data, now, finite=finite, session=request.session
+            )
+            if request.message.kind is Kind.JOIN:
+                self._joined[worker] = request.name, request.number[0], request.session
         except Exception as error:  # of one worker's request: the others go on
             reply = failure(error)
         if reply is None:
@@ -195,6 +243,39 @@ class _Request:
     message: Message
     data: Arrival
     said: float
+    session: int = -1
+
+
+@dataclass(frozen=True)
+class _Received:
+    """What arrived: who sent it, by its own account, and a request or a later piece of one."""
+
+    name: bytes
+    worker: int
+    life: int
+    number: int
+    at: int
+    message: Message | None
+    piece: bytes | memoryview
+
+    @staticmethod
+    def of(frames: list[Any]) -> "_Received":
+        """What these frames contain. ValueError for anything that is not of this form."""
+        if not 2 <= len(frames) <= 3:
+            raise ValueError(f"expected 2 or 3 frames, got {len(frames)}")
+        name, head, *rest = frames
+        match json.loads(head.bytes):
+            case [worker, life, number, at, *fields]:
+                numbers = life, number, at
+            case other:
+                raise ValueError(f"{str(other)[:80]} is no head of a message")
+        if type(worker) is not int or not OBSERVER <= worker < 2**31:
+            raise ValueError(f"{str(worker)[:80]} is no number of a worker")
+        if not all(type(n) is int and 0 <= n < LIMIT for n in numbers):
+            raise ValueError(f"{str(numbers)[:80]} are not numbers of a message")
+        message = None if at else Message.from_fields(fields)
+        piece = rest[0].buffer if rest else b""
+        return _Received(name.bytes, worker, life, number, at, message, piece)
 
 
 class ZeroMQConnection(Connection):
@@ -210,6 +291,7 @@ class ZeroMQConnection(Connection):
         self._zmq = zmq = extra("zmq", "zeromq")
         super().__init__(nbytes)
         self._address, self._worker, self._life = address, worker, life
+        self.session = life
         self._patience, self._number, self._sent = patience, 0, zmq.MessageTracker()
         self._context, self._keys = zmq.Context(), keys
         self._socket, self._beats = (self._connect(kind, keys) for kind in ("asks", "beats"))

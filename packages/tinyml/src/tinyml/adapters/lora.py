@@ -263,7 +263,11 @@ def merge(model: nn.Module) -> nn.Module:
 
     An adapter that cannot be merged, or is merged already, is an error, and none is merged.
     """
-    adapters = adapters_of(model)
+    _merge_all(adapters_of(model))
+    return model
+
+
+def _merge_all(adapters: dict[str, LoRA]) -> None:
     for name, adapter in adapters.items():
         try:
             adapter.check_mergeable()
@@ -271,7 +275,61 @@ def merge(model: nn.Module) -> nn.Module:
             raise type(error)(f"{name or 'the model'}: {error}; nothing was merged") from error
     for adapter in adapters.values():
         adapter.merge()
-    return model
+
+
+def merge_and_unload(model: nn.Module) -> nn.Module:
+    """Merge every adapter, merged ones included, and put the plain layers back; return the model.
+
+    The names of the weights are those of the model before `add_lora`, so `save_pretrained` writes
+    what `from_pretrained` reads. The weights stay frozen. This works in place, and an adapter that
+    cannot be merged is an error that changes nothing. A weight that was tied to another one is its
+    own afterwards, and the model's configuration says so.
+    """
+    adapters = adapters_of(model)
+    untied = _tied_weights(model, adapters)
+    if apart := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
+        _merge_all(apart)
+    if untied:
+        _untie_config(model)
+    return with_modules(model, {adapter: adapter.base for adapter in adapters.values()})
+
+
+def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
+    """Return True if an adapted weight is shared with another layer.
+
+    Raise `RuntimeError` if the configuration of a pretrained model cannot express the result.
+    """
+    weights = {name: m._parameters.get("weight") for name, m in model.named_modules()}
+    for name, adapter in adapters.items():
+        before = cast(Any, adapter.base.weight if adapter._before is None else adapter._before[0])
+        weights[f"{name}.base" if name else "base"] = before
+    found = False
+    for name in adapters:
+        base = f"{name}.base" if name else "base"
+        sharing = [n for n, w in weights.items() if w is weights[base] and n != base]
+        found |= bool(sharing)
+        if len(sharing) > 1 and _tying_configs(model):
+            raise RuntimeError(
+                f"the weight of {name} is tied to those of {sharing}, and a configuration unties "
+                "all or none of them; adapt other layers, or untie the weights before add_lora"
+            )
+    return found
+
+
+def _tying_configs(model: nn.Module) -> list[Any]:
+    """Return the configurations, as transformers has them, that tie embeddings and heads."""
+    found = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for each in (config, getattr(config, "text_config", None)):
+            if getattr(each, "tie_word_embeddings", False):
+                found.append(each)
+    return found
+
+
+def _untie_config(model: nn.Module) -> None:
+    for config in _tying_configs(model):
+        config.tie_word_embeddings = False
 
 
 def unmerge(model: nn.Module) -> nn.Module:

@@ -1,7 +1,9 @@
 """Remove whole channels, hidden units and attention heads: a smaller dense model, faster anywhere.
 
-Notable: what comes out is the model with the weights that read the removed units set to zero, but
-small, and this is checked on the example before it is returned. `units` says what goes together.
+The pruned model equals the dense one in which the weights that read the removed units are zero, and
+constants of removed units are in the biases of their readers. `check_equal` compares the two before
+the model is returned. `units` finds the units that share weights, `importance` ranks them, and
+`size_attributes` finds the attributes that contain their number.
 """
 
 from __future__ import annotations
@@ -14,16 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.lora import LoRA
-from tinyml.exported import tensors_in
-from tinyml.layers import (
-    check_finite,
-    dense_copy,
-    evaluating,
-    guarded,
-    is_conv1d,
-    nearest,
-)
-from tinyml.pruning.units import Group, Walk
+from tinyml.layers import dense_copy, guarded, is_conv1d, nearest
+from tinyml.pruning.equality import check_equal
+from tinyml.pruning.importance import add_constants, parameter_of, rank_units
+from tinyml.pruning.units import Group, SizeUse, Walk
 
 
 def prune_channels(
@@ -32,16 +28,24 @@ def prune_channels(
     *inputs: Any,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A smaller copy of `model` without the least important channels, hidden units and heads.
+    """Return a smaller copy of `model` without the least important channels, units and heads.
 
-    `sparsity` is the share to remove from every group that can lose some, or by the name of a layer
-    that writes the group. `inputs` are an example for `model(*inputs)`. A unit matters by the norm
-    of what its readers multiply it with. At least one stays. No tensor of a layer that `protect`
-    names, or that lies within one, changes its size.
+    `sparsity` is the fraction to remove from every group that can lose some, or a mapping from the
+    name of a layer that writes a group to its fraction. At least one unit of a group stays. No
+    tensor of a layer that `protect` names, or that lies within one, changes its size.
+
+    `inputs` are a typical example for `model(*inputs)`: a unit's importance is the norm of what it
+    adds to its readers there. Units that never change, such as dead filters, are removed first, and
+    their constants are added to the readers' biases. A constant other than zero that a reader has
+    no bias for, as a transposed convolution, is ranked like any other unit.
+
+    The result is compared with the dense model at several batch sizes and lengths, and with a cache
+    if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
+    number of units and as something else.
     """
     model = _dense_copy(model)
     walk, held = Walk(model, inputs), guarded(model, protect)
-    groups = _removable(walk, model)
+    groups = _ranked(walk, model, inputs)
     shares = sparsity if isinstance(sparsity, Mapping) else {}
     writers = sorted({name for group in groups for name in group.writers})
     for name in shares:
@@ -61,39 +65,28 @@ def prune_channels(
         if held & {each.layer for each in group.slices}:
             share = 0.0
         kept = max(1, group.size - round(share * group.size))
-        order = channel_importance(model, group).argsort(descending=True, stable=True)
-        keep[group] = order[:kept].sort().values
+        keep[group] = group.order[:kept].sort().values
     return _selected(model, walk, keep, inputs)
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
-    """A copy that computes the same function with every group's units by falling importance."""
+    """Return a copy that computes the same function, with each group's units by importance."""
     model = _dense_copy(model)
     walk = Walk(model, inputs)
-    keep = {
-        group: channel_importance(model, group).argsort(descending=True, stable=True)
-        for group in _removable(walk, model)
-    }
+    keep = {group: group.order for group in _ranked(walk, model, inputs)}
     return _selected(model, walk, keep, inputs)
 
 
 def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
-    """The groups of units that can be removed, in the order in which they are written."""
-    return _removable(Walk(_dense_copy(model), inputs), model)
+    """Return the groups of units that can be removed, in the order in which they are written."""
+    model = _dense_copy(model)
+    return _ranked(Walk(model, inputs), model, inputs)
 
 
-@torch.no_grad()
-def channel_importance(model: nn.Module, group: Group) -> Tensor:
-    """The 2-norm, over all readers, of the weights that multiply each unit."""
-    total = torch.zeros(group.size, dtype=torch.float64)
-    for each in group.slices:
-        if each.role == "reader":
-            weight = _tensor(model, each.tensor).detach().double().cpu()
-            check_finite(each.tensor, weight)
-            read = weight.narrow(each.axis, each.start, each.width * group.size)
-            rows = read.transpose(0, each.axis).reshape(group.size, -1)
-            total += rows.square().sum(1)
-    return total.sqrt()
+def _ranked(walk: Walk, model: nn.Module, inputs: tuple[Any, ...]) -> list[Group]:
+    groups = _removable(walk, model)
+    rank_units(walk, groups, model, inputs)
+    return groups
 
 
 def _removable(walk: Walk, model: nn.Module) -> list[Group]:
@@ -112,22 +105,31 @@ def _removable(walk: Walk, model: nn.Module) -> list[Group]:
 def _selected(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
 ) -> nn.Module:
-    """The units that are kept, in that order; checked against the model with the rest at zero."""
+    """Return `model` with the kept units in the given order, after comparing it with zeros."""
+    attributes = _new_sizes(model, walk, keep)
+    biases: dict[str, str] = {}
+    for group, index in keep.items():
+        for name in add_constants(model, walk, group, _removed(group, index)):
+            biases[name] = f"{name.removesuffix('.bias')}.weight"
     zeroed, small = copy.deepcopy(model), model
     chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
     for group, index in keep.items():
-        gone = torch.ones(group.size, dtype=torch.bool).index_fill(0, index, False)
+        gone = _removed(group, index)
         for each in group.slices:
             size = each.width * group.size
             inside = (index[:, None] * each.width + torch.arange(each.width)).flatten()
             places = chosen.setdefault((each.tensor, each.axis), [])
             places.append((each.start, each.start + size, inside + each.start))
             if each.role == "reader":
-                read = _tensor(zeroed, each.tensor).narrow(each.axis, each.start, size)
+                read = parameter_of(zeroed, each.tensor).narrow(each.axis, each.start, size)
                 lost = gone.repeat_interleave(each.width).to(read.device)
                 read.index_fill_(each.axis, lost.nonzero().flatten(), 0)
+    for name, weight in biases.items():
+        outputs = (weight, walk.products[weight].axes[1])
+        if outputs in chosen:
+            chosen[name, 0] = chosen[outputs]
     for (name, axis), places in chosen.items():
-        whole, end = _tensor(small, name), 0
+        whole, end = parameter_of(small, name), 0
         parts: list[Tensor] = []
         for start, stop, inside in sorted(places, key=lambda place: place[:2]):
             parts.extend((torch.arange(end, start), inside))
@@ -135,16 +137,47 @@ def _selected(
         index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
         layer, _, key = name.rpartition(".")
         _replace(small.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
-    for place, was, group in walk.sizes:
-        if (left := keep.get(walk.find(group))) is not None:
-            _rewrite(small.get_submodule(place), was, was // walk.find(group).size * len(left))
-    return _checked(small, zeroed, inputs)
+    for (place, key), size in attributes.items():
+        setattr(small.get_submodule(place), key, size)
+    check_equal(small, zeroed, inputs, [getattr(model.get_submodule(p), k) for p, k in attributes])
+    return small
 
 
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    layer, _, key = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(layer), key)
-    return tensor
+def _removed(group: Group, kept: Tensor) -> Tensor:
+    return torch.ones(group.size, dtype=torch.bool).index_fill(0, kept, False)
+
+
+def _new_sizes(
+    model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor]
+) -> dict[tuple[str, str], int]:
+    """Return the attributes that count units, with the numbers that they have after the removal.
+
+    Raise `ValueError` if one attribute would need two numbers.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for source, uses in walk.size_uses.items():
+        was: int = getattr(model.get_submodule(source.module), source.name)
+        sizes = {use: _new_size(use, was, walk, keep) for use in uses}
+        changed = next((use for use, size in sizes.items() if size != was), None)
+        if changed is None:
+            continue
+        for use, size in sizes.items():
+            if size != sizes[changed]:
+                raise ValueError(
+                    f"{source} = {was} would be {sizes[changed]} in {changed.node} and {size} in "
+                    f"{use.node}; read the two from two attributes, or take the size from a tensor"
+                )
+        found[source.module, source.name] = sizes[changed]
+    return found
+
+
+def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
+    sizes = []
+    for part, extent in use.parts:
+        group = walk.find(part)
+        left = len(keep[group]) if group in keep else group.size
+        sizes.append(extent // group.size * left)
+    return sum(sizes) if sizes else was
 
 
 def _replace(layer: Any, key: str, tensor: Tensor) -> None:
@@ -168,30 +201,6 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
         if layer.groups > 1:
             layer.groups = first * layer.groups // layer.out_channels
         layer.out_channels, layer.in_channels = first, second * layer.groups
-
-
-def _rewrite(module: nn.Module, was: int, now: int) -> None:
-    """A number of heads, or the size of a part, that a module keeps as an attribute."""
-    for key, value in vars(module).items():
-        if type(value) is int and value == was and not key.endswith(("dim", "dims", "hidden_size")):
-            setattr(module, key, now)
-
-
-def _checked(small: nn.Module, zeroed: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    try:
-        with evaluating(small), evaluating(zeroed):
-            pairs = zip(tensors_in(small(*inputs)), tensors_in(zeroed(*inputs)), strict=True)
-            for ours, exact in pairs:
-                if exact.is_floating_point():
-                    least = 1e-3 if torch.finfo(exact.dtype).bits > 16 else 0.1
-                    if not (ours - exact).norm() <= least * exact.norm() + 1e-6:
-                        raise RuntimeError("the outputs are not those of the model with zeros")
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise ValueError(
-            f"{type(small).__name__} has a size written into its forward ({error}); take it from "
-            "the tensor's shape, or take out what is computed and not returned"
-        ) from error
-    return small
 
 
 def _dense_copy(model: nn.Module) -> nn.Module:

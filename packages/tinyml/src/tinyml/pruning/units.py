@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx, nn
 
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name, place_of
+from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
 
 
 @dataclass
@@ -47,6 +49,10 @@ class Group:
     slices: list[Slice] = field(default_factory=list)
     stays: str = ""
     """Why they have to stay: the operation that they meet."""
+    order: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The units from most to least important; see `tinyml.pruning.importance`."""
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    """For each reading weight the values of units that never change; nan for the other units."""
 
     def layers(self, role: str) -> list[str]:
         """Those that write, pass on or read the units, each once."""
@@ -65,6 +71,33 @@ class Group:
 
 
 @dataclass(frozen=True)
+class SizeUse:
+    """A use of an attribute: the node, and the groups whose units the size counts.
+
+    Each group comes with the number of elements that it contributes; without groups the attribute
+    is something else than a number of units.
+    """
+
+    node: str
+    parts: tuple[tuple[Group, int], ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a value with a weight: where the units are that it reads, and its bias."""
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+    axes: tuple[int, int]
+    """The dimensions of the weight for inputs and outputs."""
+    bias: str | None
+    has_bias: bool
+    place: str
+    """The module whose forward computes it."""
+
+
+@dataclass(frozen=True)
 class _Along:
     """Which dimension of a value holds units: for each part of it the group and the elements."""
 
@@ -76,19 +109,52 @@ class Walk:
     """Follows units through a graph, merging the groups that meet."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._graph: Exported = exported(model, inputs)
+        self._reads = SizeReads()
+        self.graph: Exported = exported(model, inputs, self._reads)
         self._merged: dict[Group, Group] = {}
         self._at: dict[fx.Node, Any] = {}
         self._made: list[Group] = []
-        self.sizes: list[tuple[str, int, Group]] = []
-        """Sizes that a module's code may hold as numbers: the module, the size, whose units."""
+        self.products: dict[str, Product] = {}
+        """The product of each weight that is used once, by the weight's name."""
+        self.size_uses: dict[Source, list[SizeUse]] = {}
+        """The uses of each attribute that the code reads as the size of a tensor."""
         self._users: dict[int, int] = {}
-        for node in self._graph.nodes:
-            if node.name in self._graph.constants:
-                key = self._graph.constants[node.name].data_ptr()
+        for node in self.graph.nodes:
+            if node.name in self.graph.constants:
+                key = self.graph.constants[node.name].data_ptr()
                 self._users[key] = self._users.get(key, 0) + len(node.users)
-        for node in self._graph.nodes:
+        for node in self.graph.nodes:
             self._at[node] = self._visit(node)
+            self._note_sizes(node, self._at[node])
+        for source, use in self._reads.other_uses.items():
+            self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
+
+    def _note_sizes(self, node: fx.Node, result: Any) -> None:
+        """Record which of the node's sizes count units, for sizes that come from attributes."""
+        # One call may become several nodes, as a reshape becomes a copy and a view.
+        sized = node.op == "call_function" and operator_name(node) in _SIZED
+        for index, sources in size_sources(node).items() if sized else ():
+            if isinstance(result, list):
+                # A split along another dimension than that of the units counts something else.
+                source, _, *dim = node.args
+                pieces = result if index == -1 else result[index : index + 1]
+                across = (dim or [0])[0] in (pieces[0].dim, pieces[0].dim - len(_shape(source)))  # type: ignore[arg-type]
+                for piece in pieces:
+                    self._note_size(node, sources, piece.parts if across else ())
+            else:
+                counts = isinstance(result, _Along) and result.dim == index
+                self._note_size(node, sources, result.parts if counts else ())
+
+    def _note_size(
+        self, node: fx.Node, sources: Sequence[Source], parts: tuple[tuple[Group, int], ...]
+    ) -> None:
+        for source in sources:
+            # A unit's part in the result of arithmetic does not say what the attribute counts.
+            if not source.derived:
+                self.size_uses.setdefault(source, []).append(SizeUse(described(node), parts))
+            elif not parts:
+                plain = Source(source.module, source.name)
+                self.size_uses.setdefault(plain, []).append(SizeUse(described(node), ()))
 
     def groups(self) -> list[Group]:
         """All of them, also those that have to stay."""
@@ -178,6 +244,7 @@ class Walk:
             self._note(along, [(name, axes[0])], "reader")
         else:
             self._stop(node)
+        self.products[name] = Product(node, x, dim, axes, added, bias is not None, place_of(node))
         size = _shape(weight)[axes[1]]
         group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
         if added is not None:
@@ -187,10 +254,10 @@ class Walk:
 
     def _name(self, node: Any) -> str | None:
         """The name of a parameter or buffer that is used at one place only."""
-        if not isinstance(node, fx.Node) or node.name not in self._graph.names:
+        if not isinstance(node, fx.Node) or node.name not in self.graph.names:
             return None
-        once = self._users[self._graph.constants[node.name].data_ptr()] == 1
-        return self._graph.names[node.name] if once else None
+        once = self._users[self.graph.constants[node.name].data_ptr()] == 1
+        return self.graph.names[node.name] if once else None
 
     def _note(
         self, along: _Along, tensors: list[tuple[str, int]],
@@ -353,7 +420,6 @@ class Walk:
         for size in each:
             slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
             self._made.append(Group(size, slices))
-            self.sizes.append((place_of(node), size, self._made[-1]))
             pieces.append(_Along(along.dim, ((self._made[-1], size),)))
             start += size
         group.slices = []
@@ -379,7 +445,6 @@ class Walk:
             return self._stop(node)
         group = self.find(along.parts[0][0])  # split, as into heads
         group.coarsen(math.gcd(group.size, extent))
-        self.sizes.append((place_of(node), extent, group))
         return _Along(dim, ((group, extent),))
 
 
@@ -404,6 +469,7 @@ _RULES = {
     "elementwise": "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone "
     "contiguous dropout feature_dropout _to_copy to alias detach masked_fill",
 }
+_SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes"}
 _SAME = dict.fromkeys(ELEMENTWISE, "elementwise")
 _SAME |= {operator: rule for rule, operators in _RULES.items() for operator in operators.split()}
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.checkpoint.contents import HEADER, VERSION, read_contents
+from zero.checkpoint.draft import PathLock, current
 from zero.checkpoint.holding import (
     Part,
     Slot,
@@ -38,7 +39,7 @@ from zero.checkpoint.holding import (
     slots,
 )
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.storage import Writer, find, together
+from zero.checkpoint.storage import Writer, find, fingerprint, together
 from zero.checkpoint.weights import find_weights
 from zero.optimizer.optimizer import ShardedOptimizer
 from zero.optimizer.state import options_of
@@ -151,7 +152,14 @@ def save_checkpoint(
         objects = copy.deepcopy(objects)
     second = {f"model.{second}": f"model.{first}" for second, first in second_names(model).items()}
     writer = Writer(Path(path), mine, objects, group, second)
-    writer.plan()
+    try:
+        writer.plan()
+        if not async_op:
+            writer.write()
+    except BaseException:
+        # An interrupt must not leave the path locked.
+        writer.close()
+        raise
 
     def publish() -> None:
         writer.publish()
@@ -159,7 +167,6 @@ def save_checkpoint(
             _remove_older(Path(place), keep)
 
     if not async_op:
-        writer.write()
         publish()
         return None
     pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -189,22 +196,32 @@ def _copied(values: torch.Tensor) -> torch.Tensor:
 def _remove_older(path: Path, keep: int) -> None:
     """Remove all but the newest checkpoints of a series; `path` is the newest."""
     before, after = re.split(r"\d+(?!.*\d)", path.name)
-    series = re.compile(rf"{re.escape(before)}\d+{re.escape(after)}")
-    others = [
-        (other / ".metadata", other)
-        for other in path.parent.iterdir()
-        if series.fullmatch(other.name)
-        and not os.path.samefile(other, path)
-        and not other.is_symlink()
-        and (other / ".metadata").exists()
-    ]
-    others.sort(key=lambda pair: pair[0].stat().st_mtime_ns, reverse=True)
+    series = re.compile(rf"{re.escape(before)}(\d+){re.escape(after)}")
+    others = []
+    for other in path.parent.iterdir():
+        match = series.fullmatch(other.name)
+        if match is None or other.is_symlink() or os.path.samefile(other, path):
+            continue
+        if (other / ".metadata").exists():
+            # Some file systems count whole seconds; of one second, the larger number is newer.
+            age = (other / ".metadata").stat().st_mtime_ns, int(match[1])
+            others.append((age, other))
+    others.sort(reverse=True)
     for _, other in others[keep - 1 :]:
-        # Renamed first: a half removed checkpoint must not be found under its name.
-        removed = other.with_name(f".{other.name}.removed")
-        shutil.rmtree(removed, ignore_errors=True)
-        other.rename(removed)
-        shutil.rmtree(removed, ignore_errors=True)
+        lock = PathLock(other)
+        try:
+            lock.acquire()
+        except (RuntimeError, FileNotFoundError):
+            # Another job is saving to it, or has removed it.
+            continue
+        try:
+            # Renamed first: a half removed checkpoint must not be found under its name.
+            removed = other.with_name(f".{other.name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            other.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+        finally:
+            lock.release()
 
 
 @torch.no_grad()
@@ -232,22 +249,52 @@ def load_checkpoint(
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 
-    def check() -> None:
-        place = Path(path)
-        weights = None if (place / ".metadata").exists() else find_weights(place)
-        parts = model_parts(model)[0]
-        names = [*(part.name for part in parts), *second_names(model)]
-        contents = read_contents(weights or find(place), names, prefix)
-        loading = Loading(contents, model, optimizer, strict)
-        loading.verify()
-        opened.append(loading)
+    def check() -> int:
+        place = current(Path(path))
+        before = fingerprint(place)
+        try:
+            opened.append(_open(place, model, optimizer, strict, prefix))
+        except Exception as error:
+            if fingerprint(current(Path(path))) != before:
+                raise RuntimeError(
+                    "another job replaced the checkpoint while it was being checked: load again"
+                ) from error
+            raise
+        return before
 
-    together(check, group, failure)
+    found = together(check, group, failure)
+    if len(set(found)) > 1:
+        raise RuntimeError(f"{failure}: ranks found different checkpoints there; load again")
     loading = opened[0]
-    together(loading.fill, group, failure)
+
+    def fill() -> None:
+        loading.fill()
+        if fingerprint(current(Path(path))) != found[0]:
+            raise RuntimeError(
+                "another job replaced the checkpoint while it was being loaded, so the model may "
+                "hold parts of both: load again"
+            )
+
+    together(fill, group, failure)
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra
+
+
+def _open(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+    prefix: str | None,
+) -> Loading:
+    """Match what is at `path` with the model and the optimizer, and check the stored bytes."""
+    weights = None if (path / ".metadata").exists() else find_weights(path)
+    names = [*(part.name for part in model_parts(model)[0]), *second_names(model)]
+    contents = read_contents(weights or find(path), names, prefix)
+    loading = Loading(contents, model, optimizer, strict)
+    loading.verify()
+    return loading
 
 
 def _state(

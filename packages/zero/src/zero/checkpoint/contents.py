@@ -2,6 +2,7 @@
 
 Notable:
 - names may stand under a prefix (`model.`), which is found by looking which fits the most of them;
+- an optimizer's names may lack all or part of that prefix, even where the model's begin with it;
 - an optimizer's state may be under parameters' names or numbers, nested or flat, as torch's
   `get_optimizer_state_dict` and `Optimizer.state_dict` give it.
 """
@@ -26,7 +27,8 @@ VERSION = 3
 HEADER = "zero"
 USUAL = ("", "model.", "module.")
 
-States = dict[str, list[tuple[str, str]]]
+# Of each parameter, by its name in the model or its number in the optimizer: (key, stored name).
+States = dict[str | int, list[tuple[str, str]]]
 
 
 @dataclass
@@ -36,7 +38,6 @@ class Contents:
     source: Folder | Weights
     # Each stored tensor of the model: our name -> the source's.
     model: dict[str, str]
-    # Each parameter's state: our name -> (key, the source's name).
     states: States = field(default_factory=dict)
     # The optimizer's groups: names of parameters, and options.
     groups: list[dict[str, Any]] | None = None
@@ -44,6 +45,10 @@ class Contents:
     extra: dict[str, Any] = field(default_factory=dict)
     # Whether `save_checkpoint` wrote it.
     own: bool = False
+    # Where the optimizers are: one prefix each, of all names of its state and groups.
+    optimizers: list[str] = field(default_factory=list)
+    # Stored state of parameters that the model does not have.
+    foreign_states: list[str] = field(default_factory=list)
 
     def about(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """The shape and dtype of a stored tensor of the model."""
@@ -60,30 +65,118 @@ def read_contents(source: Folder | Weights, names: Sequence[str], prefix: str | 
     model = {n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
     if isinstance(source, Weights):
         return Contents(source, model)
-    states, rest = _states(source, prefix, set(names))
-    used = {name for entries in states.values() for _, name in entries}
-    model = {ours: name for ours, name in model.items() if name not in used and ours not in rest}
-    contents = Contents(source, model, states)
+    return _of_torch(source, Contents(source, model), set(names), prefix)
+
+
+def _of_torch(folder: Folder, contents: Contents, names: set[str], prefix: str) -> Contents:
+    """Sort the entries of another program's folder into model, optimizer and extra."""
+    every = [
+        name
+        for name in folder.metadata.state_dict_metadata
+        if not (name.startswith(prefix) and name.removeprefix(prefix) in names)
+    ]
+    contents.optimizers = _optimizers(every, names, prefix)
+    innermost = sorted(contents.optimizers, key=len, reverse=True)
     groups: dict[str, dict[str, Any]] = {}
-    for name in (n for n in source.metadata.state_dict_metadata if n not in used):
-        option = re.match(r"(?:.*\.)?param_groups\.(.+)\.([^.]+)$", name)
-        if option is not None:
-            groups.setdefault(option[1], {})[option[2]] = _read_one(source, name)
-            contents.model.pop(name.removeprefix(prefix), None)
-        elif name in source.objects:
-            value = _read_one(source, name)
-            if name.rpartition(".")[2] == "param_groups" and isinstance(value, list):
-                groups.update((str(i), group) for i, group in enumerate(value))
-            else:
-                contents.extra[name] = value
+    stored: list[tuple[str, str, str]] = []
+    for name in every:
+        root = next((root for root in innermost if name.startswith(root)), None)
+        what, _, entry = name.removeprefix(root or "").partition(".")
+        if root is not None and what == "state":
+            parameter, _, key = entry.rpartition(".")
+            stored.append((parameter, key, name))
+        elif root is not None and what == "param_groups" and entry:
+            number, _, option = entry.rpartition(".")
+            groups.setdefault(number, {})[option] = _read_one(folder, name)
+        elif root is not None and what == "param_groups":
+            groups.update((str(i), group) for i, group in enumerate(_read_one(folder, name)))
+        elif name in folder.objects:
+            contents.extra[name] = _read_one(folder, name)
+            continue
+        else:
+            continue
+        contents.model.pop(name.removeprefix(prefix), None)
+    if len(contents.optimizers) > 1:
+        return contents
+    spelled = [parameter for parameter, _, _ in stored]
+    spelled += [m for g in groups.values() for m in g.get("params", ()) if isinstance(m, str)]
+    strip = _state_prefix(spelled or list(groups), names, prefix)
     if groups:
-        contents.groups = [
-            _group(groups[key], key, prefix)
-            for key in sorted(
-                groups, key=lambda key: (len(key), key) if key.isdigit() else (0, key)
-            )
-        ]
+        ordered = sorted(groups, key=lambda k: (len(k), k) if k.isdigit() else (0, k))
+        contents.groups = [_group(groups[key], key, strip) for key in ordered]
+    for parameter, key, name in stored:
+        ours = _name_of(parameter, strip, names, groups)
+        if ours is None:
+            contents.foreign_states.append(name)
+        else:
+            contents.states.setdefault(ours, []).append((key, name))
     return contents
+
+
+def _optimizers(every: Sequence[str], names: set[str], prefix: str) -> list[str]:
+    """Return the prefix of each optimizer: the part of its names before `param_groups`."""
+    roots = {_before(name, "param_groups") for name in every} - {None}
+    if not roots:
+        # State alone, of parameters that are known.
+        strips = _suffixes(prefix)
+        for name in every:
+            root = _before(name, "state")
+            if root is not None:
+                parameter = name.removeprefix(f"{root}state.").rpartition(".")[0]
+                if any(parameter.removeprefix(strip) in names for strip in strips):
+                    roots.add(root)
+    return sorted(root for root in roots if root is not None)
+
+
+def _before(name: str, word: str) -> str | None:
+    """Return the part of a dotted name before the component `word`; None if it has none."""
+    components = name.split(".")
+    if word not in components:
+        return None
+    return "".join(f"{each}." for each in components[: components.index(word)])
+
+
+def _suffixes(prefix: str) -> list[str]:
+    """Return the empty string and all endings of a prefix, shortest first."""
+    components = prefix.split(".")[:-1]
+    return [
+        "".join(f"{each}." for each in components[at:]) for at in range(len(components), -1, -1)
+    ]
+
+
+def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
+    """Return the ending of the model's prefix that the optimizer's names have too.
+
+    In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`, and the
+    optimizer's state names them without it, even if the model's own names begin with `model.`.
+    """
+    count = {
+        strip: len({s for s in spelled if s.startswith(strip) and s.removeprefix(strip) in names})
+        for strip in _suffixes(prefix)
+    }
+    best = [strip for strip, number in count.items() if number == max(count.values())]
+    if len(best) > 1 and count[best[0]]:
+        raise ValueError(
+            f"the optimizer's state may name parameters with or without {best[-1]!r}: rename the "
+            "model's modules so that one reading fits"
+        )
+    return best[0]
+
+
+def _name_of(
+    parameter: str, strip: str, names: set[str], groups: dict[str, dict[str, Any]]
+) -> str | int | None:
+    """Return the model's name of a stored parameter, or its number; None if it has neither."""
+    members = [member for group in groups.values() for member in group.get("params", ())]
+    given = [name for group in groups.values() for name in group.get("param_names", ())]
+    if parameter.isdigit() and int(parameter) in members:
+        number = int(parameter)
+        named = len(given) == len(members)
+        return str(given[members.index(number)]).removeprefix(strip) if named else number
+    ours = parameter.removeprefix(strip)
+    if ours in names:
+        return ours
+    return int(parameter) if parameter.isdigit() and not members else None
 
 
 def _read_one(folder: Folder, name: str) -> Any:
@@ -143,30 +236,13 @@ def _prefix(stored: Iterable[str], names: Sequence[str]) -> str:
     return (usual or best or [""])[0]
 
 
-def _states(folder: Folder, prefix: str, names: set[str]) -> tuple[States, set[str]]:
-    """The state of each parameter in names or numbers; and what is none of the model's."""
-    states: States = {}
-    rest = set()
-    for name in folder.metadata.state_dict_metadata:
-        match = re.match(r"(?:.*\.)?state\.(.+)\.([^.]+)$", name)
-        if match is None:
-            continue
-        parameter, key = match.groups()
-        ours = parameter.removeprefix(prefix)
-        if ours in names or parameter.isdigit():
-            known = ours if ours in names else parameter
-            states.setdefault(known, []).append((key, name))
-            rest.add(name.removeprefix(prefix))
-    return states, rest
-
-
-def _group(group: dict[str, Any], key: str, prefix: str) -> dict[str, Any]:
+def _group(group: dict[str, Any], key: str, strip: str) -> dict[str, Any]:
     """One group; flat dictionaries have the options of each parameter under its name, `key`."""
-    members = [m.removeprefix(prefix) if isinstance(m, str) else m for m in group.get("params", [])]
-    members = members or [key.removeprefix(prefix)]
+    members = [m.removeprefix(strip) if isinstance(m, str) else m for m in group.get("params", [])]
+    members = members or [key.removeprefix(strip)]
     options = options_of(group)
     given = group.get("param_names")
     if given:
         # Numbers, with the names that torch keeps beside them.
-        members = [m.removeprefix(prefix) for m in given]
+        members = [m.removeprefix(strip) for m in given]
     return {"names": members, "options": options}

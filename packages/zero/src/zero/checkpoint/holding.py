@@ -26,8 +26,9 @@ from zero.wire import Wire
 class Part:
     """Flat elements `start` to `stop` of the tensor called `name`, whose whole shape is `shape`.
 
-    `replicated` parts are on every rank; a `copy` is a shard that a rank of another row of a mesh
-    writes.
+    `replicated` parts are alike on every rank; a `copy` is a shard that a rank of another row of a
+    mesh writes. `buffer` parts may differ between ranks, as BatchNorm's do, so that all of them are
+    saved from rank 0.
     """
 
     name: str
@@ -39,9 +40,12 @@ class Part:
     copy: bool = False
     # What `values` are elements of; where it is not contiguous they are copies.
     holder: Tensor | None = None
+    buffer: bool = False
 
     def written_by(self, rank: int, world: int) -> bool:
-        """Whether this rank writes it: of what all have, every rank some."""
+        """Return True if this rank writes it: of what all ranks have, each writes some."""
+        if self.buffer:
+            return rank == 0
         return zlib.crc32(self.name.encode()) % world == rank if self.replicated else not self.copy
 
 
@@ -113,7 +117,7 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
             continue
         if isinstance(value, Tensor):
             flat = value.detach().reshape(-1)
-            parts.append(Part(name, value.shape, 0, value.numel(), flat, True, holder=value))
+            parts.append(Part(name, value.shape, 0, value.numel(), flat, True, False, value, True))
         else:
             others[name] = value
     return parts, others

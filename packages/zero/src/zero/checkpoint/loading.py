@@ -19,6 +19,7 @@ from zero.checkpoint.holding import (
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
+from zero.optimizer.elementwise import ELEMENTWISE
 from zero.optimizer.optimizer import ShardedOptimizer
 from zero.optimizer.state import options_of
 
@@ -37,7 +38,8 @@ class Loading:
         self.strict = strict
         # What strict=False passes over, in words.
         self.left_out: list[str] = []
-        self.parts = self._match(model_parts(model)[0], second_names(model))
+        self.tied = second_names(model)
+        self.parts = self._match(model_parts(model)[0], self.tied)
         self.groups: list[dict[str, Any]] = []
         # For each parameter of the optimizer: (key, name in the checkpoint).
         self.states: list[list[tuple[str, str]]] = []
@@ -81,17 +83,13 @@ class Loading:
     def _match(self, parts: list[Part], tied: dict[str, str]) -> list[Part]:
         """The model's parts that the checkpoint has; raise if it is of another model."""
         saved = self.contents.model
-        source = self.contents.source
+        wanted = {part.name: part for part in parts}
         for second, first in tied.items():
             if second in saved and first not in saved:
                 # Others keep a tied tensor under one of its names.
                 saved[first] = saved[second]
-            elif second in saved and isinstance(source, Folder) and not _same(first, second, self):
-                raise ValueError(
-                    f"{second} and {first} are one tensor in the model and two in the checkpoint: "
-                    "load into the model that was saved"
-                )
-        wanted = {part.name: part for part in parts}
+            elif second in saved and first in wanted:
+                self._check_same(wanted[first], second)
         only_model = sorted(wanted.keys() - saved.keys())
         only_saved = sorted(saved.keys() - wanted.keys() - tied.keys())
         for names, where in (
@@ -124,28 +122,88 @@ class Loading:
                 )
         return found
 
+    def _check_same(self, part: Part, second: str) -> None:
+        """Raise if a tied tensor's two names are of different values in the checkpoint."""
+        source = self.contents.source
+        stored = [self.contents.model[name] for name in (part.name, second)]
+        if isinstance(source, Folder):
+            found = (source.metadata.storage_data or {}).items()
+            a, b = ([(i.offset, info) for i, info in found if i.fqn == name] for name in stored)
+            if a == b:
+                return
+        values = []
+        for name, shown in zip(stored, (part.name, second), strict=True):
+            shape, dtype = self.contents.about(shown)
+            if shape != part.shape:
+                break
+            # This rank's elements only; the other ranks compare theirs.
+            values.append(torch.empty(part.stop - part.start, dtype=dtype))
+            source.read([replace(part, name=name, values=values[-1], holder=None)])
+        if len(values) < 2 or not torch.equal(*values):
+            raise ValueError(
+                f"{second} and {part.name} are one tensor in the model and two in the checkpoint: "
+                "load into the model that was saved"
+            )
+
     def _match_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ours = group_names(model, optimizer)
+        self._check_one_optimizer()
         saved = self.contents.groups
         if saved is None and self.strict:
             raise ValueError("the checkpoint holds no optimizer: load the model alone")
         flat = [name for group in ours for name in group]
-        states = {
-            flat[int(name)] if name.isdigit() and int(name) < len(flat) else name: entries
-            for name, entries in self.contents.states.items()
-        }
+        states: dict[str, list[tuple[str, str]]] = {}
+        for stored, entries in self.contents.states.items():
+            name = flat[stored] if isinstance(stored, int) else stored
+            # Others may keep the state of a tied tensor under any of its names.
+            states.setdefault(self.tied.get(name, name), entries)
         if saved is not None:
             numbers = iter(flat)
             if not self.contents.own:
                 saved = _by_our_groups(saved, ours)
             named = [
-                [n if isinstance(n, str) else next(numbers, "") for n in group["names"]]
-                for group in saved
+                [self.tied.get(n, n) if isinstance(n, str) else next(numbers, "") for n in each]
+                for each in (group["names"] for group in saved)
             ]
             _check_groups(named, ours)
             self.groups = saved
         self.slots = slots(model, optimizer)
         self.states = [states.get(slot.name, []) for group in self.slots for slot in group]
+        inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        if type(inner) in ELEMENTWISE:
+            self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        """Raise if an element-wise optimizer's state is not shaped as its parameter."""
+        held = [slot for group in self.slots for slot in group]
+        stored = self.contents.source.tensors
+        for slot, entries in zip(held, self.states, strict=True):
+            for key, name in entries:
+                found: Any = stored.get(name)
+                if found is not None and found[0].numel() != 1 and found[0] != slot.whole:
+                    raise ValueError(
+                        f"{name} ({key}) has shape {tuple(found[0])} in the checkpoint, and "
+                        f"{slot.name} has {tuple(slot.whole)}: give the optimizer its parameters "
+                        "in the order in which they were saved"
+                    )
+
+    def _check_one_optimizer(self) -> None:
+        """Raise if it is not certain which stored state belongs to which parameter."""
+        contents = self.contents
+        if len(contents.optimizers) > 1:
+            raise ValueError(
+                f"the checkpoint holds {len(contents.optimizers)} optimizers, under "
+                f"{', '.join(map(repr, contents.optimizers))}: load the model alone, and each "
+                "optimizer with torch.distributed.checkpoint"
+            )
+        foreign = contents.foreign_states
+        if foreign and self.strict:
+            raise ValueError(
+                f"{foreign[0]} and {len(foreign) - 1} more are the state of parameters that the "
+                "model does not have: load into the model that was saved, or pass strict=False"
+            )
+        if foreign:
+            self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
     def _state_parts(
         self, device: str | None = None
@@ -205,25 +263,23 @@ class Loading:
 
 
 def _by_our_groups(saved: list[dict[str, Any]], ours: list[list[str]]) -> list[dict[str, Any]]:
-    """Options that stand by each parameter, as groups."""
+    """Return options that are stored for each parameter alone as groups."""
     alone = {group["names"][0]: group["options"] for group in saved if len(group["names"]) == 1}
-    if len(saved) == len(ours) or not all(name in alone for names in ours for name in names):
+    if len(alone) < len(saved) or not all(name in alone for names in ours for name in names):
         return saved
-    return [{"names": names, "options": alone[names[0]]} for names in ours]
+    for first, *others in ours:
+        for name in others:
+            if alone[name] != alone[first]:
+                raise ValueError(
+                    f"{first} and {name} are in one parameter group of the optimizer and have "
+                    f"different options in the checkpoint ({alone[first]}, {alone[name]}): make "
+                    "the same groups as when saving"
+                )
+    return [{"names": names, "options": alone[names[0]]} for names in ours if names]
 
 
 def _nowhere(part: Part) -> Tensor:
     return torch.empty(part.stop - part.start, dtype=part.values.dtype, device="meta")
-
-
-def _same(first: str, second: str, loading: Loading) -> bool:
-    """Whether two names are of the same stored bytes."""
-    source = loading.contents.source
-    assert isinstance(source, Folder)
-    names = [loading.contents.model[name] for name in (first, second)]
-    found = (source.metadata.storage_data or {}).items()
-    a, b = ([(i.offset, info) for i, info in found if i.fqn == name] for name in names)
-    return a == b
 
 
 def _check_groups(saved: list[list[str]], ours: list[list[str]]) -> None:

@@ -1,7 +1,7 @@
 """A torch.distributed.checkpoint folder, written and read by all ranks together.
 
-Notable: it is written beside its final name and renamed when every rank is done, so that whatever
-happens while saving, the last good one stays.
+It is written beside its final path and renamed when every rank is done, so that the last good
+checkpoint survives whatever happens while saving.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import contextlib
 import io
 import os
 import pickle
-import secrets
-import shutil
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan
 
 from zero.checkpoint import checksums
+from zero.checkpoint.draft import Draft, check_place, current, draft_folder
 from zero.checkpoint.holding import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.faults import explain
@@ -55,9 +55,11 @@ class Writer:
         self.second_names = second_names
         self.group = group
         self.rank = dist.get_rank(group)
-        self.draft = path.with_name(f".{path.name}.saving")
+        # Rank 0's, from `plan` until the save is published or has failed.
+        self._draft: Draft | None = None
+        self.folder: Path
+        self.storage: FileSystemWriter
         self.planner = SavePlanner(parts, objects)
-        self.storage = FileSystemWriter(self.draft)
         self.error: Exception | None = None
         self.results: list[Any] = []
         self.sums: checksums.Ranges = {}
@@ -67,33 +69,40 @@ class Writer:
         self.local_plan = SavePlan([])
 
     def plan(self) -> None:
-        """Agree on who writes what, in a fresh folder."""
-        first = self.rank == 0
+        """Agree on who writes what, in a new folder."""
 
-        def prepare() -> tuple[SavePlan, str]:
-            if first:
-                check_place(self.path, other=checksums.NAME, unless=".metadata")
-            if first and self.draft.exists():
-                shutil.rmtree(self.draft)
-            if first:
-                self.draft.mkdir(parents=True)
-                self.token = secrets.token_hex(8)
+        def prepare() -> SavePlan:
             _check_loadable(self.planner.objects)
-            self.storage.set_up_storage_writer(first)
-            return self.planner.create_local_plan(), self.token
+            self.storage.set_up_storage_writer(self.rank == 0)
+            return self.planner.create_local_plan()
 
-        everyones = self._together(prepare)
-        plans, self.token = [plan for plan, _ in everyones], everyones[0][1]
+        self.token = self._together(self._open)[0]
+        self.folder = draft_folder(self.path, self.token)
+        self.storage = FileSystemWriter(self.folder)
+        plans = self._together(prepare)
         plans, self.metadata = self.planner.create_global_plan(plans)
         plans = self.storage.prepare_global_plan(plans)
         self.local_plan = plans[self.rank]
+
+    def _open(self) -> str:
+        if self.rank > 0:
+            return ""
+        check_place(self.path, other=checksums.NAME, unless=".metadata")
+        self._draft = Draft(self.path)
+        return self._draft.token
+
+    def close(self) -> None:
+        """Unlock the path; what was not published is removed."""
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.close()
 
     def write(self) -> None:
         """Write this rank's file; what goes wrong is told by `publish`."""
         try:
             done = self.storage.write_data(self.local_plan, self.planner)
             self.results = done.wait()
-            self.sums = checksums.of_ranges(self.draft, (r.storage_data for r in self.results))
+            self.sums = checksums.of_ranges(self.folder, (r.storage_data for r in self.results))
         except Exception as error:
             self.error = error
 
@@ -106,8 +115,8 @@ class Writer:
                 raise self.error
             return self.results, self.sums
 
-        everyones = self._together(written)
         try:
+            everyones = self._together(written)
             self._together(lambda: self._swap(everyones) if first else None)
         except RuntimeError as error:
             if checksums.token_of(self.path) != self.token:
@@ -115,36 +124,52 @@ class Writer:
             raise RuntimeError(
                 f"{self.path} was saved, but then: {error.__cause__ or error}"
             ) from None
+        finally:
+            self.close()
 
     def leave_note(self) -> None:
         """Tell rank 0 in a file what was written, for a save that nobody waits for."""
-        note = self.draft / f".written-{self.rank}"
+        note = self.folder / f".written-{self.rank}"
         with contextlib.suppress(OSError):
             draft = note.with_suffix(".draft")
             draft.write_bytes(pickle.dumps((self.results, self.sums, self.error is None)))
             draft.rename(note)
 
     def publish_by_notes(self, world: int) -> bool:
-        """Publish without communication, on rank 0; whether all ranks had written."""
-        notes = [self.draft / f".written-{rank}" for rank in range(world)]
+        """Publish on rank 0 without communication; return whether all ranks had written."""
+        notes = [self.folder / f".written-{rank}" for rank in range(world)]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not all(note.exists() for note in notes) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if not all(note.exists() for note in notes):
-            return False
-        everyones = [pickle.loads(note.read_bytes()) for note in notes]
-        if all(good for _, _, good in everyones):
-            self._swap([(results, sums) for results, sums, _ in everyones])
-        return all(good for _, _, good in everyones)
+        try:
+            if not all(note.exists() for note in notes):
+                return False
+            everyones = [pickle.loads(note.read_bytes()) for note in notes]
+            if all(good for _, _, good in everyones):
+                self._swap([(results, sums) for results, sums, _ in everyones])
+            return all(good for _, _, good in everyones)
+        finally:
+            self.close()
 
     def _swap(self, everyones: Sequence[tuple[list[Any], checksums.Ranges]]) -> None:
         assert self.metadata is not None
-        for note in self.draft.glob(".written-*"):
+        for note in self.folder.glob(".written-*"):
             note.unlink()
         self.storage.finish(self.metadata, [self._name_twice(results) for results, _ in everyones])
-        checksums.write(self.draft, (ranges for _, ranges in everyones), self.token)
-        keep_others(self.path, self.draft, _is_ours)
-        put_in_place(self.draft, self.path)
+        checksums.write(self.folder, (ranges for _, ranges in everyones), self.token)
+        self._check_complete([result for results, _ in everyones for result in results])
+        assert self._draft is not None
+        self._draft.publish(_is_ours)
+
+    def _check_complete(self, results: Sequence[Any]) -> None:
+        """Raise if a file was removed or cut since it was written."""
+        for info in (result.storage_data for result in results):
+            file = self.folder / info.relative_path
+            if not file.exists() or file.stat().st_size < info.offset + info.length:
+                raise FileNotFoundError(
+                    f"{file} was removed or changed while the checkpoint was saved: save again, "
+                    "and let no other program write there"
+                )
 
     def _name_twice(self, results: list[Any]) -> list[Any]:
         """List tied tensors under their second names too, in the same bytes."""
@@ -162,9 +187,8 @@ class Writer:
     def _together(self, act: Callable[[], T]) -> list[T]:
         try:
             return together(act, self.group, f"checkpoint {self.path} was not saved")
-        except RuntimeError:
-            if self.rank == 0:
-                shutil.rmtree(self.draft, ignore_errors=True)
+        except BaseException:
+            self.close()
             raise
 
 
@@ -282,9 +306,7 @@ def find(path: Path) -> Folder:
 
     If a save was interrupted between its two renames, the previous checkpoint is the one.
     """
-    real = Path(os.path.realpath(path))
-    if not real.exists() and _previous(real).exists():
-        path = _previous(real)
+    path = current(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     verifier = checksums.Verifier(path)
@@ -303,6 +325,16 @@ def find(path: Path) -> Folder:
     return Folder(path, metadata, verifier)
 
 
+def fingerprint(path: Path) -> int:
+    """Return a number that changes with every save to `path`; 0 if nothing is there."""
+    for name in (checksums.NAME, ".metadata"):
+        if (path / name).is_file():
+            return checksums.checksum(path / name)
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    listed = [(file.name, file.stat().st_size) for file in files]
+    return zlib.crc32(repr(listed).encode()) if listed else 0
+
+
 def _check_loadable(objects: dict[str, Any]) -> None:
     for name, value in objects.items():
         pickled = io.BytesIO()
@@ -317,55 +349,6 @@ def _check_loadable(objects: dict[str, Any]) -> None:
             ) from error
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
-
-
-def check_place(path: Path, *, other: str, unless: str = "") -> None:
-    """Raise if `path` cannot be saved to: a file, or with a checkpoint of another kind in it."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{path} is a file: choose a folder")
-    if (path / other).exists() and not (unless and (path / unless).exists()):
-        raise FileExistsError(
-            f"{path} holds a checkpoint of another kind ({other}): choose another folder"
-        )
-
-
-def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Let files of others that stand in `path` stand in `draft` too, which is to take its place."""
-    for other in path.iterdir() if path.is_dir() else ():
-        there = draft / other.name
-        if is_ours(other) or there.exists():
-            continue
-        if other.is_dir() and not other.is_symlink():
-            shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(other, there)
-
-
-def _link_or_copy(file: str | Path, there: str | Path) -> None:
-    """The same file under a second name; a copy where there are no such names."""
-    try:
-        os.link(file, there, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(file, there, follow_symlinks=False)
-
-
 def _is_ours(file: Path) -> bool:
     own = file.name in (".metadata", checksums.NAME) or file.name.startswith(".written-")
     return own or (file.name.startswith("__") and file.suffix == ".distcp")
-
-
-def put_in_place(draft: Path, path: Path) -> None:
-    """Give a finished folder its name; what had that name is found until then."""
-    previous = _previous(path)
-    if path.exists():
-        shutil.rmtree(previous, ignore_errors=True)
-        path.rename(previous)
-    draft.rename(path)
-    shutil.rmtree(previous, ignore_errors=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

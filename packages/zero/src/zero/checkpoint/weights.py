@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero.checkpoint import checksums
+from zero.checkpoint.draft import Draft, check_place, draft_folder
 from zero.checkpoint.holding import Part, model_parts
-from zero.checkpoint.storage import (
-    bytes_of,
-    check_place,
-    keep_others,
-    put_in_place,
-    read_into,
-    together,
-)
+from zero.checkpoint.storage import bytes_of, read_into, together
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -173,18 +166,19 @@ def save_safetensors(
     """
     # What a link points to is written, and the link stays.
     final = Path(os.path.realpath(path))
-    draft = final.with_name(f".{final.name}.writing")
+    drafts: list[Draft] = []
     parts, _ = model_parts(model)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     layout = _lay_out(parts, dtype, int(file_gb * 1e9))
 
-    def prepare() -> None:
-        if rank == 0:
-            check_place(final, other=".metadata")
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-            for file, tensors in layout.items():
-                _write_header(draft / file, tensors)
+    def prepare() -> str:
+        if rank > 0:
+            return ""
+        check_place(final, other=".metadata")
+        drafts.append(Draft(final))
+        for file, tensors in layout.items():
+            _write_header(drafts[0].folder / file, tensors)
+        return drafts[0].token
 
     def write() -> checksums.Ranges:
         places = {
@@ -193,27 +187,27 @@ def save_safetensors(
         sums: checksums.Ranges = {}
         for part in (part for part in parts if part.written_by(rank, world)):
             file, stored = places[part.name]
-            done = _write_run(draft / file, stored, part)
+            done = _write_run(folder / file, stored, part)
             sums.setdefault(file, []).append(done)
         for file in sums:
-            _sync(draft / file)
+            _sync(folder / file)
         return sums
 
     failure = f"weights {path} were not saved"
 
     def publish() -> None:
         if rank == 0:
-            _finish(draft, layout, everyones)
-            keep_others(final, draft, _is_weights)
-            put_in_place(draft, final)
+            _finish(folder, layout, everyones, token)
+            drafts[0].publish(_is_weights)
 
     try:
-        together(prepare, group, failure)
+        token = together(prepare, group, failure)[0]
+        folder = draft_folder(final, token)
         everyones = together(write, group, failure)
         together(publish, group, failure)
     finally:
-        if rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+        for draft in drafts:
+            draft.close()
 
 
 Layout = dict[str, list[tuple[str, InFile]]]
@@ -278,7 +272,7 @@ def _write_run(path: Path, stored: InFile, part: Part) -> tuple[int, int, int]:
     return offset, length, crc
 
 
-def _finish(draft: Path, layout: Layout, everyones: Sequence[checksums.Ranges]) -> None:
+def _finish(draft: Path, layout: Layout, everyones: Sequence[checksums.Ranges], token: str) -> None:
     """Write the index and the checksums."""
     extra: checksums.Ranges = {}
     for file, tensors in layout.items():
@@ -294,7 +288,7 @@ def _finish(draft: Path, layout: Layout, everyones: Sequence[checksums.Ranges]) 
         size = index.stat().st_size
         extra[index.name] = [(0, size, checksums.checksum(index))]
         _sync(index)
-    checksums.write(draft, [extra, *everyones])
+    checksums.write(draft, [extra, *everyones], token)
 
 
 def _is_weights(path: Path) -> bool:

@@ -11,6 +11,7 @@ its weight, so that is not gathered again.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,8 +28,18 @@ from zero.fsdp.optimizers import install
 from zero.fsdp.replicated import Replicated
 from zero.fsdp.unit import ShardedParameter, Unit, home_of
 from zero.fsdp.whole import StateDictionaries, summoned
-from zero.fsdp.wrap import Materialize, clean, make_units, watch
+from zero.fsdp.wrap import (
+    Materialize,
+    bytes_by_class,
+    clean,
+    make_units,
+    reads_weight_in_backward,
+    watch,
+)
 from zero.wire import Collective, DryRun, Group, Wire
+
+# A class of modules that holds this fraction of the model, or more, unsharded is worth a warning.
+WHOLE_FRACTION = 0.05
 
 
 class FSDP(nn.Module):
@@ -47,6 +58,9 @@ class FSDP(nn.Module):
     reshard_after_forward: False keeps layers whole until their backward, and gathers each once.
     prefetch: how many layers are gathered ahead of the one that runs.
     ignored_params: left to the caller, not sharded, averaged or made equal on all ranks.
+    elementwise_optimizers: classes besides torch's own that treat every element by itself, and may
+        step shards. A trial verifies this at the first step. Any other class of optimizer gets each
+        parameter whole, on one rank, while it steps.
     cpu_offload: shards and their gradients lie on the host, where an optimizer keeps its state and
         steps; a device holds the layers that run.
     """
@@ -65,6 +79,7 @@ class FSDP(nn.Module):
         reshard_after_forward: bool = True,
         prefetch: int = 1,
         ignored_params: Iterable[nn.Parameter] = (),
+        elementwise_optimizers: Iterable[type[torch.optim.Optimizer]] = (),
         cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
@@ -76,6 +91,13 @@ class FSDP(nn.Module):
                 raise ValueError(
                     f"{name or 'the module'} is FSDP already: wrap the whole model once, and say "
                     "with shard=(...) which layers are gathered by themselves"
+                )
+            embeds = isinstance(inner, nn.Embedding | nn.EmbeddingBag)
+            if embeds and inner.max_norm is not None:
+                raise ValueError(
+                    f"{name or 'the module'} is {type(inner).__name__}(max_norm={inner.max_norm}), "
+                    "whose forward writes to its weight; that would be lost at stage 3: pass "
+                    "max_norm=None and renormalize the rows after each step"
                 )
         for name, parameter in module.named_parameters():
             if home_of(parameter) is not None:
@@ -112,9 +134,15 @@ class FSDP(nn.Module):
             partial(Unit, self.wire, compute_dtype, gradient_dtype, cpu_offload),
             ignored,
         )
+        for unit in self.units:
+            unit.elementwise_optimizers = tuple(elementwise_optimizers)
         sharded = {p.local for unit in self.units for p in unit.parameters}
         rest = [p for p in module.parameters() if p not in sharded | ignored]
         self._replicated = Replicated(self.wire, rest)
+        #: Bytes of the parameters that every rank keeps whole, by the class of their module.
+        self.whole_bytes = bytes_by_class(module, rest)
+        if self.wire.rank == 0:
+            self._warn_of_whole_parameters(shard)
         for tensor in [*rest, *module.buffers()]:
             self.wire.broadcast_first(tensor.detach())
         self._order: list[Unit] = []
@@ -144,6 +172,21 @@ class FSDP(nn.Module):
         install()
         self.wire.take()
 
+    def _warn_of_whole_parameters(self, shard: tuple[type[nn.Module], ...]) -> None:
+        """Warn if a considerable part of the model is not sharded, and say how to shard it."""
+        sharded = sum(p.whole.numel() * p.local.itemsize for u in self.units for p in u.parameters)
+        total = sharded + sum(self.whole_bytes.values())
+        large = {k: v / total for k, v in self.whole_bytes.items() if v >= WHOLE_FRACTION * total}
+        if not large:
+            return
+        parts = ", ".join(f"{name} {fraction:.0%}" for name, fraction in large.items())
+        classes = ", ".join([*(cls.__name__ for cls in shard), *large])
+        warnings.warn(
+            f"FSDP keeps {1 - sharded / total:.0%} of the model whole on every rank ({parts}), "
+            f"because these classes are not in shard=: pass shard=({classes},)",
+            stacklevel=3,
+        )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's part of the batch."""
         return self.module(*args, **kwargs)
@@ -172,6 +215,8 @@ class FSDP(nn.Module):
         self._running = max(0, self._running - 1)
         if self._running or self._in_backward:
             return output
+        for unit in self._read_outside:
+            unit.check_unchanged()
         self._lift()
         if torch.is_grad_enabled():
             kept = self._order[-1:] if self.reshard_after_forward else self._order
@@ -337,11 +382,14 @@ class FSDP(nn.Module):
             self._order == self._last_order or not self.reshard_after_forward
         )
         units = self._units_of[module]
+        for unit in units if output is not None else ():
+            # Without an output the forward has raised.
+            unit.check_unchanged()
         for unit in units:
             unit.swap_in_local()
             if not keep and not self._in_backward:
                 unit.free()
-        if units and not isinstance(module, nn.Embedding):
+        if units and reads_weight_in_backward(module, self._hook_ids[module]):
             # What is recomputed in backward has a backward of its own, without layers before it.
             position = 0 if self._in_backward else self._position[module]
             before = partial(self._before_backward, module, position)

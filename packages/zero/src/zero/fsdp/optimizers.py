@@ -1,17 +1,15 @@
 """Torch's optimizers on shards: whole matrices for those that need them, whole state dictionaries.
 
 Notable:
-- an optimizer that looks at whole tensors (Muon, Adafactor) is found out at its first step; each of
-  its tensors has one owner, which gets it and its gradient, steps it, and sends the shards back, so
-  that all it keeps for a tensor is on one rank, 1/n of it on each;
+- an optimizer that is not known to be element-wise gets whole tensors from its first step on; each
+  of its tensors has one owner, which receives it and its gradient, steps it, and sends the shards
+  back, so that all state of a tensor is on one rank;
 - in state dictionaries what is as large as a parameter is a DTensor; loading takes those, whole
   tensors, or shards as they are.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +23,13 @@ from torch.optim.optimizer import (
 
 from zero.fsdp.unit import ShardedParameter, Unit, home_of
 from zero.gradients import ShardGradient, plain
-from zero.optimizer.elementwise import how_to_split
+from zero.optimizer.elementwise import (
+    ELEMENTWISE,
+    REFUSED,
+    WHOLE_PARAMETERS,
+    how_to_split,
+    options_from,
+)
 from zero.optimizer.state import options_of
 from zero.partition import by_parameter
 from zero.rows import Run, in_order, state_rows
@@ -97,7 +101,7 @@ class OnShards:
         kinds = {}
         for group in optimizer.param_groups:
             held = [(p, *home) for p in group["params"] if (home := home_of(p)) is not None]
-            if held and _sees_whole_tensors(optimizer, group, [s.shape for _, _, s in held]):
+            if held and _sees_whole_tensors(optimizer, group, held):
                 for parameter, unit, sharded in held:
                     kind = kinds.setdefault((unit.wire, parameter.dtype), [])
                     kind.append((parameter, unit, sharded))
@@ -255,22 +259,24 @@ class Exchange:
 
 
 def _sees_whole_tensors(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], shapes: list[torch.Size]
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    held: list[tuple[nn.Parameter, Unit, ShardedParameter]],
 ) -> bool:
-    """Whether a group's tensors may not be cut, found by trying."""
+    """Return True if a group's tensors may not be cut; raise if the optimizer cannot be sharded."""
     cls = type(optimizer)
-    if cls is torch.optim.LBFGS:
-        raise RuntimeError("LBFGS cannot be sharded: it looks at all parameters as one vector")
-    taken = inspect.signature(cls.__init__).parameters
-    keys = options_of(group)
-    options = {k: v for k, v in keys.items() if k in taken}
+    is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
+    declared = any(cls in unit.elementwise_optimizers for _, unit, _ in held)
     try:
-        return how_to_split(cls, options, group=keys, shapes=shapes) == "parameters"
-    except ValueError as error:
-        warnings.warn(
-            f"{error}; on FSDP's shards it is right only if it is element-wise, but for norms and "
-            "sums of whole gradients",
-            RuntimeWarning,
-            stacklevel=4,
+        split = how_to_split(
+            cls,
+            {} if is_known else options_from(optimizer, group),
+            held[0][0].device,
+            elementwise=True if declared else None,
+            group=options_of(group),
+            shapes=[sharded.shape for _, _, sharded in held],
+            as_columns=True,
         )
-        return False
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    return split == "parameters"

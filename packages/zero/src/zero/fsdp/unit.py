@@ -142,11 +142,16 @@ class Unit:
             self.parameters.append(
                 ShardedParameter(name, parameter.shape, start, stop, local, whole, places)
             )
+        # Classes that the caller has declared element-wise.
+        self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
         # Whether shards are whole for a while, for an optimizer that needs that.
         self.lent = False
         self._unsharded = False
         # The shard's version that was gathered: an optimizer step makes it stale.
         self._version = -1
+        # The whole parameters' versions when they were gathered, and how often they were checked.
+        self._whole_versions: list[int] = []
+        self._checks = 0
         self._gathering: Work | None = None
         self._source: Tensor | None = None
         self._users = 0
@@ -186,6 +191,7 @@ class Unit:
         copied.full = self.full.new_empty(self.full.shape)
         copied.full.untyped_storage().resize_(0)
         copied._unsharded, copied._version, copied._users = False, -1, 0
+        copied._whole_versions = []
         copied._waiting, copied._piled = {}, {}
         copied.parameters, at = [], 0
         for old, offset in zip(self.parameters, self._partition.offsets, strict=True):
@@ -255,6 +261,7 @@ class Unit:
             work.wait()
             self._source = None
             self._unsharded = True
+            self._whole_versions = [p.whole._version for p in self.parameters]
 
     def _on_device(self, like: Tensor) -> Tensor:
         return to_device(self.shard, like) if self.cpu_offload else self.shard.to(like.dtype)
@@ -269,11 +276,42 @@ class Unit:
         if self._gathering is not None:
             self.gather()
         if self._unsharded and not self._users and not self.pinned:
+            self._check_versions()
             self.full.untyped_storage().resize_(0)
             self._unsharded = False
 
+    def check_unchanged(self) -> None:
+        """Raise if a forward has written to the whole parameters, which would be lost."""
+        self._check_versions()
+        self._checks += 1
+        # Writes through `.data` leave no trace but the values. Each rank compares its own elements,
+        # ever more seldom: in the checks numbered 1, 2, 4, 8, ...
+        is_due = self._checks & (self._checks - 1) == 0
+        if not (is_due and self._unsharded and self._version == self.shard._version):
+            return
+        first = self.wire.rank * self.shard.numel()
+        mine = self.full[first : first + self.shard.numel()]
+        expected = self._on_device(self.full)
+        if not mine.is_meta and not torch.equal(bits(mine), bits(expected)):
+            raise RuntimeError(self._written(self.label))
+
+    def _check_versions(self) -> None:
+        for parameter, version in zip(self.parameters, self._whole_versions, strict=False):
+            if parameter.whole._version != version:
+                # Said once: the backward of this step may still free the layer.
+                self._whole_versions = []
+                raise RuntimeError(self._written(parameter.name))
+
+    def _written(self, name: str) -> str:
+        return (
+            f"rank {self.wire.rank}: forward or backward wrote to {name}, which is whole only "
+            "while its layer runs, so the written values would be lost: change parameters between "
+            "steps"
+        )
+
     def forget(self) -> None:
         """Drop the gradients and the memory of a backward that was broken off."""
+        self._whole_versions = []
         self._reducing, self._users, self.pinned = None, 0, False
         self._undecided.clear()
         self._piled.clear()
@@ -428,6 +466,11 @@ class Unit:
             parameter.name: flat[offset : offset + prod(parameter.shape)].view(parameter.shape)
             for parameter, offset in zip(self.parameters, self._partition.offsets, strict=True)
         }
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's memory as bytes, which compare alike for NaN too."""
+    return tensor.view(torch.uint8)
 
 
 def in_column(values: Tensor, dim: int) -> Tensor:

@@ -8,7 +8,7 @@ Notable:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from math import nan
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from zero.fsdp.unit import Unit
 
@@ -62,7 +63,7 @@ def make_units(
         for named in kinds.values():
             unit = make(named)
             users = {user[module] for _, _, all_places in named for module, _ in all_places}
-            unit.read_in_backward = any(not isinstance(m, nn.Embedding) for m in users)
+            unit.read_in_backward = any(map(reads_weight_in_backward, users))
             units.append(unit)
             for module in users:
                 units_of.setdefault(module, []).append(unit)
@@ -76,6 +77,29 @@ def make_units(
     if materialize is not None:
         materialize([*root.modules()], places)
     return units, units_of
+
+
+# As torch defines it: a program may have replaced the method since.
+EMBEDDING_FORWARD = nn.Embedding.forward
+
+
+def reads_weight_in_backward(module: nn.Module, own_hooks: Collection[int] = ()) -> bool:
+    """Return False only if it is certain that the module's backward does not read its weight.
+
+    That is so of `nn.Embedding.forward`. A subclass, a parametrization, a hook that is not among
+    `own_hooks`, or a forward that was assigned to the module may compute anything from the weight.
+    """
+    forward: Any = EMBEDDING_FORWARD
+    is_plain = (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is forward
+        and forward.__module__ == "torch.nn.modules.sparse"
+        and "forward" not in vars(module)
+        and [*module._parameters] == ["weight"]
+        and not module._modules
+    )
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}.difference(own_hooks)
+    return not is_plain or bool(hooks or _global_forward_pre_hooks or _global_forward_hooks)
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,19 @@ class Materialize:
                     owner._buffers[name] = new
             if meta:
                 (self.initialize or _reset_parameters)(owner)
+
+
+def bytes_by_class(root: nn.Module, parameters: list[nn.Parameter]) -> dict[str, int]:
+    """Return the bytes of `parameters` by the name of their module's class, the most first."""
+    left = set(parameters)
+    found: dict[str, int] = {}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter in left:
+                left.discard(parameter)
+                name = type(module).__name__
+                found[name] = found.get(name, 0) + parameter.numel() * parameter.itemsize
+    return dict(sorted(found.items(), key=lambda entry: entry[1], reverse=True))
 
 
 Read = Callable[[nn.Parameter], nn.Parameter]

@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -44,8 +45,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     AveragedGradient: this rank's share of the average, which torch's GradScaler and clipping take
     as the whole. `shard_gradients=True` is ZeRO's stage 2: each gradient is freed once it is sent.
 
-    split: "elements" cuts anywhere, so that shards differ by one element at the most;
-        "parameters" keeps tensors whole, for optimizers that look at a matrix; "auto" finds out.
+    elementwise: whether the optimizer treats every element by itself, so that tensors are cut
+        anywhere and shards differ by at most one element. This is known for torch's optimizers. Of
+        any other class each parameter is whole on one rank, after a trial has shown no dependence
+        on other parameters. True: tensors are cut, after a trial of 50 steps has shown no
+        difference. False: parameters are whole, without a trial.
     bucket_size_mb: how much one collective carries; what arrives is held beside it until then.
     cpu_offload: the state, and its step, are the host's, on copies of this rank's elements.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: stand in for torch.distributed's.
@@ -61,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         group: Group = None,
         shard_gradients: bool = False,
-        split: Split | Literal["auto"] = "auto",
+        elementwise: bool | None = None,
         bucket_size_mb: float = 8.0,
         cpu_offload: bool = False,
         reduce_scatter_tensor: Collective | None = None,
@@ -80,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all_gather_into_tensor=all_gather_into_tensor,
             all_reduce=all_reduce,
         )
-        self._cls, self._options, self._split = optimizer_cls, kwargs, split
+        self._cls, self._options, self._elementwise = optimizer_cls, kwargs, elementwise
         self.cpu_offload = cpu_offload
         # How each group is split.
         self.splits: list[Split] = []
@@ -98,6 +102,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         first = options_of(given[0]) if isinstance(given[0], dict) else {}
         one = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         sample = optimizer_cls([{**first, "params": [one]}], **kwargs)
+        # A function may have been passed instead of the class.
+        self._kind = type(sample)
         super().__init__(given, sample.defaults)
         # Made with all groups at once, for optimizers that set up their state when they are made.
         groups = zip(self.param_groups, self._mine, strict=True)
@@ -118,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check_ranks_agree(group["params"])
-        split = self._how_to_split(group) if self._split == "auto" else self._split
+        split = self._how_to_split(group)
         self.splits.append(split)
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in group["params"]:
@@ -213,7 +219,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         device = next((p.device for p in group["params"] if not p.is_meta), None)
         shapes = [parameter.shape for parameter in group["params"]]
         return how_to_split(
-            self._cls, self._options, device, group=options_of(group), shapes=shapes
+            self._kind,
+            self._options,
+            device,
+            elementwise=self._elementwise,
+            group=options_of(group),
+            shapes=shapes,
+            make=self._cls,
         )
 
     def _shard(self, parameters: list[nn.Parameter], split: Split) -> list[nn.Parameter]:
@@ -270,6 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _lend_gradients(self) -> None:
         used = self.reducer.finish()
+        self._check_same_values()
         for parameter, piece, shard, bucket in self._pieces:
             shard.grad = None
             if parameter in used and bucket.gradient is not None:
@@ -286,6 +299,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 works.append(self.wire.broadcast(bucket.data, owner))
         for work in works:
             work.wait()
+        self.reducer.note_versions()
+
+    def _check_same_values(self) -> None:
+        """Raise if parameters that were written to in place since the last step differ by rank."""
+        written = [p for p in self._places if p in self.reducer.written]
+        if not written:
+            return
+        everyone = self.wire.objects([_checksum(parameter) for parameter in written])
+        for index, parameter in enumerate(written):
+            if len({sums[index] for sums in everyone}) > 1:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
+                    "step and differs between ranks: make the same changes on every rank (a "
+                    "forward that writes to its weight, as nn.Embedding(max_norm=...) does, writes "
+                    "what its rank's batch needs)"
+                )
 
     def _check_no_twins(self, given: list[Any]) -> None:
         seen = {p: i for i, group in enumerate(self.param_groups) for p in group["params"]}
@@ -306,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if home is not None:
                 raise ValueError(
                     f"parameter {home[1].name} is FSDP's shard already: pass fsdp.parameters() to "
-                    f"{self._cls.__name__} itself, not to ShardedOptimizer"
+                    f"{self._kind.__name__} itself, not to ShardedOptimizer"
                 )
             if _owner(parameter) is not None:
                 # What nobody uses any more may only wait to be collected.
@@ -323,3 +352,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problem = difference(self.wire.objects(mine))
         if problem:
             raise ValueError(problem)
+
+
+def _checksum(parameter: Tensor) -> int:
+    values = parameter.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())

@@ -113,6 +113,10 @@ class Reducer:
         self.in_flight = in_flight
         self.enabled = True
         self.buckets: list[Bucket] = []
+        # The parameters' versions when all ranks had the same values, and those that any rank has
+        # written to since, in place.
+        self.versions: dict[nn.Parameter, int] = {}
+        self.written: set[nn.Parameter] = set()
         self._where: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._own: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._flat: list[Tensor] = []
@@ -152,6 +156,7 @@ class Reducer:
                 self._where.setdefault(parameter, []).append((bucket, piece))
             for parameter, piece in bucket.own:
                 self._own.setdefault(parameter, []).append((bucket, piece))
+        self.versions.update((p, p._version) for bucket in buckets for p, _ in bucket.pieces)
         self._hook()
 
     def finish(self) -> set[nn.Parameter]:
@@ -165,7 +170,8 @@ class Reducer:
         dropped = [g is None and p in self._current for g, p in zip(grads, parameters, strict=True)]
         unsent = {p for p in parameters if _unsent(p)}
         dirty = [any(p in unsent for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.wire.any(used + held + dropped + dirty)
+        written = [self.versions.get(p, p._version) != p._version for p in parameters]
+        agreed = self.wire.any(used + held + dropped + written + dirty)
         self.drain()
         anywhere = agreed()
         n = len(parameters)
@@ -177,7 +183,9 @@ class Reducer:
                     "or skip the step, on every rank or on none"
                 )
         self._drop_what_was_dropped()
-        for bucket, again in zip(self.buckets, anywhere[3 * n :], strict=True):
+        some_wrote = anywhere[3 * n : 4 * n]
+        self.written |= {p for p, wrote in zip(parameters, some_wrote, strict=True) if wrote}
+        for bucket, again in zip(self.buckets, anywhere[4 * n :], strict=True):
             if again:
                 for parameter, piece in bucket.pieces:
                     self._collect(parameter, [(bucket, piece)])
@@ -186,6 +194,11 @@ class Reducer:
             self._mark_sent(parameter)
         self.drain()
         return {p for p, some in zip(parameters, anywhere, strict=False) if some}
+
+    def note_versions(self) -> None:
+        """Remember that all ranks have the same parameters now."""
+        self.versions = {parameter: parameter._version for parameter in self._where}
+        self.written.clear()
 
     def fetch(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
         """This rank's runs of elements of an average, once they have arrived."""

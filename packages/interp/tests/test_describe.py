@@ -1,0 +1,460 @@
+"""A description carries every property of its model, or describe() refuses the model."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interp import Decoder, describe
+from interp.decoder import verify
+from interp.decoder.fold import fold_decoder
+from torch import Tensor, nn
+
+D_MODEL, HEADS, D_HEAD, CONTEXT = 32, 4, 8, 96
+
+
+@dataclass(frozen=True)
+class Options:
+    """Every property of the model that a mutation can change."""
+
+    kv_heads: int = 4
+    window: int | None = None
+    window_of_last: int | None = None
+    rotary: bool = True
+    theta: float = 1e4
+    rotated: int = D_HEAD
+    interleaved: bool = False
+    scale: float = D_HEAD**-0.5
+    scale_by_length: bool = False
+    scale_by_layer: bool = False
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    clip: float | None = None
+    slope: float = 0.0
+    sink: bool = False
+    eps: float = 1e-5
+    eps_of_last: float | None = None
+    centered: bool = False
+    bias: bool = False
+    activation: Callable[[Tensor], Tensor] = F.silu
+    parallel: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    norms_again: bool = False
+    causal: bool = True
+    swaps_heads: bool = False
+    hidden_token: int | None = None
+    reverses_layers: bool = False
+    position_offset: int = 0
+    stretches_after: int | None = None
+
+
+def rotate(x: Tensor, options: Options) -> Tensor:
+    n = options.rotated
+    frequencies = options.theta ** (-torch.arange(0, n, 2).float() / n)
+    place = torch.arange(x.shape[-2]) + options.position_offset
+    if options.stretches_after is not None and x.shape[-2] > options.stretches_after:
+        frequencies = frequencies / 2
+    angle = place[:, None] * frequencies
+    cos, sin = angle.cos().to(x), angle.sin().to(x)
+    turned, rest = x[..., :n], x[..., n:]
+    if options.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        return torch.cat(
+            [torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2), rest], -1
+        )
+    a, b = turned.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, options: Options, layer: int) -> None:
+        super().__init__()
+        self.options, self.layer, self.num_heads = options, layer, HEADS
+        wide, narrow = HEADS * D_HEAD, options.kv_heads * D_HEAD
+        self.q_proj = nn.Linear(D_MODEL, wide, bias=options.bias)
+        self.k_proj = nn.Linear(D_MODEL, narrow, bias=options.bias)
+        self.v_proj = nn.Linear(D_MODEL, narrow, bias=options.bias)
+        self.o_proj = nn.Linear(wide, D_MODEL, bias=options.bias)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        o, n = self.options, x.shape[1]
+        split = lambda y: y.unflatten(-1, (-1, D_HEAD)).transpose(1, 2)  # noqa: E731
+        q, k, v = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        if o.clip is not None:
+            q, k, v = (y.clamp(-o.clip, o.clip) for y in (q, k, v))
+        if o.rotary:
+            q, k = rotate(q, o), rotate(k, o)
+        k, v = (y.repeat_interleave(HEADS // o.kv_heads, 1) for y in (k, v))
+        scores = q @ k.mT * o.scale
+        if o.scale_by_length:
+            scores = scores * torch.arange(1, n + 1).to(x).log().clamp(min=1)[:, None]
+        if o.scale_by_layer:
+            scores = scores / (self.layer + 1)
+        if o.score_cap is not None:
+            scores = o.score_cap * (scores / o.score_cap).tanh()
+        ago = torch.arange(n)[:, None] - torch.arange(n)
+        scores = scores - (o.slope * ago).to(scores)
+        window = o.window_of_last if self.layer == 1 and o.window_of_last else o.window
+        hidden = ago < 0 if o.causal else torch.zeros_like(ago, dtype=torch.bool)
+        if window is not None:
+            hidden = hidden | (ago >= window)
+        if o.hidden_token is not None:
+            hidden = hidden | ((tokens == o.hidden_token)[:, None, None, :] & (ago != 0))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if o.sink:
+            scores = F.pad(scores, (0, 1))
+        pattern = scores.softmax(-1)[..., :n]
+        mixed = (pattern @ v).transpose(1, 2)
+        if o.swaps_heads:
+            mixed = mixed.flip(2)
+        return self.o_proj(mixed.flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, options: Options, layer: int) -> None:
+        super().__init__()
+        self.options = options
+        last = layer == 1 and options.eps_of_last is not None
+        eps = options.eps_of_last if last else options.eps
+        norm = nn.LayerNorm if options.centered else nn.RMSNorm
+        self.norm1, self.norm2 = norm(D_MODEL, eps=options.eps), norm(D_MODEL, eps=eps)
+        self.attn = Attention(options, layer)
+        self.mlp = nn.ModuleDict(
+            {
+                name: nn.Linear(*sizes, bias=options.bias)
+                for name, sizes in {
+                    "gate": (D_MODEL, 64), "up": (D_MODEL, 64), "down": (64, D_MODEL),
+                }.items()
+            }
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        o = self.options
+        attended = x + o.residual_scale * self.attn(self.norm1(x), tokens)
+        y = self.norm2(x if o.parallel else attended)
+        inner = o.activation(self.mlp["gate"](y)) * self.mlp["up"](y)
+        return attended + o.residual_scale * self.mlp["down"](inner)
+
+
+class Model(nn.Module):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.embed = nn.Embedding(50, D_MODEL)
+        if not options.rotary:
+            self.position = nn.Embedding(CONTEXT, D_MODEL)
+        self.blocks = nn.ModuleList(Block(options, i) for i in range(2))
+        norm = nn.LayerNorm if options.centered else nn.RMSNorm
+        self.norm = norm(D_MODEL, eps=options.eps)
+        self.head = nn.Linear(D_MODEL, 50, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        o = self.options
+        x = self.embed(tokens) * o.embed_scale
+        if not o.rotary:
+            x = x + self.position(torch.arange(tokens.shape[1]) + o.position_offset)
+        for block in list(self.blocks)[:: -1 if o.reverses_layers else 1]:
+            x = block(x, tokens)
+        x = self.norm(x)
+        logits = self.head(self.norm(x) if o.norms_again else x) * o.logit_scale
+        return logits if o.logit_cap is None else o.logit_cap * (logits / o.logit_cap).tanh()
+
+
+def model_of(**changes: Any) -> Model:
+    """Return a model with weights at the usual small initialization."""
+    torch.manual_seed(0)
+    model = Model(dataclasses.replace(Options(), **changes)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+# Each changes one property. What describe() finds or is given by settings, it must carry exactly.
+CARRIED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as usual": ({}, {}),
+    "grouped queries": ({"kv_heads": 2}, {}),
+    "theta that is tried": ({"theta": 5e5}, {}),
+    "theta": ({"theta": 777.0}, {"rope_theta": 777.0}),
+    "learned positions": ({"rotary": False}, {}),
+    "layer norm": ({"centered": True}, {}),
+    "biases": ({"bias": True}, {}),
+    "gelu": ({"activation": F.gelu}, {}),
+    "relu": ({"activation": F.relu}, {}),
+    "epsilon": ({"eps": 1e-3}, {}),
+    "window": ({"window": 16}, {"windows": (16, 16)}),
+    "window of one layer": ({"window_of_last": 90}, {"windows": (None, 90)}),
+    "scale": ({"scale": 0.1}, {"scale": 0.1}),
+    "score cap": ({"score_cap": 50.0}, {"score_cap": 50.0}),
+    "logit cap": ({"logit_cap": 30.0}, {"logit_cap": 30.0}),
+    "parallel": ({"parallel": True}, {"parallel": True}),
+}  # fmt: skip
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "window of 16": {"window": 16},
+    "window of 80": {"window": 80},
+    "window one shorter than the context": {"window": CONTEXT - 1, "rotary": False},
+    "window of the last layer": {"window_of_last": 40},
+    "interleaved rotary pairs": {"interleaved": True},
+    "other theta": {"theta": 9e3},
+    "half of each head rotated": {"rotated": D_HEAD // 2},
+    "rotary angles that stretch": {"stretches_after": 64},
+    "positions from 1": {"rotary": False, "position_offset": 1},
+    "scale": {"scale": 0.3},
+    "scale by length": {"scale_by_length": True},
+    "scale by layer": {"scale_by_layer": True},
+    "score cap of 50": {"score_cap": 50.0},
+    "score cap of 500": {"score_cap": 500.0},
+    "logit cap of 30": {"logit_cap": 30.0},
+    "clipped queries": {"clip": 6.0},
+    "linear biases": {"slope": 0.01},
+    "attention sink": {"sink": True},
+    "epsilon of one norm": {"eps_of_last": 1e-6},
+    "quick gelu": {"activation": lambda x: x * (1.702 * x).sigmoid()},
+    "clamped activation": {"activation": lambda x: F.silu(x).clamp(max=7)},
+    "parallel residual": {"parallel": True},
+    "embedding scale": {"embed_scale": 1.1},
+    "residual scale": {"residual_scale": 0.9},
+    "logit scale": {"logit_scale": 1.01},
+    "a second norm": {"norms_again": True},
+    "sight of later tokens": {"causal": False},
+    "heads in another order": {"swaps_heads": True},
+    "layers in another order": {"reverses_layers": True},
+    "a token that is hidden": {"hidden_token": 0},
+}
+
+
+def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
+    """Compare after the shared weights have grown, so that attention is far from uniform."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.4)
+        length = min(decoder.settings.context or CONTEXT, CONTEXT)
+        tokens = torch.randint(50, (2, length), generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(decoder(tokens), model(tokens), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_property_that_is_found_or_given_is_carried(name: str, dtype: torch.dtype) -> None:
+    changes, settings = CARRIED[name]
+    model = model_of(**changes).to(dtype)
+    decoder = describe(model, context=CONTEXT, **settings)
+    if dtype == torch.float32:
+        assert_equal_with_sharp_weights(decoder, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_property_that_the_description_does_not_carry_is_refused(
+    name: str, dtype: torch.dtype
+) -> None:
+    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+        describe(model_of(**REFUSED[name]).to(dtype), context=CONTEXT)
+
+
+@pytest.mark.parametrize("name", [k for k, (_, settings) in CARRIED.items() if settings])
+def test_a_setting_that_the_model_does_not_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="no description of this Model gives its logits"):
+        describe(model_of(), context=CONTEXT, **CARRIED[name][1])
+
+
+def test_texts_longer_than_what_was_verified_are_refused() -> None:
+    model = model_of(window=60)
+    decoder = describe(model, context=60)
+    assert_equal_with_sharp_weights_up_to(decoder, model, 60)
+    with pytest.raises(ValueError, match=r"up to 60 tokens, got 61; describe\(model, context=61\)"):
+        decoder(torch.zeros(1, 61, dtype=torch.long))
+    with pytest.raises(ValueError, match="no description of this Model"):
+        describe(model, context=61)
+
+
+def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, length: int) -> None:
+    assert decoder.settings.context == length
+    assert_equal_with_sharp_weights(decoder, model)
+
+
+@pytest.mark.parametrize("context", [0, -3, CONTEXT + 1])
+def test_a_context_that_does_not_exist_is_refused(context: int) -> None:
+    message = f"at least 1 and at most {CONTEXT}, the learned positions, got {context}"
+    with pytest.raises(ValueError, match=message):
+        describe(model_of(rotary=False), context=context)
+
+
+class ShortModel(Model):
+    """A model that cannot be called with more than 70 tokens."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[1] > 70:
+            raise IndexError("the cache of angles ends here")
+        return super().forward(tokens)
+
+
+def test_the_longest_text_that_a_model_takes_is_verified() -> None:
+    torch.manual_seed(0)
+    model = ShortModel(Options()).eval()
+    assert describe(model).settings.context == 70
+    assert describe(model_of(rotary=False)).settings.context == CONTEXT
+    window_of_all_but_one = dataclasses.replace(Options(), window=69)
+    with pytest.raises(ValueError, match="70 tokens"):
+        describe(ShortModel(window_of_all_but_one).eval())
+
+
+def test_groups_of_layers_are_verified_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large models are verified without a float32 copy of all their weights at once."""
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    config = transformers.MistralConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40, sliding_window=7,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).eval()
+    monkeypatch.setattr(verify, "COPY_BYTES", 0)
+    tensors = dict(model.named_parameters())
+    groups = verify._layer_groups(tensors)
+    assert len(groups) > 2
+    assert set().union(*groups) == set(range(6))
+    tokens = torch.randint(37, (2, 40))
+    torch.testing.assert_close(describe(model)(tokens), model(tokens).logits)
+    model.model.layers[4].self_attn.scaling *= 1.1
+    with pytest.raises(ValueError, match="no description of this MistralForCausalLM"):
+        describe(model)
+
+
+def test_modes_of_modules_and_weights_are_left_as_they_were() -> None:
+    model = model_of()
+    model.train()
+    model.blocks[0].eval()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    describe(model)
+    assert model.training
+    assert model.blocks[1].training
+    assert not model.blocks[0].training
+    assert not model.blocks[0].attn.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+SMALL = {
+    "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 32,
+}  # fmt: skip
+FAMILIES = {
+    "GPT2LMHeadModel": {
+        "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32,
+        "bos_token_id": None, "eos_token_id": None,
+    },
+    "LlamaForCausalLM": SMALL,
+    "Phi3ForCausalLM": SMALL | {"pad_token_id": None},
+    "GPTNeoXForCausalLM": SMALL | {"bos_token_id": None, "eos_token_id": None},
+    "GemmaForCausalLM": SMALL | {"head_dim": 8, "num_key_value_heads": 2},
+    "Gemma3ForCausalLM": SMALL
+    | {"head_dim": 8, "num_key_value_heads": 2, "sliding_window": 9, "pad_token_id": None},
+    "Qwen3MoeForCausalLM": SMALL
+    | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+       "num_key_value_heads": 2},
+}  # fmt: skip
+
+
+def family(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**FAMILIES[name])
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return model_class(config).eval()
+
+
+def change_in_place(parameter: nn.Parameter, how: str) -> None:
+    if how == "optimizer":
+        parameter.grad = torch.ones_like(parameter)
+        torch.optim.SGD([parameter], lr=0.5).step()
+    elif how == "data":
+        parameter.data += 0.5 * torch.rand_like(parameter)
+    else:
+        with torch.no_grad():
+            parameter.mul_(1.5).add_(0.1)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:
+    """One layer's and the outer parameters, each changed alone: one description per change."""
+    tokens = torch.arange(26).reshape(2, 13) * 7 % 37
+    names = [name for name, _ in family(name).named_parameters() if ".1." not in name]
+    for parameter_name in names if how == "data" else names[:2]:
+        model = family(name)
+        decoder = describe(model)
+        folded = fold_decoder(decoder)
+        change_in_place(model.get_parameter(parameter_name), how)
+        refusal = ""
+        with torch.no_grad():
+            try:
+                logits = decoder(tokens)
+            except RuntimeError as error:
+                refusal = str(error)
+            if refusal:
+                assert f"{parameter_name} was changed in place" in refusal
+                for read in (decoder.ov, decoder.qk):
+                    with pytest.raises(RuntimeError, match="the model again"):
+                        read()
+            else:
+                torch.testing.assert_close(logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                folded(tokens)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_families_without_rescaled_or_interleaved_weights_share_all_of_them(name: str) -> None:
+    model = family(name)
+    decoder = describe(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for parameter in decoder.parameters():
+        assert parameter.untyped_storage().data_ptr() in own
+
+
+def test_weights_that_are_moved_or_converted_are_not_used_again() -> None:
+    tokens = torch.zeros(1, 5, dtype=torch.long)
+    model = family("LlamaForCausalLM")
+    decoder = describe(model)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"moved or converted .*describe\(\) the model again"):
+        decoder(tokens)
+    model = family("LlamaForCausalLM")
+    decoder = describe(model)
+    model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight was replaced"):
+        decoder(tokens)
+    model = family("LlamaForCausalLM")
+    converted = describe(model).double()  # has weights of its own now
+    assert converted(tokens).dtype == torch.float64
+    change_in_place(model.lm_head.weight, "no_grad")
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed in place"):
+        converted(tokens)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
+        ([[0, 1, 3, 4, 5]], "must count up by 1"),
+        ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
+        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must lie within 0 and 31"),
+        ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); give integers \(1, 5\)"),
+        ([[0.0, 1, 2, 3, 4]], "give integers"),
+    ],
+)
+def test_position_ids_that_are_not_those_of_one_text_are_refused(
+    positions: list[list[float]], message: str
+) -> None:
+    decoder = describe(family("GPT2LMHeadModel"))
+    with pytest.raises(ValueError, match=message):
+        decoder(torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor(positions))

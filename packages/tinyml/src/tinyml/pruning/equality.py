@@ -1,0 +1,176 @@
+"""Compare a pruned model with the dense one whose readers of the removed units are zero.
+
+The dense model decides which inputs are valid: other batch sizes and lengths are made by repeating
+the example, and the sizes that the dense model rejects are skipped. An example may be too short to
+show a difference: one token attends to itself however its heads are split, and a window does not
+act within its own length.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tinyml.exported import tensors_in
+from tinyml.layers import evaluating
+
+_LONGEST = 1025
+_BATCHES = (1, 3)
+_Call = Callable[[nn.Module], Any]
+
+
+@torch.no_grad()
+def check_equal(
+    small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...], sizes: Sequence[int]
+) -> None:
+    """Raise `ValueError` unless both models have the same outputs on variants of `inputs`.
+
+    `sizes` are the old values of the attributes that were changed. Some lengths exceed them, in
+    case one of them is also a window.
+    """
+    small, dense, inputs, exact = _in_double(small, dense, inputs)
+    with evaluating(small), evaluating(dense):
+        example = _call(inputs)
+        _compare(small, example, tensors_in(example(dense)), exact)
+        # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
+        for calls in _variants(inputs, sizes) if exact else ():
+            for call in calls:
+                try:
+                    expected = tensors_in(call(dense))
+                except Exception:  # the model's own code may raise anything
+                    continue
+                _compare(small, call, expected, exact)
+                break
+
+
+def _in_double(
+    small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[nn.Module, nn.Module, tuple[Any, ...], bool]:
+    """Return float64 copies on the CPU, and True; or the models as they are, and False."""
+    try:
+        other = copy.deepcopy(dense).to("cpu", torch.float64)
+        moved = tree_map_only(Tensor, _to_double, inputs)
+        with evaluating(other):
+            other(*moved)
+        return copy.deepcopy(small).to("cpu", torch.float64), other, moved, True
+    except Exception:  # code that is written for one device or type
+        return small, dense, inputs, False
+
+
+def _to_double(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None)
+
+
+def _call(inputs: tuple[Any, ...]) -> _Call:
+    def call(model: nn.Module) -> Any:
+        return model(*tree_map_only(Tensor, Tensor.clone, inputs))
+
+    return call
+
+
+def _cached(tokens: Tensor) -> _Call:
+    """Return a call that computes the last position from the cache of the others."""
+
+    def call(model: nn.Module) -> Any:
+        past = model(tokens[:, :-1], use_cache=True).past_key_values
+        if past is None:
+            raise ValueError("no cache")
+        return model(tokens[:, -1:], past_key_values=past, use_cache=True)
+
+    return call
+
+
+def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_Call]]:
+    """Yield lists of calls; the first call of each list that the dense model accepts counts."""
+    first = next(iter(tensors_in(inputs)), None)
+    if first is None or not first.dim():
+        return
+    longer = [[inputs]]
+    single = _resized(inputs, 0, 1)[1] if first.dim() > 1 else inputs
+    for dim in range(1 if first.dim() > 1 else 0, first.dim()):
+        was = first.shape[dim]
+        if was in first.shape[1:dim]:
+            continue  # dimensions of one size are resized together
+        lengths = {was + 1, *(min(2 * n + 1, _LONGEST) for n in (was, *sizes))}
+        longer.append([
+            variant
+            for length in sorted(lengths, reverse=True)
+            if length > was
+            for base in (single, inputs)
+            for variant in _resized(base, dim, length)
+        ])  # fmt: skip
+        yield [_call(variant) for variant in longer[-1]]
+    for batch in _BATCHES:
+        yield [_call(variant) for variant in _resized(inputs, 0, batch)]
+        if first.dim() == 2 and not first.is_floating_point():
+            for variants in longer:
+                resized = [tensors_in(_resized(each, 0, batch)[0])[0] for each in variants]
+                yield [_cached(tokens) for tokens in resized]
+
+
+def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
+    """Repeat or cut all tensors where they are as large as the first one along `dim`.
+
+    The batch is the first dimension of a tensor. A length may be any of the other dimensions.
+    Return two variants: in the first one the repetitions of the first tensor differ, because equal
+    tokens hide how attention mixes them; but the model may not accept other numbers.
+    """
+    first = next(iter(tensors_in(inputs)))
+    was = first.shape[dim]
+    index = torch.arange(size) % was
+
+    def resize(tensor: Tensor) -> Tensor:
+        for each in range(tensor.dim()):
+            if tensor.shape[each] == was and (each == 0) == (dim == 0):
+                tensor = tensor.index_select(each, index)
+        return tensor
+
+    def resize_and_vary(tensor: Tensor) -> Tensor:
+        resized = resize(tensor)
+        if tensor is not first or tensor.dtype == torch.bool:
+            return resized
+        repetition = (torch.arange(size) // was).view(-1, *[1] * (tensor.dim() - 1 - dim))
+        if not tensor.is_floating_point():
+            return resized + repetition
+        noise = torch.randn(resized.shape, generator=torch.Generator().manual_seed(0))
+        return resized + noise.to(resized) * repetition.sign() * (tensor.std(correction=0) or 1.0)
+
+    return [tree_map_only(Tensor, each, inputs) for each in (resize_and_vary, resize)]
+
+
+def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool) -> None:
+    try:
+        found = tensors_in(call(small))
+    except Exception as error:  # the model's own code may raise anything
+        raise ValueError(f"{_complaint(small)} ({error}); {_REMEDY}") from error
+    alike = len(found) == len(expected) and all(map(_alike, found, expected, [exact] * len(found)))
+    if not alike:
+        shape = tuple(expected[0].shape) if expected else ()
+        raise ValueError(
+            f"{_complaint(small)} (outputs of shape {shape} are not those of the model with "
+            f"zeros); {_REMEDY}"
+        )
+
+
+_REMEDY = "take it from the tensor's shape, or take out what is computed and not returned"
+
+
+def _complaint(model: nn.Module) -> str:
+    return f"{type(model).__name__} has a size written into its forward"
+
+
+def _alike(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
+    if ours.shape != exact.shape or ours.dtype != exact.dtype:
+        return False
+    if not exact.is_floating_point():
+        return torch.equal(ours, exact)
+    # Parts of a model may compute in float32 although its parameters have 64 bits.
+    least = 1e-5 if in_double else 1e-3 if torch.finfo(exact.dtype).bits > 16 else 0.1
+    same = (ours == exact) | (ours.isnan() & exact.isnan())
+    distance = (ours - exact).masked_fill(same, 0).norm()
+    return bool(distance <= least * exact.masked_fill(same & ~exact.isfinite(), 0).norm())

@@ -1,0 +1,178 @@
+"""What `save_pretrained` writes is what `from_pretrained` gives back, or it is refused."""
+
+import copy
+
+import pytest
+import torch
+from tinyml import (
+    add_lora,
+    awq,
+    convert,
+    gptq,
+    kmeans_quantize,
+    merge,
+    merge_and_unload,
+    prepare_qat,
+    prune,
+    quantize,
+    unmerge,
+)
+from tinyml.adapters.lora import LoRA
+from torch import nn
+
+TOKENS = torch.arange(16).view(2, 8)
+KINDS = (nn.Linear, nn.Embedding)
+
+
+def llama(tied=False):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2,
+        num_attention_heads=6, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=97, n_embd=48, n_layer=2, n_head=6, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def t5():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=48, d_kv=8, d_ff=80, num_layers=2, num_heads=6,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def adapted(model, targets):
+    add_lora(model, 4, targets=targets, kinds=KINDS)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def logits(model):
+    extra = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(TOKENS, **extra).logits
+
+
+@pytest.mark.parametrize("merged_before", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [
+        (llama, ["q_proj", "v_proj"]),
+        (llama, ["embed_tokens", "down_proj"]),
+        (lambda: llama(tied=True), ["q_proj"]),
+        (lambda: llama(tied=True), ["lm_head"]),
+        (lambda: llama(tied=True), ["embed_tokens", "lm_head"]),
+        (gpt2, ["c_attn", "c_proj"]),
+        (gpt2, ["wte"]),
+        (t5, ["q", "wo"]),
+    ],
+)
+def test_an_unloaded_model_comes_back_bit_for_bit(make, targets, dtype, merged_before, tmp_path):
+    make().save_pretrained(tmp_path / "plain")
+    plain = type(make()).from_pretrained(tmp_path / "plain", dtype=dtype).eval()
+    model = adapted(copy.deepcopy(plain), targets)
+    apart = logits(model)
+    assert not torch.allclose(apart, logits(plain))
+    if merged_before:
+        merge(model)
+    assert merge_and_unload(model) is model
+    merged = logits(model)
+    loose = 1e-4 if dtype == torch.float32 else 0.1
+    assert (merged - apart).norm() < loose * apart.norm()
+    assert {n: type(m) for n, m in model.named_modules()} == {
+        n: type(m) for n, m in plain.named_modules()
+    }
+    model.save_pretrained(tmp_path)
+    back, report = type(plain).from_pretrained(tmp_path, output_loading_info=True, dtype=dtype)
+    assert not any(report.values()), report
+    assert torch.equal(logits(back), merged)
+    model.tie_weights()  # as resizing the vocabulary does
+    assert torch.equal(logits(model), merged)
+
+
+def test_a_plain_model_is_plain_again():
+    layer = nn.Linear(6, 6)
+    for plain in (nn.Sequential(layer, nn.ReLU(), layer), layer):
+        model = add_lora(nn.Sequential(copy.deepcopy(plain)), 2)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        inputs = torch.randn(5, 6)
+        exact = merge(model)(inputs)
+        model = merge_and_unload(model)
+        other = nn.Sequential(copy.deepcopy(plain))
+        other.load_state_dict(model.state_dict())  # all names are the plain model's
+        assert torch.equal(other(inputs), exact)
+    alone = LoRA(nn.Linear(6, 6), 2)
+    assert merge_and_unload(alone) is alone.base
+    with pytest.raises(ValueError, match="no adapter"):
+        merge_and_unload(model)
+
+
+def test_what_cannot_be_unloaded_changes_nothing():
+    model = t5()
+    targets = ["lm_head"]
+    with_adapters = adapted(model, targets)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="the weight of lm_head is tied to those of"):
+        merge_and_unload(with_adapters)
+    assert isinstance(model.lm_head, LoRA)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    coarse = add_lora(quantize(nn.Sequential(nn.Linear(32, 32)), 4), 2)
+    with pytest.raises(RuntimeError, match="compressed"):
+        merge_and_unload(coarse)
+    assert isinstance(coarse[0], LoRA)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("state", [lambda m: m, merge, lambda m: unmerge(merge(m))])
+def test_saving_a_model_with_adapters_is_refused(state, inside, tmp_path):
+    model = llama()
+    state(adapted(model.model if inside else model, ["q_proj"]))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert "model.layers.0.self_attn.q_proj.lora_A" in model.state_dict()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        llama().load_state_dict(model.state_dict())
+
+
+COMPRESSED = {
+    "palettes": lambda m: kmeans_quantize(m, 4),
+    "4 bits": lambda m: quantize(m, 4),
+    "int8": lambda m: quantize(m, activations="dynamic"),
+    "gptq": lambda m: gptq(m, [TOKENS], 4),
+    "awq": lambda m: awq(m, [TOKENS], 4),
+    "in training": lambda m: prepare_qat(m, 4),
+    "trained": lambda m: convert(prepare_qat(m, 4)),
+}
+
+
+@pytest.mark.parametrize("way", COMPRESSED)
+def test_saving_a_compressed_model_is_refused(way, tmp_path):
+    small = COMPRESSED[way](llama(tied=True))
+    with pytest.raises(ValueError, match=r"tinyml\.save"):
+        small.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_model_with_zeros_comes_back(tmp_path):
+    small = prune(llama(), 0.5).model
+    small.save_pretrained(tmp_path)
+    assert torch.equal(logits(type(small).from_pretrained(tmp_path)), logits(small))

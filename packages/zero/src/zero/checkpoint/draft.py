@@ -1,0 +1,175 @@
+"""A folder that is written beside its final path and takes its place when it is complete.
+
+Note [Two jobs, one path]
+Each save writes to a folder of its own, so the files of two saves never mix. The path is locked
+from the first file to the last rename, so a second job is refused instead of replacing what the
+first one has just saved. The operating system releases the lock when its process dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+class PathLock:
+    """An exclusive lock on a path, in a file beside it that exists only while the lock is held."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path.with_name(f".{path.name}.lock")
+        self._handle: int | None = None
+
+    def acquire(self) -> None:
+        """Lock the path; raise RuntimeError if it is locked, OSError if it cannot be locked."""
+        while self._handle is None:
+            handle = os.open(self.file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The file may have been removed by its last holder since it was opened.
+                if _is_same_file(handle, self.file):
+                    os.ftruncate(handle, 0)
+                    os.pwrite(
+                        handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0
+                    )
+                    self._handle, handle = handle, -1
+            except OSError as error:
+                if error.errno in LOCKED_BY_ANOTHER:
+                    holder = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+                    raise RuntimeError(
+                        f"{self.path} is being saved to by {holder}: give each job a path of its "
+                        "own, or wait until that save is done"
+                    ) from None
+                raise OSError(
+                    error.errno,
+                    f"{self.file} cannot be locked ({error.strerror}), so that two jobs could "
+                    "replace each other's checkpoints: save to a file system with locks (for NFS "
+                    "and Lustre, a mount option), and copy from there",
+                ) from None
+            finally:
+                if handle >= 0:
+                    os.close(handle)
+
+    def release(self) -> None:
+        """Unlock the path; do nothing if it is not locked."""
+        if self._handle is not None:
+            self.file.unlink(missing_ok=True)
+            # Forked processes, such as those of a DataLoader, have copies of the handle.
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+            os.close(self._handle)
+            self._handle = None
+
+
+def _is_same_file(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+class Draft:
+    """The folder in which one save is written. Rank 0 opens it and sends `token` to the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.token = secrets.token_hex(8)
+        self.folder = draft_folder(path, self.token)
+        self._lock = PathLock(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock.acquire()
+        try:
+            # An earlier save may have been killed between its two renames.
+            if not path.exists() and previous(path).exists():
+                previous(path).rename(path)
+            self._remove_stale()
+            self.folder.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def publish(self, is_ours: Callable[[Path], bool]) -> None:
+        """Give the folder its final name, with the files of others that are at the path."""
+        keep_others(self.path, self.folder, is_ours)
+        put_in_place(self.folder, self.path)
+
+    def close(self) -> None:
+        """Unlock the path, and remove the folder unless it was published."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.release()
+
+    def _remove_stale(self) -> None:
+        """Remove the folders of saves that were killed: nobody else holds the lock."""
+        name = re.compile(rf"\.{re.escape(self.path.name)}(\.[0-9a-f]{{16}})?\.(saving|writing)")
+        for folder in self.path.parent.iterdir():
+            if name.fullmatch(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def draft_folder(path: Path, token: str) -> Path:
+    """Return the folder in which the save called `token` is written."""
+    return path.with_name(f".{path.name}.{token}.saving")
+
+
+def previous(path: Path) -> Path:
+    """Return the name of the last good checkpoint while a new one takes its place."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def current(path: Path) -> Path:
+    """Return where the checkpoint of `path` is, also if a save was killed between its renames."""
+    real = Path(os.path.realpath(path))
+    return previous(real) if not real.exists() and previous(real).exists() else path
+
+
+def check_place(path: Path, *, other: str, unless: str = "") -> None:
+    """Raise if `path` is a file or contains a checkpoint of another kind."""
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{path} is a file: choose a folder")
+    if (path / other).exists() and not (unless and (path / unless).exists()):
+        raise FileExistsError(
+            f"{path} holds a checkpoint of another kind ({other}): choose another folder"
+        )
+
+
+def keep_others(path: Path, draft: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Link the files of others that are in `path` into `draft`, which is to take its place."""
+    for other in path.iterdir() if path.is_dir() else ():
+        there = draft / other.name
+        if is_ours(other) or there.exists():
+            continue
+        if other.is_dir() and not other.is_symlink():
+            shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(other, there)
+
+
+def _link_or_copy(file: str | Path, there: str | Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
+    try:
+        os.link(file, there, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(file, there, follow_symlinks=False)
+
+
+def put_in_place(draft: Path, path: Path) -> None:
+    """Rename a finished folder to `path`; what was there is at `previous(path)` until then."""
+    old = previous(path)
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    draft.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,241 @@
+"""Several jobs that save to one path or load from it, and saves that are killed at any point."""
+
+import errno
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worker_pool import run_ranks, try_ranks
+from zero import FSDP, load_checkpoint, save_checkpoint, save_safetensors
+from zero.checkpoint import draft, storage
+from zero.checkpoint.draft import PathLock
+
+DEADLINE = 300.0
+SAVES = (save_checkpoint, save_safetensors)
+
+
+def filled(value, group=None):
+    model = FSDP(nn.Linear(40, 30), group=group)
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    return model
+
+
+def values_of(model):
+    return torch.cat([p.reshape(-1) for p in model.gather_full_params().values()]).unique().tolist()
+
+
+def job_groups():
+    """Two jobs of two ranks each: this rank's job and its process group."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    job = dist.get_rank() // 2
+    return job, groups[job]
+
+
+def save_at_once(path, rounds):
+    """Both jobs save to one path again and again; between the rounds the first one loads."""
+    job, group = job_groups()
+    model, other = filled(1.0 + job, group), filled(0.0, group)
+    draw, saved = random.Random(job), 0
+    for number in range(rounds):
+        save = SAVES[number % 2]
+        dist.barrier()
+        time.sleep(draw.random() * 0.01)
+        try:
+            save(f"{path}-{save.__name__}", model, group=group)
+            saved += 1
+        except RuntimeError as error:
+            if "is being saved to by" not in str(error):
+                raise
+        dist.barrier()
+        if job == 0:
+            load_checkpoint(f"{path}-{save.__name__}", other, group=group)
+            assert values_of(other) in ([1.0], [2.0])
+    return saved
+
+
+def test_two_jobs_that_save_to_one_path_never_mix_their_files(tmp_path):
+    saved = run_ranks(save_at_once, 4, str(tmp_path / "last"), 24, timeout=DEADLINE)
+    # In each round at least one of the two jobs saves.
+    assert saved[0] + saved[2] >= 24
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"last-{s.__name__}" for s in SAVES]
+
+
+def refuse_the_second(path):
+    """A save that is under way, even an asynchronous one, locks its path and no other."""
+    job, group = job_groups()
+    model = filled(1.0 + job, group)
+    link = Path(path).with_name("link")
+    if dist.get_rank() == 0:
+        link.symlink_to(path)
+    dist.barrier()
+    saving = save_checkpoint(path, model, group=group, async_op=True) if job == 0 else None
+    dist.barrier()
+    if job == 1:
+        for save in SAVES:
+            for place in (path, link):
+                with pytest.raises(RuntimeError, match="is being saved to by process"):
+                    save(place, model, group=group)
+            save(f"{path}-{save.__name__}", model, group=group)
+    dist.barrier()
+    if saving is not None:
+        saving.wait()
+        load_checkpoint(path, model, group=group)
+        assert values_of(model) == [1.0]
+    dist.barrier()
+    if job == 1:
+        save_checkpoint(path, model, group=group)
+        load_checkpoint(path, model, group=group)
+        assert values_of(model) == [2.0]
+    return True
+
+
+def test_the_second_of_two_jobs_is_refused_until_the_first_is_done(tmp_path):
+    assert all(run_ranks(refuse_the_second, 4, str(tmp_path / "last"), timeout=DEADLINE))
+    assert not list(tmp_path.glob(".*"))
+
+
+def save_without_locks(path):
+    def flock(handle, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    draft.fcntl.flock = flock
+    for save in SAVES:
+        with pytest.raises(RuntimeError, match=r"cannot be locked \(No locks available\), so"):
+            save(path, filled(1.0))
+    return True
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path):
+    assert all(run_ranks(save_without_locks, 2, str(tmp_path / "last"), timeout=DEADLINE))
+    assert not (tmp_path / "last").exists()
+
+
+def test_a_lock_file_that_its_holder_removed_is_not_locked(tmp_path):
+    first, second = PathLock(tmp_path / "last"), PathLock(tmp_path / "last")
+    first.acquire()
+    real_open = os.open
+
+    def release_between(*args):
+        handle = real_open(*args)
+        first.release()
+        return handle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", release_between)
+        second.acquire()
+    third = PathLock(tmp_path / "last")
+    with pytest.raises(RuntimeError, match="is being saved to"):
+        third.acquire()
+    second.release()
+    third.acquire()
+    third.release()
+    assert not list(tmp_path.iterdir())
+
+
+KILLED_AT = ("before writing", "after writing", "between the renames", "before the clean-up")
+
+
+def die_at(path, moment):
+    model = filled(2.0)
+    if dist.get_rank() == 0:
+        rename = Path.rename
+
+        def rename_and_die(file, target):
+            rename(file, target)
+            if target == draft.previous(Path(path)) and moment == KILLED_AT[2]:
+                os._exit(3)
+            if target == Path(path) and moment == KILLED_AT[3]:
+                os._exit(3)
+            return Path(target)
+
+        Path.rename = rename_and_die
+        if moment == KILLED_AT[0]:
+            storage.Writer.write = lambda self: os._exit(3)
+        if moment == KILLED_AT[1]:
+            storage.Writer.publish = lambda self: os._exit(3)
+    save_checkpoint(path, model)
+
+
+def save_one(path, value):
+    save_checkpoint(path, filled(value))
+
+
+def load_one(path):
+    model = filled(0.0)
+    load_checkpoint(path, model)
+    return values_of(model)
+
+
+@pytest.mark.parametrize("moment", KILLED_AT)
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, moment):
+    path = tmp_path / "last"
+    run_ranks(save_one, 2, str(path), 1.0, timeout=DEADLINE)
+    (path / "notes.txt").write_text("mine")
+    try_ranks(die_at, 2, str(path), moment, timeout=DEADLINE)
+    expected = [2.0] if moment == KILLED_AT[3] else [1.0]
+    assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [expected] * 2
+    run_ranks(save_one, 2, str(path), 3.0, timeout=DEADLINE)
+    assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [[3.0]] * 2
+    assert (path / "notes.txt").read_text() == "mine"
+    # The next save removes what the killed one left.
+    assert [p.name for p in tmp_path.iterdir()] == ["last"]
+
+
+def replace_while_loading(path):
+    """Another job replaces the checkpoint after the load has checked it."""
+    from zero.checkpoint.loading import Loading
+
+    fill = Loading.fill
+
+    def replace_then_fill(self):
+        if dist.get_rank() == 0:
+            os.rename(path, f"{path}-old")
+            os.rename(f"{path}-new", path)
+        dist.barrier()
+        fill(self)
+
+    Loading.fill = replace_then_fill
+    with pytest.raises(RuntimeError, match="another job replaced the checkpoint while it was"):
+        load_checkpoint(path, filled(0.0))
+    return True
+
+
+def test_a_checkpoint_that_is_replaced_during_a_load_is_refused(tmp_path):
+    path = str(tmp_path / "last")
+    run_ranks(save_one, 2, path, 1.0, timeout=DEADLINE)
+    run_ranks(save_one, 2, f"{path}-new", 2.0, timeout=DEADLINE)
+    assert all(run_ranks(replace_while_loading, 2, path, timeout=DEADLINE))
+
+
+def load_different(folder):
+    place = Path(folder) / f"rank{dist.get_rank()}"
+    with pytest.raises(RuntimeError, match="ranks found different checkpoints"):
+        load_checkpoint(place, filled(0.0))
+    return True
+
+
+def test_ranks_that_find_different_checkpoints_are_refused(tmp_path):
+    for rank in range(2):
+        run_ranks(save_one, 2, str(tmp_path / f"rank{rank}"), 1.0 + rank, timeout=DEADLINE)
+    assert all(run_ranks(load_different, 2, str(tmp_path), timeout=DEADLINE))
+
+
+def keep_of_one_second(folder):
+    """All checkpoints have one time stamp, as on file systems that count whole seconds."""
+    for number in (9, 10, 11):
+        save_checkpoint(f"{folder}/step-{number}", filled(1.0))
+        if dist.get_rank() == 0:
+            os.utime(f"{folder}/step-{number}/.metadata", (1, 1))
+        dist.barrier()
+    save_checkpoint(f"{folder}/step-12", filled(1.0), keep=2)
+
+
+def test_of_checkpoints_of_one_second_the_largest_numbers_are_kept(tmp_path):
+    run_ranks(keep_of_one_second, 2, str(tmp_path), timeout=DEADLINE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12"]

@@ -1,0 +1,301 @@
+"""Layers that read or write their weights unusually, and buffers that differ between ranks."""
+
+import copy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from worker_pool import run_ranks, try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from zero import (
+    FSDP,
+    ShardedOptimizer,
+    load_checkpoint,
+    memory_report,
+    save_checkpoint,
+    save_safetensors,
+)
+from zero_training import assert_alike
+
+DEADLINE = 300.0
+
+
+class Cosine(nn.Embedding):
+    def forward(self, tokens):
+        return F.embedding(tokens, F.normalize(self.weight, dim=-1))
+
+
+class Scaled(nn.Module):
+    def forward(self, weight):
+        return weight * weight.square().mean().rsqrt()
+
+
+def assign_forward(embedding):
+    embedding.forward = lambda tokens: F.embedding(tokens, embedding.weight.tanh())
+    return embedding
+
+
+def hook_forward(embedding, *, late=False):
+    def multiply(module, args, output):
+        return output @ (module.weight.T @ module.weight)
+
+    embedding.register_forward_hook(multiply)
+    return embedding
+
+
+def parametrized(embedding):
+    parametrize.register_parametrization(embedding, "weight", Scaled())
+    return embedding
+
+
+EMBEDDINGS = {
+    "plain": lambda: nn.Embedding(6, 4),
+    "padded": lambda: nn.Embedding(6, 4, padding_idx=1, scale_grad_by_freq=True),
+    "subclass": lambda: Cosine(6, 4),
+    "assigned": lambda: assign_forward(nn.Embedding(6, 4)),
+    "hooked": lambda: hook_forward(nn.Embedding(6, 4)),
+    "parametrized": lambda: parametrized(nn.Embedding(6, 4)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Embedding(6, 4)),
+}
+
+
+def embed(kind):
+    torch.manual_seed(0)
+    layers = EMBEDDINGS[kind](), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)
+    return nn.Sequential(*layers).double()
+
+
+def train_embeddings():
+    """Every embedding whose backward reads its weight, or may, equals one process."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for kind in EMBEDDINGS:
+        for late in (False, True) if kind in ("assigned", "hooked") else (False,):
+            model, twin = embed("plain" if late else kind), embed(kind)
+            sharded = FSDP(model)
+            if late:
+                {"assigned": assign_forward, "hooked": hook_forward}[kind](model[0])
+            ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
+            theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+            for step in range(3):
+                for number in range(world):
+                    tokens = torch.tensor([number, 2, 3 + step])
+                    if number == rank:
+                        sharded(tokens).square().mean().backward()
+                    (twin(tokens).square().mean() / world).backward()
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert_alike(sharded, twin)
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
+    assert all(run_ranks(train_embeddings, world, timeout=DEADLINE))
+
+
+class Clamped(nn.Linear):
+    """Writes to its weight in forward, in a way of its own."""
+
+    def __init__(self, write):
+        super().__init__(4, 4)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.weight)
+        return super().forward(x)
+
+
+class Parent(nn.Module):
+    """Writes to another module's weight in forward."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.child = nn.Linear(4, 4)
+        self.write = write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.write(self.child.weight)
+        return self.child(x)
+
+
+def clamp_data(weight):
+    weight.data.clamp_(-0.1, 0.1)
+
+
+def copy_rows(weight):
+    weight.detach()[0].copy_(torch.zeros(4))
+
+
+WRITES = {"clamp": lambda w: w.clamp_(-0.1, 0.1), "data": clamp_data, "rows": copy_rows}
+
+
+def refuse_writes(build):
+    for write in WRITES.values():
+        for gradients in (True, False):
+            torch.manual_seed(0)
+            sharded = FSDP(nn.Sequential(nn.Linear(4, 4), build(write), nn.Linear(4, 4)))
+            with (
+                torch.set_grad_enabled(gradients),
+                pytest.raises(RuntimeError, match="wrote to 1"),
+            ):
+                sharded(torch.ones(2, 4))
+    return True
+
+
+@pytest.mark.parametrize("build", [Clamped, Parent])
+def test_a_forward_that_writes_to_its_parameters_is_refused(build):
+    assert run_ranks(refuse_writes, 1, build, timeout=DEADLINE) == [True]
+
+
+def refuse_max_norm():
+    for module in (nn.Embedding(6, 4, max_norm=1.0), nn.EmbeddingBag(6, 4, max_norm=1.0)):
+        for shard in ((nn.Linear, type(module)), (nn.Linear,)):
+            with pytest.raises(ValueError, match=r"0 is Embedding(Bag)?\(max_norm=1\.0\), whose"):
+                FSDP(nn.Sequential(module, nn.Linear(4, 4)), shard=shard)
+    return True
+
+
+def test_embeddings_with_max_norm_are_refused():
+    assert all(run_ranks(refuse_max_norm, 2, timeout=DEADLINE))
+
+
+def write_on_one_rank():
+    """The elements are written through `.data` on the rank that does not hold them, too."""
+    model = nn.Sequential(Clamped(clamp_data))
+    if dist.get_rank() == 1:
+        model[0].write = lambda weight: None
+    FSDP(model)(torch.ones(2, 4))
+
+
+def test_the_rank_that_writes_says_so():
+    outcomes = try_ranks(write_on_one_rank, 2, timeout=DEADLINE)
+    assert "rank 0: forward or backward wrote to 0" in str(outcomes[0].error)
+
+
+def normalized(stage):
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Linear(4, 4), nn.BatchNorm1d(4))]
+    model = nn.Sequential(*layers)
+    if stage == 3:
+        model = FSDP(model)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.01)
+
+
+def buffers_of(model):
+    return {name.removeprefix("module."): b.clone() for name, b in model.named_buffers()}
+
+
+def save_buffers(folder):
+    rank = dist.get_rank()
+    for stage in (1, 3):
+        model, optimizer = normalized(stage)
+        torch.manual_seed(1 + rank)
+        for _ in range(3):
+            with torch.no_grad():
+                model((rank + 1) * 3 * torch.randn(8, 4) + 5 * rank)
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, buffers_of(model))
+        assert not torch.equal(every[0]["1.running_mean"], every[1]["1.running_mean"])
+        save_checkpoint(f"{folder}/checkpoint{stage}", model, optimizer)
+        save_safetensors(f"{folder}/weights{stage}", model)
+        save_checkpoint(f"{folder}/later{stage}", model, optimizer, async_op=True).wait()
+        for kind in ("checkpoint", "weights", "later"):
+            other, resumed = normalized(stage)
+            load_checkpoint(
+                f"{folder}/{kind}{stage}", other, None if kind == "weights" else resumed
+            )
+            for name, buffer in buffers_of(other).items():
+                assert torch.equal(buffer, every[0][name]), (kind, name)
+    return True
+
+
+def test_all_buffers_are_saved_from_rank_0(tmp_path):
+    assert all(run_ranks(save_buffers, 3, str(tmp_path), timeout=DEADLINE))
+
+
+class Transposed(nn.Module):
+    """A linear layer that is not an `nn.Linear`, as in GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def report_whole():
+    def build(shard, group=None):
+        torch.manual_seed(0)
+        layers = nn.Linear(32, 8), nn.LayerNorm(8), nn.Linear(8, 32), Transposed()
+        model = FSDP(nn.Sequential(*layers), shard=shard, group=group)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    first = dist.get_rank() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, _ = build((nn.Linear,))
+    # 1024 of 1024 + 16 + 264 + 288 elements, and those of the LayerNorm, are whole.
+    expected = ["keeps 65% of the model whole on every rank (Transposed 64%), because these classes"
+                " are not in shard=: pass shard=(Linear, Transposed,)"]  # fmt: skip
+    said = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
+    assert said == (expected if first else [])
+    assert model.whole_bytes == {"Transposed": 4096, "LayerNorm": 64}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build((nn.Linear, Transposed))
+        report = memory_report(
+            lambda group: build((nn.Linear, Transposed), group),
+            lambda m: m(torch.ones(2, 32)).sum(),
+        )
+    assert report.whole == {"LayerNorm": 64}
+    assert "whole on every rank: 0.000 MiB of LayerNorm, not in shard=" in str(report)
+    return True
+
+
+def test_parameters_that_stay_whole_are_reported():
+    assert all(run_ranks(report_whole, 2, timeout=DEADLINE))
+
+
+def write_in_forward(stage):
+    """Renormalized rows, and a caller's own edits, of the same values on all ranks or of others."""
+    for same in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4, max_norm=1.0), nn.Linear(4, 1)).double()
+        twin = copy.deepcopy(model)
+        ours = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1
+        )
+        theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(3):
+            tokens = torch.tensor([0, 1, 2]) + (0 if same else 3 * dist.get_rank())
+            model(tokens).square().mean().backward()
+            twin(tokens).square().mean().backward()
+            if not same:
+                with pytest.raises(RuntimeError, match=r"of shape \(6, 4\) was written"):
+                    ours.step()
+                break
+            for module, optimizer in ((model, ours), (twin, theirs)):
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    module[1].weight.clamp_(-0.3, 0.3)
+            assert_alike(model, twin)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_values_that_ranks_write_differently_in_forward_are_refused(stage):
+    assert all(run_ranks(write_in_forward, 2, stage, timeout=DEADLINE))
