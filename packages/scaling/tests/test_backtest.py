@@ -112,7 +112,7 @@ def test_backtest_of_too_few_runs_is_refused_with_the_reason():
     few = isoflop_runs(LAW, budgets=[1e18, 1e19], per_budget=4)
     with pytest.raises(ValueError, match="no cut of these runs can be fitted"):
         backtest(few[:6], fractions=(0.3,))
-    with pytest.raises(ValueError, match="shares"):
+    with pytest.raises(ValueError, match="expected fractions"):
         backtest(few, fractions=(1.5,))
     with pytest.raises(ValueError, match="expected methods among"):
         backtest(few, methods=("magic",))
