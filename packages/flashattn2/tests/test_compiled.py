@@ -13,7 +13,7 @@ import shipped
 import torch
 import tune
 from flashattn2.kernels import configs, launch
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -133,7 +133,8 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
 
     def by_tma():
         plans = [
-            launch.plan(kernel, "ieee", Score(0.1), x, x, x, packed=True) for kernel in kernels
+            launch.plan(kernel, "ieee", AttentionSpec(0.1), x, x, x, packed=True)
+            for kernel in kernels
         ]
         return [plan.tma for plan in plans]
 

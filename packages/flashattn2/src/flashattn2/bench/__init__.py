@@ -26,7 +26,7 @@ from flashattn2.attention import flash_attention
 from flashattn2.bench import record
 from flashattn2.bench.measure import elapsed_ms, held_bytes, memory_bytes, peak_extra_bytes, time_ms
 from flashattn2.bench.record import Row
-from flashattn2.decode import flash_attention_with_kvcache
+from flashattn2.kvcache import flash_attention_with_kvcache
 from flashattn2.reference import attention_reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Any]

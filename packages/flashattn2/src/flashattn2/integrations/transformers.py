@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashattn2.attention import flash_attention, flash_attention_varlen
+from flashattn2.autocast import cast_for_autocast
 from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 
 # Rows of the mask that are evaluated at a time: memory stays linear in the sequence.
@@ -80,6 +81,8 @@ def attention(
             f"expected no attention dropout, got {dropout}; set it to 0.0 in the configuration"
         )
     _check_options(others)
+    # Under autocast, a norm of the queries may leave q, k and v in different dtypes.
+    query, key, value = cast_for_autocast(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
     mask = attention_mask
     if mask is None:

@@ -20,12 +20,20 @@ from torch import Tensor
 
 from flashattn2.kernels import launch
 from flashattn2.kernels.forward import combine_kernel
-from flashattn2.kernels.tiles import load_tile, power, program, seen, share, store_tile, tanh
-from flashattn2.problem import Score
+from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
+    load_tile,
+    program,
+    split_range,
+    store_tile,
+    tanh,
+)
+from flashattn2.spec import AttentionSpec
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, score: Score,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None, spec: AttentionSpec,
     precision: str, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp of ``q`` over the first ``lengths`` keys of each sequence."""
@@ -58,13 +66,13 @@ def decode(
     exact = q.dtype == torch.float32
     meta = launch.Meta(
         dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
-        score.left >= 0, score.right >= 0, score.softcap > 0, flag, EXACT=exact,
+        spec.left >= 0, spec.right >= 0, spec.softcap > 0, flag, EXACT=exact,
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         packed, k, v, to_out, to_lse, lengths, table, launch.strides(packed, k, v, to_out),
         (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, seq_q, k.shape[0], k.shape[2]),
-        launch.numbers(score, exact), meta,
+        launch.score_factors(spec, exact), meta,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
@@ -126,14 +134,14 @@ def tile(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, score,
+    q, k, v, out, lse, lengths, table, strides, table_shape, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Grid: (row tiles · batch · kv_heads, splits of the keys)."""
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, seq_q, pages, page_size = sizes
-    _, inner, outer, left, right = score
-    tile, batch, kv_head, at, every = program(tiles, kv_heads, False)
+    _, inner, outer, left, right = spec
+    tile, batch, kv_head, at, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first = tile * meta.BLOCK_M
     seq_k = tl.load(lengths + batch)
@@ -150,7 +158,7 @@ def decode_kernel(
     lo, hi = 0, seq_k
     if meta.LEFT:
         lo = tl.maximum(seq_k - seq_q - left, 0) // meta.BLOCK_N * meta.BLOCK_N
-    lo, _, _, hi = share(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
+    lo, _, _, hi = split_range(lo, lo, hi, hi, split, meta.BLOCK_N, meta.SPLITS)
     maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
     total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]
@@ -179,13 +187,13 @@ def decode_kernel(
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
-        visible = seen(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
+        visible = is_visible(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
         raw = tl.where(visible, tl.where(exists[None, :], raw, float("nan")), float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         # Nothing seen so far: -inf - -inf would be NaN.
         base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], meta.EXACT)
-        rescale = power(maximum - base, meta.EXACT)
+        p = exponential(raw * outer - base[:, None], meta.EXACT)
+        rescale = exponential(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_rows = v + page * v_strides[0] + row * v_strides[2]
         v_tile = tl.load(
@@ -197,10 +205,10 @@ def decode_kernel(
         maximum = new
     total = tl.where(total == 0.0, 1.0, total)
     total += nothing
-    part = split * (every // kv_heads) + batch
+    part = split * (num_lines // kv_heads) + batch
     acc = acc / total[:, None]
     store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)
-    line = (tl.cast(split, tl.int64) * every + at) * rows
+    line = (tl.cast(split, tl.int64) * num_lines + at) * rows
     sums = (
         maximum + tl.log(total) if meta.EXACT else (maximum + tl.log2(total)) * 0.6931471805599453
     )

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
     key_ranges,
     load_tile,
-    place,
-    power,
+    locate_tile,
     program,
-    seen,
     store_tile,
     tanh,
 )
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, maxima, strides, cuts, sizes, score, meta: tl.constexpr
+    q, k, v, out, lse, maxima, strides, cuts, sizes, spec, meta: tl.constexpr
 ):  # fmt: skip
     """Grid: (query tiles · batch · heads, splits of the keys).
 
@@ -38,10 +38,10 @@ def forward_kernel(
     """
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, _, _, left, right = score
-    tile, batch, head, _, every = program(tiles, heads, True)
+    _, _, _, left, right = spec
+    tile, batch, head, _, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -65,13 +65,13 @@ def forward_kernel(
             acc, maximum, total, q_tile, k, v, strides, (batch, kv_head, k_begin, seq_k),
             lo if region == 0 else all_lo if region == 1 else all_hi,
             all_lo if region == 0 else all_hi if region == 1 else hi,
-            first + seq_k - seq_q, score, meta, region != 1,
+            first + seq_k - seq_q, spec, meta, region != 1,
         )  # fmt: skip
 
     # A row that saw no key has a total of 0: output 0, log-sum-exp -inf.
     total = tl.where(total == 0.0, 1.0, total)
     acc = acc / total[:, None]
-    part = split * (every // heads) + batch
+    part = split * (num_lines // heads) + batch
     store_tile(out, out_strides, (part, head, q_begin, seq_q), first, acc, meta.DV)
     lines = first + tl.arange(0, meta.BLOCK_M)
     line = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + lines
@@ -88,12 +88,12 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, score,
+    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, spec,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [lo, hi) to the running output, maximum and sum."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = score
+    _, inner, outer, left, right = spec
     seq_k = sequence[3]
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
@@ -105,16 +105,16 @@ def _attend(
         if MASKED:
             positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
             keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-            visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+            visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             raw = tl.where(visible, raw, float("-inf"))
         new = tl.maximum(maximum, tl.max(raw, 1) * outer)
         base = new
         if MASKED:
             # Nothing seen so far: -inf - -inf would be NaN.
             base = tl.where(new == float("-inf"), 0.0, new)
-        p = power(raw * outer - base[:, None], meta.EXACT)  # [M, N]
+        p = exponential(raw * outer - base[:, None], meta.EXACT)  # [M, N]
         # What was summed relative to the old maximum is brought to the new one: [M].
-        rescale = power(maximum - base, meta.EXACT)
+        rescale = exponential(maximum - base, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
         # Of k what TMA reads past a sequence is masked above; 0 times a NaN of v would be NaN.
         v_tile = load_tile(
@@ -165,19 +165,19 @@ def combine_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, score: Score,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
     precision: str, split_size: int = 0, max_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Output, log-sum-exp and, if asked for, row maxima of ``(batch, heads, seq, dim)``."""
     v_dim = v.shape[-1]
-    out = launch.like(q, v_dim)
+    out = launch.empty_like_layout(q, v_dim)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
         return out.zero_(), lse, lse
     q, k, v = launch.rows_contiguous(q, k, v)
     plan = launch.plan(
-        "forward", precision, score, q, k, v, packed=cu_q is not None, split_size=split_size
+        "forward", precision, spec, q, k, v, packed=cu_q is not None, split_size=split_size
     )
     batch, heads, rows, _ = q.shape
     tile, splits = plan.tile, plan.splits
@@ -187,12 +187,12 @@ def forward(
         to_out = q.new_empty((splits * batch, heads, rows, v_dim), dtype=torch.float32)
         to_lse = q.new_empty((splits * batch, heads, rows), dtype=torch.float32)
     maxima = torch.empty_like(to_lse) if max_logits else None
-    meta = plan.meta(q, v, score, cu_q is not None)
+    meta = plan.meta(q, v, spec, cu_q is not None)
     forward_kernel[launch.grid(tiles, batch * heads, splits)](
         *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
-        maxima, launch.strides(q, k, v, to_out), launch.cuts(cu_q, cu_k),
-        (tiles, heads, heads // k.shape[1], rows, k.shape[2]), launch.numbers(score, meta.EXACT),
-        meta, **tile.compiler_options,
+        maxima, launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),
+        (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         tiles = launch.cdiv(rows, 32)

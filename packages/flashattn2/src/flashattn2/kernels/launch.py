@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from flashattn2.kernels.configs import Tile, choose
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 MAX_SPLITS = 16
 # Kernels multiply a row number within a tile by the row stride in int32.  A tile has at most 256
 # rows, so no product overflows below this bound.
 MAX_ROW_STRIDE = 2**22
 # What a fixed split size may ask for: each split has an output of its own, in float32.
-MOST_FIXED_SPLITS = 1024
+MAX_FIXED_SPLITS = 1024
 
 
 class Meta(NamedTuple):
@@ -68,13 +68,15 @@ class Plan:
         """How the kernels divide a loop: see `flashattn2.kernels.tiles.share`."""
         return -self.split_size if self.split_size else self.splits
 
-    def meta(self, q: Tensor, v: Tensor, score: Score, packed: bool, atomic: bool = False) -> Meta:
+    def meta(
+        self, q: Tensor, v: Tensor, spec: AttentionSpec, packed: bool, atomic: bool = False
+    ) -> Meta:
         """What the kernel is compiled with for this input."""
         exact = q.dtype == torch.float32 and self.precision == "ieee"
         return Meta(
             q.shape[-1], self.block_d, v.shape[-1], self.block_dv,
             self.tile.block_m, self.tile.block_n,
-            score.left >= 0, score.right >= 0, score.softcap > 0,
+            spec.left >= 0, spec.right >= 0, spec.softcap > 0,
             self.split_flag, packed, self.tma, self.precision, exact, atomic,
         )  # fmt: skip
 
@@ -96,9 +98,16 @@ class Plan:
 
 
 def plan(
-    kernel: str, precision: str, score: Score, q: Tensor, k: Tensor, v: Tensor, *others: Tensor,
-    packed: bool, split_size: int = 0,
-) -> Plan:  # fmt: skip
+    kernel: str,
+    precision: str,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor,
+    packed: bool,
+    split_size: int = 0,
+) -> Plan:
     """The launch of ``kernel`` ("forward", "dq", "dkdv" or "atomic")."""
     device = device_of(q.device)
     if not device.has_tf32:
@@ -110,12 +119,12 @@ def plan(
     if device.has_tma:
         paths = ["hopper", "pointers"]
         # What TMA reads past a sequence is set to zero in registers: by keys there are none left.
-        if not (packed and by_key) and all(fits_tma(x) for x in (q, k, v, *others)):
+        if not (packed and by_key) and all(can_use_tma(x) for x in (q, k, v, *others)):
             paths.insert(0, "packed" if packed else "tma")
     heads = (k if by_key else q).shape[1]
     # Batches are to give the same bits: a forward pass is split at fixed keys, all else never.
     fixed = split_size if kernel == "forward" and not packed else 0
-    options = score.left >= 0 or score.softcap > 0
+    options = spec.left >= 0 or spec.softcap > 0
     # Splitting costs registers too: what is split is planned again, with the tile for that.
     for rich in (options, True):
         tile, tma, products = choose(
@@ -140,10 +149,10 @@ def plan(
             splits = split_count(tiles * q.shape[0] * heads, loop, device.processors)
         if splits == 1:
             break
-    if fixed and splits > MOST_FIXED_SPLITS:
+    if fixed and splits > MAX_FIXED_SPLITS:
         raise ValueError(
             f"split_size {split_size} cuts {k.shape[2]} keys into {splits} splits, above "
-            f"{MOST_FIXED_SPLITS}; give at least {cdiv(k.shape[2], MOST_FIXED_SPLITS)}"
+            f"{MAX_FIXED_SPLITS}; give at least {cdiv(k.shape[2], MAX_FIXED_SPLITS)}"
         )
     return Plan(tile, block_d, block_dv, splits, tma, products, fixed)
 
@@ -155,7 +164,7 @@ def split_count(programs: int, loop: int, processors: int) -> int:
     return max(1, min(processors // programs, loop // 4, MAX_SPLITS))
 
 
-def fits_tma(x: Tensor) -> bool:
+def can_use_tma(x: Tensor) -> bool:
     """TMA needs 16-byte strides and addresses, and dimensions that really differ in address."""
     aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
     return aligned and x.stride(-1) == 1 and x.data_ptr() % 16 == 0
@@ -163,15 +172,15 @@ def fits_tma(x: Tensor) -> bool:
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Copy the tensors whose last dimension has gaps or whose row stride is too large."""
-    return tuple(x if has_plain_rows(x) else x.contiguous() for x in tensors)
+    return tuple(x if has_addressable_rows(x) else x.contiguous() for x in tensors)
 
 
-def has_plain_rows(x: Tensor) -> bool:
+def has_addressable_rows(x: Tensor) -> bool:
     """Return True if kernels can address the rows of ``x``; batch and head strides are free."""
     return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 
-def like(x: Tensor, dim: int | None = None) -> Tensor:
+def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:
     """Room for a result in the layout of ``x``, of head dim ``dim``, which has no gaps."""
     if dim is not None and dim != x.shape[-1]:
         batch, heads, rows, _ = x.shape
@@ -179,7 +188,7 @@ def like(x: Tensor, dim: int | None = None) -> Tensor:
             return x.new_empty((batch, rows, heads, dim)).transpose(1, 2)
         return x.new_empty((batch, heads, rows, dim))
     room = torch.empty_like(x)
-    return room if has_plain_rows(room) else x.new_empty(x.shape)
+    return room if has_addressable_rows(room) else x.new_empty(x.shape)
 
 
 def tiles_of(x: Tensor, cu: Tensor | None, block: int) -> int:
@@ -196,7 +205,7 @@ def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     return tiles * heads, splits
 
 
-def parts(gradient: Tensor, splits: int) -> Tensor:
+def split_outputs(gradient: Tensor, splits: int) -> Tensor:
     """Where the splits write: the gradient itself, or a float32 copy for each."""
     if splits == 1:
         return gradient
@@ -220,18 +229,18 @@ def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     return tuple(x.stride()[:3] for x in tensors)
 
 
-def cuts(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def sequence_bounds(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return both boundaries of packed sequences without gaps, or None."""
     return None if cu_q is None or cu_k is None else (cu_q.contiguous(), cu_k.contiguous())
 
 
-def numbers(score: Score, exact: bool) -> tuple[float, float, float, int, int]:
+def score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float, int, int]:
     """Scale, ``inner``, ``outer`` (see `flashattn2.kernels.tiles`), left and right."""
     unit = 1.0 if exact else math.log2(math.e)
-    inner, outer = 1.0, score.scale * unit
-    if score.softcap:
-        inner, outer = score.scale / score.softcap, score.softcap * unit
-    return score.scale, inner, outer, score.left, score.right
+    inner, outer = 1.0, spec.scale * unit
+    if spec.softcap:
+        inner, outer = spec.scale / spec.softcap, spec.softcap * unit
+    return spec.scale, inner, outer, spec.left, spec.right
 
 
 @dataclass(frozen=True)

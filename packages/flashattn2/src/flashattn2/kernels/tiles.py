@@ -34,7 +34,7 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def place(
+def locate_tile(
     tile, tiles, cuts, lengths, BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """The tile's first row in its sequence, where that begins, and its length in queries and keys.
@@ -110,7 +110,7 @@ def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
 
 
 @triton.jit
-def power(x, EXACT: tl.constexpr):
+def exponential(x, EXACT: tl.constexpr):
     """e or 2 to the x; for e, x · log2(e) is not rounded: the whole powers of 2 are taken off."""
     if EXACT:
         # Below this every float32 is 0; -inf would be taken off itself.
@@ -135,7 +135,7 @@ def tanh(x):
 
 
 @triton.jit
-def load_rows(sums, line, lines, seq_q, EXACT: tl.constexpr):
+def load_row_statistics(sums, line, lines, seq_q, EXACT: tl.constexpr):
     """Of ``sums`` L in the units of the scores, D, and if EXACT what makes a row of P sum to one.
 
     L is +inf, so P is 0, where there is no row or key.
@@ -148,7 +148,7 @@ def load_rows(sums, line, lines, seq_q, EXACT: tl.constexpr):
 
 
 @triton.jit
-def seen(
+def is_visible(
     positions, keys, seq_k, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):  # fmt: skip
     """Whether the query at each position sees each key, both shaped to broadcast to the tile."""
@@ -179,7 +179,7 @@ def key_ranges(
         hi = tl.maximum(tl.minimum(seq_k, furthest + right + 1), 0)
         all_hi = tl.maximum(tl.minimum(seq_k, nearest + right + 1), 0)
     all_hi = all_hi // BLOCK * BLOCK
-    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+    return split_range(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
 
 
 @triton.jit
@@ -199,11 +199,11 @@ def query_ranges(
     # The last tile of keys may reach past the end: all of its tiles are masked.
     if last >= seq_k:
         all_lo = hi
-    return share(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
+    return split_range(lo, all_lo, all_hi, hi, split, BLOCK, SPLITS)
 
 
 @triton.jit
-def share(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """One split's part of a range, its inner bounds in order.
 
     SPLITS above 0 divides the range evenly; below 0 each split has the keys of one range of that

@@ -38,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import key_ranges, program, seen
-from flashattn2.problem import Score
+from flashattn2.kernels.tiles import is_visible, key_ranges, program
+from flashattn2.spec import AttentionSpec
 
 # Triton 3.6 has these as `async_copy_...`, and 3.9 keeps that name only to say that it is gone.
 if hasattr(tma, "async_load"):
@@ -107,15 +107,15 @@ def forward_kernel(
 
     memory = (q_tiles, k_tiles, v_tiles)
     barriers = (q_ready, k_ready, k_free, v_ready, v_free)
-    place = (batch, head, line, first)
+    location = (batch, head, line, first)
     band = (seq_q, seq_k, left, right)
     gl.warp_specialize(
         [
-            (consumer, (out, lse, outer, memory, barriers, place, loop, band,
+            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
                         0, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-            (consumer, (out, lse, outer, memory, barriers, place, loop, band,
+            (consumer, (out, lse, outer, memory, barriers, location, loop, band,
                         1, D, ROWS, KEYS, STAGES, LEFT, RIGHT)),
-            (producer, (q, k, v, memory, barriers, place, loop, head // group,
+            (producer, (q, k, v, memory, barriers, location, loop, head // group,
                         ROWS, KEYS, STAGES)),
         ],
         [4, 1],
@@ -125,13 +125,13 @@ def forward_kernel(
 
 @gluon.jit
 def producer(
-    q, k, v, memory, barriers, place, loop, kv_head,
+    q, k, v, memory, barriers, location, loop, kv_head,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp: Q, then K and V of each tile as soon as there is room for them."""
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
-    batch, head, _, first = place
+    batch, head, _, first = location
     start, count, _, _ = loop
     # `expect` arrives, and holds the phase open until so many bytes have come too.
     mbarrier.expect(q_ready, 2 * q.block_type.nbytes)
@@ -155,13 +155,13 @@ def producer(
 
 @gluon.jit
 def consumer(
-    out, lse, outer, memory, barriers, place, loop, band, WHICH: gl.constexpr,
+    out, lse, outer, memory, barriers, location, loop, band, WHICH: gl.constexpr,
     D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
     """Four warps: half of the queries against all tiles of keys."""
     q_ready, k_ready, k_free, v_ready, _ = barriers
-    batch, head, line, first = place
+    batch, head, line, first = location
     start, count, near, far = loop
     seq_q, seq_k, _, _ = band
     row = first + WHICH * ROWS
@@ -276,7 +276,7 @@ def softmax(
         _, seq_k, left, right = band
         positions = position + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
         keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))  # [KEYS]
-        visible = seen(positions[:, None], keys[None, :], seq_k, left, right, LEFT, RIGHT)
+        visible = is_visible(positions[:, None], keys[None, :], seq_k, left, right, LEFT, RIGHT)
         s = gl.where(visible, s, float("-inf"))
     new = gl.maximum(maximum, gl.max(s, 1) * outer)  # [ROWS]
     base = new
@@ -288,26 +288,26 @@ def softmax(
     return p, new, total * rescale + gl.sum(p, 1), rescale
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of ``(batch, heads, seq, dim)``."""
-    out = launch.like(q)
+    out = launch.empty_like_layout(q)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
     q, k, v = (
-        x if launch.fits_tma(x) else x.clone(memory_format=torch.contiguous_format)
+        x if launch.can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (q, k, v)
     )
     batch, heads, seq_q, dim = q.shape
     tile = TILES[dim]
     tiles = launch.cdiv(seq_q, CONSUMERS * tile.rows)
-    outer = launch.numbers(score, False)[2]
+    outer = launch.score_factors(spec, False)[2]
     forward_kernel[(tiles * batch * heads,)](
         *(descriptor(x, rows) for x, rows in ((q, tile.rows), (k, tile.keys), (v, tile.keys))),
         descriptor(out, tile.rows), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
-        k.shape[2], score.left, score.right,
+        k.shape[2], spec.left, spec.right,
         D=dim, ROWS=tile.rows, KEYS=tile.keys, STAGES=tile.stages,
-        LEFT=score.left >= 0, RIGHT=score.right >= 0,
+        LEFT=spec.left >= 0, RIGHT=spec.right >= 0,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -15,8 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import key_ranges, load_tile, place, power, program, seen, tanh
-from flashattn2.problem import Score
+from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
+    key_ranges,
+    load_tile,
+    locate_tile,
+    program,
+    tanh,
+)
+from flashattn2.spec import AttentionSpec
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
@@ -34,13 +42,13 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 
 def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, score: Score, precision: str, split_size: int,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What makes each row of P sum to one, and D, both from the sums over P and dP."""
     plan = launch.plan(
         "dq",
         precision,
-        score,
+        spec,
         q,
         k,
         v,
@@ -54,8 +62,8 @@ def norm_and_delta(
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
-        launch.cuts(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.numbers(score, True), plan.meta(q, v, score, cu_q is not None),
+        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.score_factors(spec, True), plan.meta(q, v, spec, cu_q is not None),
         **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)
@@ -87,16 +95,16 @@ def delta_kernel(
 
 @triton.jit
 def sums_kernel(
-    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, score,
+    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Rowsums of P and of P ∘ dP.  Grid: (query tiles · batch · heads, splits of the keys)."""
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, inner, outer, left, right = score
-    tile, batch, head, at, every = program(tiles, heads, True)
+    _, inner, outer, left, right = spec
+    tile, batch, head, at, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -131,11 +139,11 @@ def sums_kernel(
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
         keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-        p = power(raw * outer - row_lse[:, None], True)  # [M, N]
-        visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+        p = exponential(raw * outer - row_lse[:, None], True)  # [M, N]
+        visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
         p = tl.where(visible, p, 0.0)
         total += tl.sum(p, 1)
         product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)
-    part = (tl.cast(split, tl.int64) * every + at) * rows + q_begin
+    part = (tl.cast(split, tl.int64) * num_lines + at) * rows + q_begin
     tl.store(p_sums + part + lines, total, lines < seq_q)
     tl.store(dp_sums + part + lines, product, lines < seq_q)
