@@ -77,7 +77,7 @@ def compile_job(job):
         while LAUNCH_BACK.launched:
             compiled, options = LAUNCH_BACK.launched.pop(0)
             products = 5 if options["ATOMIC"] else 4 if options["BY_KEY"] else 3
-            tile = options["FIXED"] * options["ROWS"]
+            tile = options["RESIDENT"] * options["ROWS"]
             code = made(compiled, 2, products * tile * dim)
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # What each kernel allocates, in this order.
 NAMES = {
     "forward_kernel": "q k v q_ready k_ready k_free v_ready v_free",
-    "backward_kernel": "a b x y lse delta numbers fixed_ready x_ready y_ready free ds dq",
+    "backward_kernel": "a b x y lse delta numbers resident_ready x_ready y_ready free ds dq",
 }
 PATIENCE_SECONDS = 60.0
 # As they were before a machine stands in a kernel's place.

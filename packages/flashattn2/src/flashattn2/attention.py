@@ -81,7 +81,8 @@ def flash_attention(
         is_causal: If True, query `i` sees keys up to `i + seq_k - seq_q` (bottom-right alignment).
         scale: Factor of the scores; `dim ** -0.5` by default.
         window: `(left, right)`, the number of keys that a query sees on each side of its own
-            position.  None is no bound, and one int applies to both sides.
+            position.  None removes a bound, and one int applies to
+            both sides.
         softcap: If given, scores become `softcap * tanh(score / softcap)`.
         sinks: One learned score per query head (gpt-oss).  Each row sees it as the score of an
             additional key whose value is zero.  The log-sum-exp includes it.
@@ -127,7 +128,7 @@ def flash_attention(
     if plan is None:
         q, k, v = cast_for_autocast(q, k, v)
     if not has_heads:
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     if plan is None:
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         method, _ = select_backend(

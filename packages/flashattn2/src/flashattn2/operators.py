@@ -69,7 +69,9 @@ def forward_op(
 
 @forward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, backend, max_logits = options[0], options[6], options[10]
+    cu_q = options[0]
+    backend = options[6]
+    max_logits = options[10]
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     if backend in KERNEL_BACKENDS:
         from flashattn2.kernels import launch

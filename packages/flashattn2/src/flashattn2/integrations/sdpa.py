@@ -78,22 +78,22 @@ def _broadcast(
     """Broadcast the leading dimensions, call `sdpa` on four dimensions and restore them."""
     tensors = (query, key, value)
     # With grouped-query attention, the dimension of heads does not broadcast.
-    kept = 3 if enable_gqa else 2
-    if min(x.dim() for x in tensors) < kept:
+    num_trailing = 3 if enable_gqa else 2
+    if min(x.dim() for x in tensors) < num_trailing:
         raise ValueError(
             "expected at least three dimensions (..., heads, seq, dim) with enable_gqa, got "
             f"shapes {', '.join(str(tuple(x.shape)) for x in tensors)}"
         )
-    leading = _broadcast_shapes(*(x.shape[:-kept] for x in tensors))
+    leading = _broadcast_shapes(*(x.shape[:-num_trailing] for x in tensors))
     expanded = []
     for x in tensors:
-        shape = (*leading, *x.shape[-kept:])
+        shape = (*leading, *x.shape[-num_trailing:])
         batch = math.prod(shape[:-3])
         ones = (1,) * (3 - len(shape))
         expanded.append(x.expand(shape).reshape(batch, *ones, *shape[-3:]))
     q, k, v = expanded
     out = sdpa(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=True)
-    return out.reshape(*leading, *query.shape[-kept:-1], value.shape[-1])
+    return out.reshape(*leading, *query.shape[-num_trailing:-1], value.shape[-1])
 
 
 def _broadcast_shapes(*shapes: torch.Size) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""The backward pass: Algorithm 2 as two kernels, or as one with atomics.
+"""The backward pass: Algorithm 2 as two kernels, or as one kernel with atomic additions.
 
-Notable: the deterministic backward runs `dkdv_kernel` and `dq_kernel`, seven matrix products in
-all, and in float32 without matrix units two more before them (`rows.py`).  The atomic one, for half
-precision, adds dQ from inside the first: five products, and sums in any order.  Where there are
-fewer tiles than processors, the loop of each is split among several programs that write float32
-parts, summed in a fixed order.
+The deterministic backward pass runs `dkdv_kernel` and `dq_kernel` with seven matrix products, and
+in float32 without matrix units two more products before them (`row_sums.py`).  The atomic backward
+pass, for half precision, accumulates dQ in `dkdv_kernel`: five products, and sums in varying order.
+With fewer tiles than processors, the loop of each tile is split among several programs that write
+partial sums in float32, which are added in a fixed order.
 """
 
 import torch
@@ -22,7 +22,7 @@ def backward(
     grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
     precision: str, deterministic: bool, split_size: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

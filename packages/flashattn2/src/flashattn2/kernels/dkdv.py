@@ -1,7 +1,7 @@
 """The gradients of k and v: one tile of keys against the queries that see it.
 
-Notable: scores stand transposed, [keys, queries], so that P and dS are left operands straight from
-registers.  With ATOMIC the same pass adds dQ as well, by atomics.
+Scores are transposed, [keys, queries], so that P and dS are left operands that remain in registers.
+With ATOMIC the same kernel also accumulates dQ by atomic additions.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -17,6 +17,7 @@ from flashattn2.kernels.tiles import (
     locate_tile,
     program,
     query_ranges,
+    select_region,
     store_tile,
     tanh,
 )
@@ -27,11 +28,14 @@ def dkdv_kernel(
     q, k, v, grad_out, sums, dq, dk, dv, strides, cuts, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (key tiles · batch · kv_heads, splits of the queries)."""
+    """Compute dK and dV of one tile of keys.
+
+    Grid: (key tiles · batch · kv_heads, splits of the queries).
+    """
     _, k_strides, v_strides, _, _, dk_strides, dv_strides = strides
     tiles, kv_heads, group, rows, seq_k = sizes
     scale, _, _, left, right = spec
-    # The first tiles are seen by the most queries of a causal problem, and start first.
+    # With a causal mask the first tiles are seen by the most queries; they start first.
     tile, batch, kv_head, _, num_lines = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k = locate_tile(
@@ -56,13 +60,13 @@ def dkdv_kernel(
     for member in range(group):
         head = kv_head * group + member
         line = (tl.cast(batch, tl.int64) * kv_heads * group + head) * rows + q_begin
-        # Before the queries that see all of these keys, those, and after.
+        # The regions before and after the queries that see all keys of the tile are masked.
         for region in tl.static_range(3 if meta.LEFT else 2):
+            start, stop = select_region(lo, all_lo, all_hi, hi, region)
             dk_acc, dv_acc = _add_dkdv(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides,
                 (batch, head, q_begin, seq_q), line, first,
-                lo if region == 0 else all_lo if region == 1 else all_hi,
-                all_lo if region == 0 else all_hi if region == 1 else hi,
+                start, stop,
                 seq_k, spec, meta, region != 1,
             )  # fmt: skip
     part = split * (num_lines // kv_heads) + batch
@@ -76,7 +80,7 @@ def _add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, dq, strides, sequence, line, first, lo, hi,
     seq_k, spec, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add Pᵀ dO and dSᵀ q over the queries [lo, hi); scores are transposed, [keys, queries]."""
+    """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
     q_strides, _, _, grad_out_strides, dq_strides, _, _ = strides
     batch, head, q_begin, seq_q = sequence
     scale, inner, outer, left, right = spec

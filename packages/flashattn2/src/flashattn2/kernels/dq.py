@@ -13,6 +13,7 @@ from flashattn2.kernels.tiles import (
     load_tile,
     locate_tile,
     program,
+    select_region,
     store_tile,
     tanh,
 )
@@ -22,7 +23,10 @@ from flashattn2.kernels.tiles import (
 def dq_kernel(
     q, k, v, grad_out, sums, dq, strides, cuts, sizes, spec, meta: tl.constexpr
 ):  # fmt: skip
-    """Grid: (query tiles · batch · heads, splits of the keys)."""
+    """Compute dQ of one tile of queries.
+
+    Grid: (query tiles · batch · heads, splits of the keys).
+    """
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     scale, _, _, left, right = spec
@@ -52,10 +56,10 @@ def dq_kernel(
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
     for region in tl.static_range(0 if meta.LEFT else 1, 3):
+        start, stop = select_region(lo, all_lo, all_hi, hi, region)
         acc = _add_dq(
             acc, q_tile, do_tile, row_statistics, k, v, strides, (batch, kv_head, k_begin, seq_k),
-            lo if region == 0 else all_lo if region == 1 else all_hi,
-            all_lo if region == 0 else all_hi if region == 1 else hi,
+            start, stop,
             first + seq_k - seq_q, spec, meta, region != 1,
         )  # fmt: skip
     part = split * (num_lines // heads) + batch
@@ -67,7 +71,7 @@ def _add_dq(
     acc, q_tile, do_tile, row_statistics, k, v, strides, sequence, lo, hi, position, spec,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS k over the keys [lo, hi)."""
+    """Add dS K over the keys [lo, hi)."""
     _, k_strides, v_strides, _, _ = strides
     _, inner, outer, left, right = spec
     seq_k = sequence[3]
