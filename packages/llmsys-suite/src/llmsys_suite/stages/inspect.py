@@ -9,7 +9,7 @@ from interp.patching.streams import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Inspect
 
 INDUCTION_STEPS = 500
