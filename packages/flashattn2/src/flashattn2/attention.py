@@ -80,9 +80,8 @@ def flash_attention(
         v: Values `(batch, kv_heads, seq_k, dim_v)` or `(batch, seq_k, dim_v)`.
         is_causal: If True, query `i` sees keys up to `i + seq_k - seq_q` (bottom-right alignment).
         scale: Factor of the scores; `dim ** -0.5` by default.
-        window: `(left, right)`, the number of keys that a query sees on each side of its own
-            position.  None removes a bound, and one int applies to
-            both sides.
+        window: `(left, right)`, the number of keys that a query sees on each side of its
+            position.  None removes a bound, and one int applies to both sides.
         softcap: If given, scores become `softcap * tanh(score / softcap)`.
         sinks: One learned score per query head (gpt-oss).  Each row sees it as the score of an
             additional key whose value is zero.  The log-sum-exp includes it.
