@@ -47,7 +47,7 @@ from paramserver import (
     run,
 )
 from paramserver.bench import bench, table
-from paramserver.bench.rows import time_exchanges, median_times, time_rpc
+from paramserver.bench.rows import median_times, time_exchanges, time_rpc
 from torch import nn
 
 CONTEXT, ROWS, WORKERS, LOCAL_STEPS = 128, 4, 2, 50  # rows a worker
