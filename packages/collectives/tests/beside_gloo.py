@@ -40,7 +40,7 @@ def main(path, sizes):
     for kind in KINDS:
         for size in sizes:
             rounds = 25 if size <= 1 << 20 else 9 if size <= 16 << 20 else 3
-            times = bench.time_in_turns(calls(kind, size), size, False, "cpu", rounds=rounds)
+            times = bench.time_interleaved(calls(kind, size), size, False, "cpu", rounds=rounds)
             ratio = np.median(times["auto"].rounds / times["gloo"].rounds)
             found[f"{kind} {size}"] = float(ratio)
     if dist.get_rank() == 0:

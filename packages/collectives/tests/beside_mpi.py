@@ -41,7 +41,7 @@ def main(sizes):
             "auto": partial(collectives.all_reduce, plain),
             "shared_empty": partial(collectives.all_reduce, shared),
         }
-        times = bench.time_in_turns(contenders, size, False, "cpu", rounds=15)
+        times = bench.time_interleaved(contenders, size, False, "cpu", rounds=15)
         for name, found in times.items():
             ratio = float(np.median(times[mpi].rounds / found.rounds))
             middle = float(np.median(found.rounds)) * 1e6

@@ -9,7 +9,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.choice.cost import LEAST_WINS, candidates
+from collectives.choice.cost import MIN_WINS, candidates
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
@@ -345,8 +345,8 @@ def tuned_once():
         best = min(here, key=lambda name: here[name].seconds)
         picked = models[0].choose("all_reduce", size, (1,) * world)
         # gloo's own, unless another one won most of the turns.
-        assert picked == "gloo" or here[picked].wins >= LEAST_WINS
-        assert picked == best or best == "gloo" or here[best].wins < LEAST_WINS
+        assert picked == "gloo" or here[picked].wins >= MIN_WINS
+        assert picked == best or best == "gloo" or here[best].wins < MIN_WINS
     return models[0] == models[1], measured, seconds
 
 

@@ -187,7 +187,7 @@ def nans():
                     if rank == 1:
                         inputs[odd][2] = torch.nan
                     text = error_of(function, outputs, inputs)
-                    assert "rank 1 brought a NaN" in text, (kind, name, odd, text)
+                    assert "rank 1 passed a NaN" in text, (kind, name, odd, text)
 
 
 def test_a_nan_in_any_of_the_tensors_is_raised():

@@ -11,7 +11,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives import faults
+from collectives import failure_detection
 from collectives.algorithms.gloo import GlooGroups
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
@@ -147,13 +147,13 @@ def one_signs_late():
         os._exit(1)
     if rank == 0:
         time.sleep(0.3)
-    sign = faults.Faults._sign
+    publish = failure_detection.FailureDetector._publish_report
 
-    def late(self, operation, **told):
-        time.sleep(1.6 * faults.ROLL_SECONDS if rank == 1 else 0)
-        sign(self, operation, **told)
+    def publish_late(self, operation, status, **fields):
+        time.sleep(1.6 * failure_detection.REPORT_SECONDS if rank == 1 else 0)
+        publish(self, operation, status, **fields)
 
-    faults.Faults._sign = late
+    failure_detection.FailureDetector._publish_report = publish_late
     with pytest.raises(collectives.RankLost) as caught:
         collectives.all_reduce(tensor, algorithm="ring")
     time.sleep(3)
@@ -379,7 +379,7 @@ class SlowStore:
 
 def disagree_over_a_slow_store():
     place("apart")
-    faults.cloned = SlowStore
+    failure_detection.clone_store = SlowStore
     group = dist.new_group(timeout=timedelta(seconds=4))
     collectives.all_reduce(torch.ones(8), group=group, algorithm="ring")
     with pytest.raises(collectives.Mismatch) as caught:
@@ -400,9 +400,9 @@ def bring_nan(where):
     if dist.get_rank() == 2:
         tensor[77] = torch.nan
     with collectives.checked(nan=True):
-        with pytest.raises(collectives.Mismatch, match="rank 2 brought a NaN to all_reduce"):
+        with pytest.raises(collectives.Mismatch, match="rank 2 passed a NaN to all_reduce"):
             collectives.all_reduce(tensor)
-        with pytest.raises(collectives.Mismatch, match="ranks 0, 1, 2 brought a NaN"):
+        with pytest.raises(collectives.Mismatch, match="ranks 0, 1, 2 passed a NaN"):
             collectives.broadcast(torch.full((2,), torch.nan), 0)
     # Outside, NaNs are data.
     collectives.all_reduce(tensor)
@@ -436,7 +436,7 @@ def dead_from_the_start():
     if dist.get_rank() == 1:
         os._exit(0)
     begin = time.monotonic()
-    with pytest.raises(collectives.RankLost, match="rank 1 did not come"):
+    with pytest.raises(collectives.RankLost, match="rank 1 did not join"):
         collectives.all_reduce(torch.ones(10))
     return time.monotonic() - begin < 2 * TIMEOUT
 
@@ -468,9 +468,9 @@ def bad_arguments():
         collectives.reduce_scatter_tensor(torch.ones(3), t)
     with raises(TypeError, match="make them the same"):
         collectives.all_gather_into_tensor(torch.ones(8), t.double())
-    with raises(ValueError, match="either src"):
+    with raises(ValueError, match="as either src"):
         collectives.broadcast(t)
-    with raises(ValueError, match="source rank 7 is not one"):
+    with raises(ValueError, match="expected a root between 0 and 1.*got 7"):
         collectives.broadcast(t, 7)
     with raises(ValueError, match="input has 3 rows, not a multiple of 2 ranks"):
         collectives.all_to_all_single(t, torch.ones(3))

@@ -36,7 +36,7 @@ def ratios(sizes):
             "any": partial(collectives.all_reduce, plain),
             "shared": partial(collectives.all_reduce, shared),
         }
-        times = bench.time_in_turns(contenders, size, quick=False, device="cpu", rounds=15)
+        times = bench.time_interleaved(contenders, size, quick=False, device="cpu", rounds=15)
         found[size] = [
             float(np.median(times["gloo"].rounds / times[name].rounds))
             for name in ("any", "shared")
@@ -187,7 +187,7 @@ def all_to_all_ratios(size):
         "gloo": partial(dist.all_to_all_single, received, sent),
         "ours": partial(collectives.all_to_all_single, received, sent),
     }
-    times = bench.time_in_turns(contenders, size, quick=False, device="cpu", rounds=15)
+    times = bench.time_interleaved(contenders, size, quick=False, device="cpu", rounds=15)
     return float(np.median(times["gloo"].rounds / times["ours"].rounds))
 
 
@@ -222,7 +222,7 @@ def steps(kind):
     import collectives.backend  # noqa: F401
 
     both = {n: a_step(kind, dist.new_group(backend=n)) for n in ("gloo", "collectives")}
-    times = bench.time_in_turns(both, 32 << 20, False, "cpu", rounds=40)
+    times = bench.time_interleaved(both, 32 << 20, False, "cpu", rounds=40)
     return float(np.median(times["collectives"].rounds / times["gloo"].rounds))
 
 

@@ -1,4 +1,4 @@
-"""The calls that torch coalesces into one: they share a count, an error and a handle."""
+"""Coalesced calls: several calls that torch combines, with one count, one error and one handle."""
 
 import ctypes
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 
-class Coalesced:
-    """The calls of one coalesced call.
+class CoalescedCalls:
+    """The calls that are combined into one.
 
-    Once a call has failed, the ones after it are skipped. All ranks get the same error at the same
-    call, so they stay in step even if their counts differ.
+    Once a call has failed, the calls after it are skipped. All ranks get the same error at the same
+    call, so they stay synchronized even if their counts differ.
     """
 
     def __init__(self, count: int) -> None:
@@ -21,7 +21,7 @@ class Coalesced:
         self._jobs: list[ctypes.Structure] = []
 
     def add(self, job: ctypes.Structure | None) -> None:
-        """Skip a call's job in the engine, too, once an earlier call has failed."""
+        """Register a call's job, so that the engine skips it after an earlier call has failed."""
         if job is not None:
             # Added before the check: `fail`, on the progress thread, sets the error first.
             self._jobs.append(job)
@@ -38,18 +38,18 @@ class Coalesced:
                 job.done = 1
 
 
-_current: ContextVar[Coalesced | None] = ContextVar("coalesced", default=None)
+_current: ContextVar[CoalescedCalls | None] = ContextVar("coalesced", default=None)
 
 
-def current() -> Coalesced | None:
-    """Return the coalesced call that this thread is making, or None."""
+def current_coalesced_calls() -> CoalescedCalls | None:
+    """Return the coalesced calls that this thread is making, or None."""
     return _current.get()
 
 
 @contextmanager
 def coalesced(count: int) -> Iterator[None]:
-    """Make the calls inside parts of one coalesced call."""
-    token = _current.set(Coalesced(count))
+    """Combine the calls inside the context, whose number is `count`."""
+    token = _current.set(CoalescedCalls(count))
     try:
         yield
     finally:
