@@ -21,7 +21,7 @@ def waiting(rank, **fields):
     return report(rank, Status.WAITING, **fields)
 
 
-# The reports of failed ranks, those of waiting ranks, the peer of this rank, the cause and the ranks.
+# The reports of failed ranks, those of waiting ranks, this rank's peer, the cause and the ranks.
 CASES = {
     "a rank knows that calls differ": (
         [report(0), report(1, Status.MISMATCH, blamed=[2], difference="shapes")],
