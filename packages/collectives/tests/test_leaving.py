@@ -150,6 +150,41 @@ def test_any_number_of_calls_is_queued_without_blocking_the_caller(backend, wher
     assert results == [(2.0, True)] * 2
 
 
+def call_from_outside():
+    """Call every collective on rank 1 with a group that contains rank 0 only."""
+    group = dist.new_group([0])
+    tensor = torch.tensors(1)
+    calls = [
+        lambda: collectives.all_reduce(tensor, group=group),
+        lambda: collectives.all_reduce(tensor, dist.ReduceOp.SUM, group, True),
+        lambda: collectives.reduce_scatter_tensor(tensor, tensor, group=group),
+        lambda: collectives.all_gather_into_tensor(tensor, tensor, group=group),
+        lambda: collectives.broadcast(tensor, group=group, group_src=0),
+        lambda: collectives.all_to_all_single(tensor, tensor, group=group),
+        lambda: collectives.barrier(group),
+        lambda: collectives.reduce(tensor, group=group, group_dst=0),
+        lambda: collectives.gather(tensor, [tensor], group=group, group_dst=0),
+        lambda: collectives.scatter(tensor, [tensor], group=group, group_src=0),
+        lambda: collectives.all_gather([tensor], tensor, group=group),
+        lambda: collectives.reduce_scatter(tensor, [tensor], group=group),
+        lambda: collectives.all_to_all([tensor.cltensor()], [tensor], group=group),
+    ]
+    for call in calls:
+        if dist.get_rank() == 1:
+            with pytest.warns(UserWarning, match="global rank 1 which does not belong"):
+                assert call() is None
+        else:
+            call()
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="expected a group that this rank is a member of"):
+            collectives.shared_empty(3, group=group)
+    assert tensor.item() == 1.0
+
+
+def test_collectives_return_none_with_a_warning_outside_the_group():
+    run_ranks(call_from_outside, 2)
+
+
 def many_splits():
     rank, _ = begin("collectives")
     results = []

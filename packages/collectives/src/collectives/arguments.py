@@ -1,8 +1,10 @@
 """Validation of a call's arguments before data move, and the flat views that algorithms work on."""
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,28 @@ from collectives.algorithms import dispatch
 from collectives.coalescing import current_coalesced_calls
 from collectives.communicator import Communicator
 from collectives.shared_memory.fingerprint import Call
+
+P = ParamSpec("P")
+Collective = Callable[P, dist.Work | None]
+
+
+def for_members(function: Collective[P]) -> Collective[P]:
+    """Let a collective return None, with a warning, on ranks outside its group, as torch does."""
+    position = list(inspect.signature(function).parameters).index("group")
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> dist.Work | None:
+        group = args[position] if len(args) > position else kwargs.get("group")
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            warnings.warn(
+                f"Running {function.__name__} on global rank {dist.get_rank()} which does not "
+                "belong to the given group.",
+                stacklevel=2,
+            )
+            return None
+        return function(*args, **kwargs)
+
+    return call
 
 
 def describe_call(

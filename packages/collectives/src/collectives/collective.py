@@ -19,6 +19,7 @@ from collectives.arguments import (
     copy_back,
     describe_call,
     flatten,
+    for_members,
     root_rank,
     split_lengths,
 )
@@ -28,6 +29,7 @@ from collectives.shared_memory.fingerprint import Call
 ReduceOp = dist.ReduceOp
 
 
+@for_members
 def all_reduce(
     tensor: Tensor,
     op: Any = ReduceOp.SUM,
@@ -46,6 +48,7 @@ def all_reduce(
     return run(comm, call, async_op, tensor)
 
 
+@for_members
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -69,6 +72,7 @@ def reduce_scatter_tensor(
     return run(comm, call, async_op, output, input)
 
 
+@for_members
 def all_gather_into_tensor(
     output: Tensor,
     input: Tensor,
@@ -86,6 +90,7 @@ def all_gather_into_tensor(
     return run(comm, call, async_op, output, input)
 
 
+@for_members
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -107,6 +112,7 @@ def broadcast(
     return run(comm, call, async_op, tensor)
 
 
+@for_members
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -179,6 +185,7 @@ def run(
     return comm.run(call, source, body, async_op=async_op, result=output, make_job=make_job)
 
 
+@for_members
 def barrier(group: Any = None, async_op: bool = False) -> dist.Work | None:
     """Return when every rank of the group has called this function."""
     comm = communicator(group)

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
-from collectives.arguments import copy_back, describe_call, flatten, root_rank
+from collectives.arguments import copy_back, describe_call, flatten, for_members, root_rank
 from collectives.communicator import Communicator, communicator
 from collectives.shared_memory.fingerprint import Call
 
 Tensors = Sequence[Tensor]
 
 
+@for_members
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -49,6 +50,7 @@ def reduce(
     return comm.run(call, tensor, body, async_op=async_op)
 
 
+@for_members
 def gather(
     tensor: Tensor,
     gather_list: Tensors | None = None,
@@ -66,6 +68,7 @@ def gather(
     return _exchange(comm, call, outputs, inputs, async_op)
 
 
+@for_members
 def scatter(
     tensor: Tensor,
     scatter_list: Tensors | None = None,
@@ -83,6 +86,7 @@ def scatter(
     return _exchange(comm, call, outputs, inputs, async_op, [tensor])
 
 
+@for_members
 def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
@@ -102,6 +106,7 @@ def all_gather(
     return comm.run(call, tensor, body, async_op=async_op, result=outputs)
 
 
+@for_members
 def reduce_scatter(
     output: Tensor,
     input_list: Tensors,
@@ -125,6 +130,7 @@ def reduce_scatter(
     return comm.run(call, inputs, body, async_op=async_op, result=output)
 
 
+@for_members
 def all_to_all(
     output_tensor_list: Tensors,
     input_tensor_list: Tensors,
