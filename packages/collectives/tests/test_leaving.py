@@ -153,7 +153,7 @@ def test_any_number_of_calls_is_queued_without_blocking_the_caller(backend, wher
 def call_from_outside():
     """Call every collective on rank 1 with a group that contains rank 0 only."""
     group = dist.new_group([0])
-    tensor = torch.tensors(1)
+    tensor = torch.ones(1)
     calls = [
         lambda: collectives.all_reduce(tensor, group=group),
         lambda: collectives.all_reduce(tensor, dist.ReduceOp.SUM, group, True),
@@ -167,7 +167,7 @@ def call_from_outside():
         lambda: collectives.scatter(tensor, [tensor], group=group, group_src=0),
         lambda: collectives.all_gather([tensor], tensor, group=group),
         lambda: collectives.reduce_scatter(tensor, [tensor], group=group),
-        lambda: collectives.all_to_all([tensor.cltensor()], [tensor], group=group),
+        lambda: collectives.all_to_all([tensor.clone()], [tensor], group=group),
     ]
     for call in calls:
         if dist.get_rank() == 1:
