@@ -475,8 +475,9 @@ REFUSED = {
     "unregister_pre_hook": "no hook can be registered",
 }
 
-# Methods and properties of torch's ProcessGroup that need no decision: names, ranks, registered
-# backends and supported features.
+# Methods and properties of torch's base class that apply to this backend: names, ranks, registered
+# backends and supported features. torch defines that backends without ephemeral timeouts ignore
+# `_add_ephemeral_timeout`.
 INHERITED = frozenset(
     {
         "_add_ephemeral_timeout",

@@ -23,12 +23,11 @@ from collectives.work import Work
 #
 # The executors of the calls that have not finished determine the state:
 #
-#   state               executors    owner of `running`           executor of a new call
-#   IDLE                (none)       nobody or a synchronous call ENGINE if `running` is free
-#   ENGINE              E ... E      the engine                   ENGINE
-#   ENGINE_THEN_PYTHON  E ... E P .. the engine                   PYTHON
-#   PYTHON              P ... P      the progress thread, while   PYTHON
-#                                    it runs one of the calls
+#   state                executors       owner of `running`             executor of a new call
+#   IDLE                 none            none, or a synchronous call    ENGINE if `running` is free
+#   ENGINE               E ... E         the engine                     ENGINE
+#   ENGINE_THEN_PYTHON   E ... E P ... P the engine                     PYTHON
+#   PYTHON               P ... P         the call that runs, if any     PYTHON
 #
 # ENGINE also requires that the engine supports the call and that the group has not failed;
 # otherwise the executor is PYTHON. A call behind a PYTHON call is never given to the engine: it
