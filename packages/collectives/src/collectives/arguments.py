@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.coalescing import current_coalesced_calls
 from collectives.communicator import Communicator
 from collectives.shared_memory.fingerprint import Call
+from collectives.work import current_coalesced_calls
 
 P = ParamSpec("P")
 Collective = Callable[P, dist.Work | None]

@@ -29,11 +29,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
-from collectives.coalescing import coalesced
 from collectives.communicator import Communicator
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch, fresh_store
-from collectives.work import CoalescedWork, Work
+from collectives.work import CoalescedWork, Work, coalesced
 
 NAME = "collectives"
 CPU = torch.device("cpu")

@@ -29,7 +29,6 @@ from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
-from collectives.coalescing import CoalescedCalls, current_coalesced_calls
 from collectives.errors import UNUSABLE, RankLost
 from collectives.failure_detection import (
     MIN_POLL_SECONDS,
@@ -41,7 +40,7 @@ from collectives.progress import ProgressQueue
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.store import fresh_store
-from collectives.work import Work
+from collectives.work import CoalescedCalls, Work, current_coalesced_calls
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16

@@ -8,11 +8,10 @@ rank. Three algorithms do it:
     tree               2 log n messages, up to 2 log n S bytes           short tensors
 
 (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter,
-after which each rank owns one slice of the sum, followed by an all-gather. The all-gather runs the
-steps of the reduce-scatter in reverse order, with copies in place of sums. The remainder of this
-package makes these loops fast, validates calls and handles failures.
-
-Slices may differ by one element: n need not divide the length of the tensor.
+after which each rank owns one slice of the sum, and an all-gather, which runs the same steps in
+reverse order with copies in place of sums. The remainder of this package makes these loops fast,
+validates calls and handles failures. Slices may differ by one element: the number of ranks need not
+divide the length of the tensor.
 """
 
 import torch
