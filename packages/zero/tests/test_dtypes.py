@@ -11,7 +11,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from zero import FSDP, ShardedOptimizer, Wire, load_checkpoint, save_checkpoint
+from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike, pair, train
 
 DEADLINE = 300.0
@@ -125,33 +125,41 @@ def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
 
 
 def move_and_sum():
-    wire, rank = Wire(), dist.get_rank()
+    communicator, rank = Communicator(), dist.get_rank()
     for name in DTYPES:
         dtype = getattr(torch, name)
         mine = torch.tensor([rank, 1, 0, rank % 2]).to(dtype)
-        everyones = torch.zeros(4 * wire.world, dtype=dtype)
-        wire.all_gather(everyones, mine).wait()
-        expected = torch.cat([torch.tensor([r, 1, 0, r % 2]).to(dtype) for r in range(wire.world)])
+        everyones = torch.zeros(4 * communicator.world, dtype=dtype)
+        communicator.all_gather(everyones, mine).wait()
+        expected = torch.cat(
+            [torch.tensor([r, 1, 0, r % 2]).to(dtype) for r in range(communicator.world)]
+        )
         assert torch.equal(everyones.to(torch.complex128), expected.to(torch.complex128)), name
-        there = wire.all_to_all([mine[:2]] * wire.world, [2] * wire.world)
+        there = communicator.all_to_all([mine[:2]] * communicator.world, [2] * communicator.world)
         for part, sent in zip(there, expected.split(4), strict=True):
             assert torch.equal(part.to(torch.complex128), sent[:2].to(torch.complex128)), name
         turned = mine.view(2, 2).T.clone(memory_format=torch.preserve_format)
-        wire.broadcast(turned, 1).wait()
+        communicator.broadcast(turned, 1).wait()
         wanted = expected[4:8].view(2, 2).T
         assert torch.equal(turned.to(torch.complex128), wanted.to(torch.complex128)), name
         if dtype == torch.bool:
             continue
-        total = torch.tensor([sum(range(wire.world)), wire.world, 0, wire.world // 2])
-        for call in (wire.all_reduce, wire.all_reduce_gradient, lambda t: wire.reduce(t, rank * 0)):
+        total = torch.tensor(
+            [sum(range(communicator.world)), communicator.world, 0, communicator.world // 2]
+        )
+        for call in (
+            communicator.all_reduce,
+            communicator.all_reduce_gradient,
+            lambda t: communicator.reduce(t, rank * 0),
+        ):
             summed = mine.clone()
             call(summed).wait()
-            if call in (wire.all_reduce, wire.all_reduce_gradient) or rank == 0:
+            if call in (communicator.all_reduce, communicator.all_reduce_gradient) or rank == 0:
                 assert torch.equal(summed.to(torch.complex128), total.to(torch.complex128)), name
         if dtype.is_floating_point or dtype.is_complex:
             output = mine[:1].clone()
-            wire.reduce_scatter(output, torch.ones(wire.world).to(dtype)).wait()
-            assert output.to(torch.complex128).item() == wire.world, name
+            communicator.reduce_scatter(output, torch.ones(communicator.world).to(dtype)).wait()
+            assert output.to(torch.complex128).item() == communicator.world, name
     return True
 
 
@@ -166,7 +174,7 @@ def average_eight_bits(stage):
         (parameter.float() * (1 + dist.get_rank())).sum().backward()
         average = parameter.grad.full_tensor()
         assert average.dtype == parameter.dtype
-        assert kept.reducer.held()
+        assert kept.reducer.tensors()
         assert average.float().tolist() == [2.0 * times] * 7
     return True
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
 from zero import FSDP
+from zero.fsdp.unit import UnitState
 
 # What of torch.optim has a step of each element alone, so that it may run on flat shards.
 ELEMENTWISE = (
@@ -287,19 +288,19 @@ def gathers_in_flight():
     seen = {"forward": [], "backward": []}
 
     def coming():
-        return any(unit._gathering is not None for unit in model.units)
+        return any(unit.state is UnitState.UNSHARDING for unit in model.units)
 
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda *_: seen["forward"].append(coming()))
     for unit in model.units:
         for parameter in unit.parameters:
-            parameter.whole.register_hook(lambda _: seen["backward"].append(coming()))
+            parameter.full.register_hook(lambda _: seen["backward"].append(coming()))
     for _ in range(2):
         for record in seen.values():
             record.clear()
         loss_of(model, 0, 0).backward()
-    return seen, model.wire.take()
+    return seen, model.communicator.pop_bytes()
 
 
 def test_the_next_layer_is_gathered_while_one_runs():

@@ -457,7 +457,7 @@ def draw_evaluation(seed, step):
 
 
 # What may be refused, by the words that name the cause.
-REFUSALS = ("dropped after backward on some ranks",)
+REFUSALS = ("cleared after backward on some ranks",)
 
 
 def programs(first, last, folder):

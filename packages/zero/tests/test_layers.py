@@ -252,7 +252,7 @@ def report_whole():
                 " are not in shard=: pass shard=(Linear, Transposed,)"]  # fmt: skip
     said = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
     assert said == (expected if first else [])
-    assert model.whole_bytes == {"Transposed": 4096, "LayerNorm": 64}
+    assert model.replicated_bytes == {"Transposed": 4096, "LayerNorm": 64}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build((nn.Linear, Transposed))
@@ -260,7 +260,7 @@ def report_whole():
             lambda group: build((nn.Linear, Transposed), group),
             lambda m: m(torch.ones(2, 32)).sum(),
         )
-    assert report.whole == {"LayerNorm": 64}
+    assert report.replicated == {"LayerNorm": 64}
     assert "whole on every rank: 0.000 MiB of LayerNorm, not in shard=" in str(report)
     return True
 

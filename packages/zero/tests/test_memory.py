@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import functional as F
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
-from zero.allocator import most_at_once, peak_bytes
+from zero.allocator import peak_bytes, peak_of_events
 from zero.bench import rivals
 
 WIDTH, LAYERS, VOCABULARY, TOKENS = 128, 6, 512, 96
@@ -93,10 +93,10 @@ def test_the_hook_based_count_is_what_the_allocator_counts(stage, world):
 
 
 def test_a_release_that_was_not_seen_ends_where_its_address_is_used_again():
-    assert most_at_once([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
-    assert most_at_once([(1, 8), (1, 8), (2, 1)]) == 9
+    assert peak_of_events([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
+    assert peak_of_events([(1, 8), (1, 8), (2, 1)]) == 9
     # Memory from before the record is released.
-    assert most_at_once([(7, -100), (1, 5)]) == 5
+    assert peak_of_events([(7, -100), (1, 5)]) == 5
 
 
 def peaks_beside_torchs_own():
@@ -142,7 +142,7 @@ def test_the_formula_gives_the_papers_figure():
     adam = {"parameter_bytes": 2, "gradient_bytes": 2, "state_bytes": 12}
     gigabytes = [zero_stage_bytes(7_500_000_000, 64, s, **adam) / 1e9 for s in range(4)]
     assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.88], rel=0.01)
-    with pytest.raises(ValueError, match="stages 0 to 3; got 4"):
+    with pytest.raises(ValueError, match="expected a stage from 0 to 3, got 4"):
         zero_stage_bytes(1, 1, 4)
 
 
@@ -158,7 +158,7 @@ def parameter_bytes_while_running():
         module.register_forward_pre_hook(look)
     for unit in model.units:
         for parameter in unit.parameters:
-            parameter.whole.register_hook(look)
+            parameter.full.register_hook(look)
     for _ in range(2):
         loss(model).backward()
         for parameter in model.parameters():

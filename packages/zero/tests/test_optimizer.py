@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from worker_pool import run_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.optimizer.elementwise import how_to_split
+from zero.optimizer.optimizer_kinds import how_to_split
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -145,7 +145,7 @@ def gradients_while_running_backward():
 
     def look(_):
         own = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
-        tensors = [*own, *optimizer.reducer.held()]
+        tensors = [*own, *optimizer.reducer.tensors()]
         held.append(
             sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
         )
@@ -809,11 +809,11 @@ def delete_one():
     """Where one of two goes, the other sends while backward runs again; gone on some, it raises."""
     models = [nn.Linear(5, 5) for _ in range(2)]
     kept, other = (ShardedOptimizer(m.parameters(), torch.optim.SGD, lr=0.1) for m in models)
-    assert kept.reducer._numbers == other.reducer._numbers == [0, 1]
+    assert kept.reducer._group_numbers == other.reducer._group_numbers == [0, 1]
     x = torch.ones(2, 5)
     del other
     models[0](x).sum().backward()
-    assert kept.reducer._numbers == [0]
+    assert kept.reducer._group_numbers == [0]
     other = ShardedOptimizer(models[1].parameters(), torch.optim.SGD, lr=0.1)
     if dist.get_rank() == 1:
         del other

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal import common_utils
 from zero import FSDP
-from zero.fsdp.marks import _Mark
-from zero.fsdp.unit import home_of
+from zero.fsdp.autograd_hooks import _GradientHook
+from zero.fsdp.unit import find_unit
 
 # How many ranks a test may ask for, and how long one waits for another.
 RANKS, SECONDS = 4, 60
@@ -42,7 +42,7 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, on, *, recurse=True):
         whole = self.of_the_whole("gradients of some layers only sent later", recurse)
-        whole._sync = on
+        whole._sync_gradients = on
 
     def set_is_last_backward(self, last):
         """Every backward ends by itself."""
@@ -55,14 +55,14 @@ class FSDPModule:
 
     def unshard(self, async_op=False):
         for unit in self.units():
-            unit.start_gather()
+            unit.unshard()
             if not async_op:
-                unit.gather()
-        return mock.Mock(wait=lambda: [unit.gather() for unit in self.units()])
+                unit.wait_for_unshard()
+        return mock.Mock(wait=lambda: [unit.wait_for_unshard() for unit in self.units()])
 
     def reshard(self):
         for unit in self.units():
-            unit.free()
+            unit.reshard()
 
     def units(self):
         return self._fsdp()._units_of.get(self, [])
@@ -137,8 +137,8 @@ def take_apart(whole):
     for unit in whole.units:
         values = unit.full_parameters()
         for sharded in unit.parameters:
-            again = nn.Parameter(values[sharded.name].clone(), sharded.local.requires_grad)
-            for module, attribute in sharded.places:
+            again = nn.Parameter(values[sharded.name].clone(), sharded.shard.requires_grad)
+            for module, attribute in sharded.owners:
                 module._parameters[attribute] = again
     for module, ids in whole._hook_ids.items():
         for hooks in vars(module).values():
@@ -154,7 +154,7 @@ def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
         for prefix in prefixes_to_ignore:
             theirs = theirs.replace(prefix, "")
         assert name == theirs
-        unit, home = home_of(parameter)
+        unit, home = find_unit(parameter)
         assert_close(unit.full_parameters()[home.name], expected.detach())
         assert (expected.grad is None) == (parameter.grad is None), name
         if expected.grad is not None:
@@ -234,7 +234,9 @@ def prepare(who):
     if who == "zero":
         common_fsdp.check_sharded_parity = check_sharded_parity
         group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-        group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = _Mark
+        group.RegisterPostBackwardFunction = common_fsdp.RegisterPostBackwardFunction = (
+            _GradientHook
+        )
         for place in (torchs, importlib.import_module("torch.distributed._composable.fsdp")):
             place.fully_shard, place.FSDPModule = fully_shard, FSDPModule
             place.register_fsdp_forward_method = lambda module, name: None

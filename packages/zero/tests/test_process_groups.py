@@ -1,4 +1,4 @@
-"""What crosses the wire is what is predicted: 1.0 S for stages 1 and 2, below 1.5 S for stage 3."""
+"""Bytes on the wire are as predicted: 1.0 S for stages 1 and 2, below 1.5 S for stage 3."""
 
 import json
 import os
@@ -38,17 +38,17 @@ for stage in (1, 2, 3):
     size = sum(p.nbytes for p in model.parameters())
     if stage == 3:
         model = FSDP(model)
-        optimizer, wire = torch.optim.AdamW(model.parameters()), model.wire
+        optimizer, communicator = torch.optim.AdamW(model.parameters()), model.communicator
     else:
         optimizer = ShardedOptimizer(
             model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, bucket_size_mb=1
         )
-        wire = optimizer.wire
+        communicator = optimizer.communicator
     steps = []
     for step in range(13):
         dist.barrier()
         before = int(sent.read_text())
-        wire.take()
+        communicator.pop_bytes()
         model(torch.ones(4, 512)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +57,7 @@ for stage in (1, 2, 3):
     # The interface also counts what TCP, on a busy machine, sent a second time: never less than the
     # program's bytes, so the least of many steps is what the program sends.
     actual = min(steps[1:])
-    result[stage] = actual / size, wire_bytes(wire.take(), 2) / size
+    result[stage] = actual / size, wire_bytes(communicator.pop_bytes(), 2) / size
 if dist.get_rank() == 0:
     print(json.dumps(result))
 dist.destroy_process_group()
@@ -194,9 +194,17 @@ def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
     size = 64 * 64 * 4
     # Four-byte flags: what became of each gradient, whether a bucket must be sent again, and in the
     # first steps whether any rank has state.
-    assert optimizer.wire.take() == {"reduce_scatter": size, "all_gather": size, "all_reduce": 20}
+    assert optimizer.communicator.pop_bytes() == {
+        "reduce_scatter": size,
+        "all_gather": size,
+        "all_reduce": 20,
+    }
     # Gathered for forward and for backward: the first step does not know yet which layer is last.
-    assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size, "all_reduce": 4}
+    assert sharded.communicator.pop_bytes() == {
+        "reduce_scatter": size,
+        "all_gather": 2 * size,
+        "all_reduce": 4,
+    }
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
 
 
