@@ -1,4 +1,4 @@
-"""Bad input and failure: errors that name the rank or the key, and the last checkpoint survives."""
+"""Bad input and failures: errors name the rank or the key, and the last checkpoint survives."""
 
 import errno
 import os
@@ -34,36 +34,36 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def lose_a_rank(stage, how, told, seconds):
+def lose_a_rank(stage, how, report_path, seconds):
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     model, optimizer = build(stage, group=group)
     step(model, optimizer)
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)
-        # Until the survivors have said who it was.
-        while not os.path.exists(told):
+        # Until the survivors have reported the rank.
+        while not os.path.exists(report_path):
             time.sleep(0.05)
         return
     try:
         step(model, optimizer)
     finally:
-        with open(told, "w"):
+        with open(report_path, "w"):
             pass
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
-    told = str(tmp_path / "told")
-    outcomes = try_ranks(lose_a_rank, 3, stage, "die", told, 60, timeout=DEADLINE)
+    report_path = str(tmp_path / "report_path")
+    outcomes = try_ranks(lose_a_rank, 3, stage, "die", report_path, 60, timeout=DEADLINE)
     for survivor in (0, 2):
         assert "rank 1 died or hangs" in str(outcomes[survivor].error)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
-    told = str(tmp_path / "told")
-    outcomes = try_ranks(lose_a_rank, 2, stage, "hang", told, 10, timeout=DEADLINE)
+    report_path = str(tmp_path / "report_path")
+    outcomes = try_ranks(lose_a_rank, 2, stage, "hang", report_path, 10, timeout=DEADLINE)
     assert "rank 1 died or hangs" in str(outcomes[0].error)
 
 
@@ -162,7 +162,7 @@ def recover_from_a_broken_backward(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_training_goes_on_after_an_exception_in_backward(stage):
+def test_training_continues_after_an_exception_in_backward(stage):
     assert all(run_ranks(recover_from_a_broken_backward, 2, stage, timeout=DEADLINE))
 
 
@@ -223,22 +223,22 @@ def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
 
 
 def fill_a_small_disk(path):
-    """Save ever more to a disk of one MiB until it is full; then free what was too much."""
+    """Save to a disk of one MiB until it is full; then free the space of the failed save."""
     model, optimizer = build(1)
     step(model, optimizer)
     save(path, model, optimizer, extra={"step": 1})
-    kept = [p.detach().clone() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer)
     with pytest.raises(RuntimeError, match=r"was not saved: rank 0: .*No space left"):
         save(path, model, optimizer, extra={"step": 2, "much": torch.zeros(2**19)})
     assert load_checkpoint(path, model, optimizer) == {"step": 1}
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     # There is room again: the failed save left nothing.
     save(path, model, optimizer, extra={"step": 3})
     return load_checkpoint(path, model, optimizer)["step"]
 
 
-def test_a_disk_that_is_really_full_leaves_the_last_good_checkpoint(tmp_path):
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
@@ -306,8 +306,8 @@ def wrap_twice(what):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if what == "sharded optimizer":
         first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-        again = ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
-        return first, again
+        second = ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
+        return first, second
     sharded = FSDP(model)
     if what == "fsdp":
         return FSDP(sharded)
@@ -321,11 +321,14 @@ def wrap_twice(what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("sharded optimizer", "parameter weight, of shape .4, 4., is another ShardedOptimizer's"),
+        (
+            "sharded optimizer",
+            "parameter weight, of shape .4, 4., belongs to another ShardedOptimizer",
+        ),
         ("fsdp", "the module is FSDP already"),
         ("fsdp within", "0 is FSDP already"),
         ("fsdp's module", "parameter 0.weight is another FSDP's shard"),
-        ("fsdp, sharded optimizer", "parameter 0.weight is FSDP's shard already"),
+        ("fsdp, sharded optimizer", "parameter 0.weight is a shard of FSDP"),
     ],
 )
 def test_wrapping_twice_is_refused_by_name(what, words):
@@ -335,7 +338,7 @@ def test_wrapping_twice_is_refused_by_name(what, words):
 
 
 def use_one_after_the_other():
-    """An optimizer that is deleted makes room; FSDP may shard what one has owned."""
+    """Shard parameters of a deleted optimizer by another one, and by FSDP."""
     model = nn.Linear(4, 4)
     first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
     model(torch.ones(2, 4)).sum().backward()
@@ -344,5 +347,5 @@ def use_one_after_the_other():
     return len(second.shards()) > 0 and len(FSDP(model).units) == 1
 
 
-def test_a_sharded_optimizer_that_was_deleted_makes_room():
+def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():
     assert all(run_ranks(use_one_after_the_other, 2))
