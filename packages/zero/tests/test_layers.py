@@ -248,8 +248,10 @@ def report_whole():
         warnings.simplefilter("always")
         model, _ = build((nn.Linear,))
     # 1024 of 1024 + 16 + 264 + 288 elements, and those of the LayerNorm, are replicated.
-    expected = ["keeps 65% of the model whole on every rank (Transposed 64%), because these classes"
-                " are not in shard=: pass shard=(Linear, Transposed,)"]  # fmt: skip
+    expected = [
+        "keeps 65% of the model whole on every rank (Transposed 64%), because shard= does not "
+        'select these modules: pass shard="blocks" or shard=(Linear, Transposed,)'
+    ]
     messages = [str(w.message).removeprefix("FSDP ") for w in caught if "FSDP" in str(w.message)]
     assert messages == (expected if first else [])
     assert model.replicated_bytes == {"Transposed": 4096, "LayerNorm": 64}

@@ -515,7 +515,7 @@ def _is_elementwise(name: str) -> bool:
     stripped = name.strip("_")
     candidates = [stripped]
     if name.startswith("__"):
-        # __iadd__ is add in place.
+        # The method `__iadd__` is `add` in place.
         candidates.append(stripped[1:])
     for candidate in candidates:
         operator = OPERATOR_NAMES.get(candidate, candidate)

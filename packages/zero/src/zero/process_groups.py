@@ -175,7 +175,7 @@ class Communicator:
         return _SumOverReplicas(work, self.replicas, tensor) if self.replicas else work
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Work:
-        """Start the reduction of `tensor` over the ranks that hold shards, in place."""
+        """Start the reduction of `tensor` over the ranks of the group, in place."""
         if tensor.dtype not in NATIVE_DTYPES and op == dist.ReduceOp.SUM:
             return self._sum_gathered(tensor)
         return self._start("all_reduce", tensor, self._all_reduce, tensor, op=op)

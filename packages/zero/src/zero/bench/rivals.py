@@ -1,8 +1,8 @@
 """One model, and the implementations of data parallelism that the benchmark compares.
 
-torch's implementations are set up as its documentation advises: DDP with gradients as views of
-its buckets, ZeroRedundancyOptimizer with parameters as views of its buckets, FSDP2 on each block
-and on the root. `fsdp2_layers` shards the same modules as this package instead.
+torch's implementations are set up as its documentation advises. DDP's gradients are
+views of its buckets, ZeroRedundancyOptimizer's parameters too, and FSDP2 shards each block and the
+root. `fsdp2_layers` shards the same modules as this package instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x plus what the layers make of it."""
+        """Return x plus the output of the layers."""
         result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
         return result
 

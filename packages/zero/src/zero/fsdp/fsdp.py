@@ -13,11 +13,12 @@ Some modules read the parameter of another module without calling it: `nn.Multih
 - `intercept_reads` calls `_full_if_running` for every read of a parameter as an attribute. If the
   parameter is sharded at that time, its unit is gathered on the spot, is kept unsharded until
   forward ends, and is recorded in `_uncalled_units`.
-- Which module reads the parameter is unknown. At the end of that forward, `_assign_readers`
-  assigns the unit to the module of the parameter; if a later forward still reads it while it is
-  sharded, to the next module further out, up to the root. The unit is gathered with that module
-  from then on.
-- When autograd needs such a parameter is unknown too. A unit in `_uncalled_units` is gathered
+- The module that reads the parameter is unknown. At the end of that forward, `_assign_readers`
+  assigns the unit to the module of the parameter, and the unit is gathered with that module from
+  then on. If a later forward still reads the parameter while it is sharded, the unit is assigned to
+  the next module further out, up to the root.
+- The time at which autograd needs such a parameter is unknown too. A unit in `_uncalled_units` is
+gathered
   when backward starts and is kept until backward ends. A unit with a reader (`_units_read_by`) is
   kept from the start of the reader's backward until its end.
 """
@@ -49,6 +50,7 @@ from zero.fsdp.state_dict import StateDictHooks, use_full_parameters
 from zero.fsdp.unit import ShardedParameter, Unit, find_unit
 from zero.fsdp.wrapping import (
     Materialize,
+    ShardPolicy,
     bytes_by_class,
     intercept_reads,
     make_units,
@@ -62,11 +64,15 @@ WARN_FRACTION = 0.05
 
 
 class FSDP(nn.Module):
-    """Fully sharded data parallelism: modules of the classes in `shard` store 1/n of their weights.
+    """Fully sharded data parallelism: modules that `shard` selects store 1/n of their parameters.
 
     Between steps `parameters()` are this rank's shards, one column of elements per parameter, for
     any torch optimizer. All other parameters are replicated, and their gradients are all-reduced.
 
+    shard: classes and names of modules, or a predicate of name and module. Each selected module is
+        gathered as one unit, without the parameters of selected modules within it. "blocks" shards
+        all parameters: each block of the model's outermost lists is a unit, and the root module is
+        the unit of all other parameters.
     compute_dtype: the dtype of parameters and inputs while sharded modules run; shards keep theirs.
     gradient_dtype: the dtype in which gradients are sent; by default the one they are computed in.
     device, initialize: where modules on the meta device are allocated, one sharded module at a
@@ -91,7 +97,7 @@ class FSDP(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         group: Group = None,
-        shard: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding),
+        shard: ShardPolicy = (nn.Linear, nn.Embedding),
         gradient_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         initialize: Callable[[nn.Module], None] | None = None,
@@ -186,7 +192,7 @@ class FSDP(nn.Module):
         if problem:
             raise ValueError(problem)
 
-    def _warn_of_replicated_parameters(self, shard: tuple[type[nn.Module], ...]) -> None:
+    def _warn_of_replicated_parameters(self, shard: ShardPolicy) -> None:
         """Warn if a considerable part of the model is not sharded, and name the remedy."""
         sharded = sum(p.full.numel() * p.shard.itemsize for u in self.units for p in u.parameters)
         total = sharded + sum(self.replicated_bytes.values())
@@ -198,10 +204,13 @@ class FSDP(nn.Module):
         if not large:
             return
         parts = ", ".join(f"{name} {fraction:.0%}" for name, fraction in large.items())
-        classes = ", ".join([*(cls.__name__ for cls in shard), *large])
+        remedy = 'pass shard="blocks"'
+        if isinstance(shard, tuple):
+            names = [repr(entry) if isinstance(entry, str) else entry.__name__ for entry in shard]
+            remedy += f" or shard=({', '.join([*names, *large])},)"
         warnings.warn(
             f"FSDP keeps {1 - sharded / total:.0%} of the model whole on every rank ({parts}), "
-            f"because these classes are not in shard=: pass shard=({classes},)",
+            f"because shard= does not select these modules: {remedy}",
             stacklevel=3,
         )
 
@@ -399,8 +408,8 @@ class FSDP(nn.Module):
         if torch.is_grad_enabled():
             unsharded = self._forward_order
             if self.reshard_after_forward:
-                # The last layer of forward is the first of backward.
-                unsharded = self._forward_order[-1:]
+                # The last layer of forward is the first of backward, and the root ends after it.
+                unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
         for unit in self.units:
             unit.keep_unsharded = False
             if unit not in unsharded:

@@ -1,8 +1,8 @@
 """Hooks that let torch's optimizers step FSDP's shards.
 
-An element-wise optimizer steps shards directly. Any other optimizer needs full tensors: each
-parameter has one owner rank, which receives the parameter and its gradient, steps it, and sends
-the shards back, so all state of a parameter is on one rank.
+An element-wise optimizer steps shards directly. Any other optimizer needs full tensors. Each
+parameter then has one owner rank, which receives the parameter and its gradient, steps it, and
+sends the shards back. All state of a parameter is on its owner.
 
 In state dicts, state in the shape of a parameter is a DTensor. Loading accepts DTensors, whole
 tensors, and this rank's shards.

@@ -528,7 +528,7 @@ class Unit:
                 del self._placeholders[index]
 
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
-        """Never be called: a placeholder raises before its elements are fetched."""
+        """Raise, because the gradient of a placeholder has not been averaged."""
         raise AssertionError("a gradient that is not averaged yet has no elements")
 
     def _accumulate_grad(self, index: int, part: Tensor) -> None:

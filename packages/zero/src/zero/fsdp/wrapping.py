@@ -1,4 +1,4 @@
-"""The choice of the parameters that stage 3 shards together: those below one module of a class.
+"""The choice of the parameters that stage 3 shards together: those below one selected module.
 
 A parameter of several modules (tied) belongs to the first module's unit, and all of them gather
 it. Modules on the meta device are allocated one sharded module at a time, so that a model can be
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cache
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,6 +20,11 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from zero.fsdp.unit import Owner, Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
+#: The modules that are sharded as units: classes and names of modules, or a predicate of name and
+#: module, or "blocks": each block of the outermost containers, and the root with the remainder.
+ShardPolicy = (
+    tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool] | Literal["blocks"]
+)
 #: The modules that have each parameter.
 Owners = dict[nn.Parameter, list[Owner]]
 
@@ -39,22 +44,21 @@ class _Plan:
 
 def make_units(
     root: nn.Module,
-    classes: tuple[type[nn.Module], ...],
+    policy: ShardPolicy,
     materialize: Materialize | None,
     make_unit: MakeUnit,
     ignored: set[nn.Parameter],
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
-    """Shard the parameters below modules of `classes`, each with the innermost such module.
+    """Shard the parameters below the modules that `policy` selects, each with the innermost one.
 
     Return the units, and the units that each module needs unsharded while it runs.
     """
-    plan = _plan_units(root, classes, ignored)
+    plan = _plan_units(root, select_modules(root, policy), ignored)
     if not plan.groups:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-        expected = ", ".join(cls.__name__ for cls in classes)
         raise ValueError(
-            f"expected parameters below modules of class {expected}, got a model of {present}: "
-            "pass the classes of its layers as shard=(...)"
+            f"expected parameters below modules {describe_policy(policy)}, got a model of "
+            f'{present}: pass the classes of its layers as shard=(...), or shard="blocks"'
         )
     units: list[Unit] = []
     units_of: dict[nn.Module, list[Unit]] = {}
@@ -74,12 +78,57 @@ def make_units(
     return units, units_of
 
 
-def _plan_units(
-    root: nn.Module, classes: tuple[type[nn.Module], ...], ignored: set[nn.Parameter]
-) -> _Plan:
+def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
+    """Return the modules that are sharded as units; raise if `policy` names an unknown module."""
+    if isinstance(policy, str):
+        if policy != "blocks":
+            raise ValueError(
+                f'expected classes, names, a predicate or "blocks" as shard=, got {policy!r}: pass '
+                "a tuple"
+            )
+        return {root, *_blocks(root)}
+    named = [(original_name(name), module) for name, module in root.named_modules()]
+    if not isinstance(policy, tuple):
+        return {module for name, module in named if policy(name, module)}
+    classes = tuple(entry for entry in policy if isinstance(entry, type))
+    wanted = {entry for entry in policy if isinstance(entry, str)}
+    unknown = wanted.difference(name for name, _ in named)
+    if unknown:
+        raise ValueError(
+            f"expected names of modules in shard=, got {min(unknown)!r}, which the model does not "
+            "have: see dict(model.named_modules())"
+        )
+    return {module for name, module in named if isinstance(module, classes) or name in wanted}
+
+
+def _blocks(root: nn.Module) -> set[nn.Module]:
+    """Return the modules in the outermost containers, which are the repeated blocks of a model."""
+    blocks: set[nn.Module] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        for child in module.children():
+            # A list of lists has no forward that could be hooked.
+            if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                blocks.add(child)
+            else:
+                pending.append(child)
+    return blocks
+
+
+def describe_policy(policy: ShardPolicy) -> str:
+    """Describe the selected modules for an error message."""
+    if not isinstance(policy, tuple):
+        return "that shard= selects"
+    entries = [entry if isinstance(entry, str) else entry.__name__ for entry in policy]
+    return f"of class {', '.join(entries)}"
+
+
+def _plan_units(root: nn.Module, selected: set[nn.Module], ignored: set[nn.Parameter]) -> _Plan:
     plan = _Plan()
     for prefix, module in root.named_modules():
-        enclosing = _innermost_sharded(root, prefix, classes)
+        enclosing = _innermost_selected(root, prefix, selected)
         plan.user[module] = module if enclosing is None else enclosing
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -209,17 +258,15 @@ def _reset_parameters(module: nn.Module) -> None:
     reset()
 
 
-def _innermost_sharded(
-    root: nn.Module, path: str, classes: tuple[type[nn.Module], ...]
-) -> nn.Module | None:
-    """Return the innermost module on `path` of one of `classes`, or its compiled wrapper."""
-    innermost = root if isinstance(root, classes) else None
+def _innermost_selected(root: nn.Module, path: str, selected: set[nn.Module]) -> nn.Module | None:
+    """Return the innermost selected module on `path`, or its compiled wrapper."""
+    innermost = root if root in selected else None
     module = root
     for name in path.split(".") if path else []:
         parent = module
         child = module._modules[name]
         assert child is not None
         module = child
-        if isinstance(module, classes):
+        if module in selected:
             innermost = parent if name == "_orig_mod" else module
     return innermost
