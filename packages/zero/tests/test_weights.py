@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint, save_safetensors
 from zero.checkpoint import checksums, storage
+from zero.checkpoint.weights import DTYPES
 from zero_training import flip_bits
 
 DEADLINE = 300.0
@@ -388,6 +389,45 @@ def half(path):
 
 def test_half_precision_is_saved_and_loaded_in_the_models_dtype(tmp_path):
     assert all(run_ranks(half, 2, str(tmp_path / "half"), timeout=DEADLINE))
+
+
+class Buffers(nn.Module):
+    """A layer, and a buffer of each dtype of the format."""
+
+    def __init__(self, fill=0):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        for name, dtype in DTYPES.items():
+            values = torch.full((4 * dtype.itemsize,), fill, dtype=torch.uint8)
+            self.register_buffer(f"buffer_{name}", values.view(dtype))
+
+
+def every_dtype(folder):
+    """Exchange tensors of every dtype with the format's reference implementation."""
+    import safetensors.torch
+
+    theirs = Buffers(fill=1)
+    if dist.get_rank() == 0:
+        safetensors.torch.save_file(theirs.state_dict(), f"{folder}/theirs.safetensors")
+        packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        safetensors.torch.save_file({"weight": packed}, f"{folder}/packed.safetensors")
+    dist.barrier()
+    ours = Buffers()
+    load_checkpoint(f"{folder}/theirs.safetensors", ours)
+    save_safetensors(f"{folder}/ours", ours)
+    written = safetensors.torch.load_file(f"{folder}/ours/model.safetensors")
+    for name, value in theirs.state_dict().items():
+        for other in (ours.state_dict()[name], written[name]):
+            assert other.dtype == value.dtype, name
+            assert torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name
+    with pytest.raises(RuntimeError, match="whole bytes per element, got F4 for weight"):
+        load_checkpoint(f"{folder}/packed.safetensors", nn.Linear(4, 1))
+    return True
+
+
+def test_every_dtype_of_safetensors_is_loaded_and_saved_or_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    assert all(run_ranks(every_dtype, 2, str(tmp_path), timeout=DEADLINE))
 
 
 def peak_of_loading(path, features):

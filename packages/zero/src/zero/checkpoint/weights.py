@@ -25,9 +25,12 @@ from zero.checkpoint.draft import Draft, check_target, draft_folder
 from zero.checkpoint.ownership import Part, model_parts
 from zero.checkpoint.storage import memory_of, read_into, together
 
+#: All dtypes of the format that have whole bytes per element.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64, "BOOL": torch.bool,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
@@ -353,14 +356,20 @@ def _read_header(path: Path, verifier: checksums.Verifier | None) -> Iterator[tu
         table = json.loads(text)
         metadata = table.pop("__metadata__", {})
         entries = [
-            (name, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), *entry["data_offsets"])
+            (name, entry["dtype"], torch.Size(entry["shape"]), *entry["data_offsets"])
             for name, entry in table.items()
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: its header cannot be read ({error!r})") from None
     if metadata.get("checksums") and verifier is None:
         raise ValueError(f"{path.parent} has lost its checksums: use another copy")
-    for name, dtype, shape, start, stop in entries:
+    for name, dtype_name, shape, start, stop in entries:
+        if dtype_name not in DTYPES:
+            raise ValueError(
+                f"expected a dtype of whole bytes per element, got {dtype_name} for {name} in "
+                f"{path}: convert the file, or load it with the program that wrote it"
+            )
+        dtype = DTYPES[dtype_name]
         if stop - start != shape.numel() * dtype.itemsize or 8 + length + stop > size:
             raise ValueError(f"{name} in {path} is truncated: use another copy")
         yield name, InFile(path, 8 + length + start, shape, dtype)

@@ -18,9 +18,8 @@ Some modules read the parameter of another module without calling it: `nn.Multih
   then on. If a later forward still reads the parameter while it is sharded, the unit is assigned to
   the next module further out, up to the root.
 - The time at which autograd needs such a parameter is unknown too. A unit in `_uncalled_units` is
-gathered
-  when backward starts and is kept until backward ends. A unit with a reader (`_units_read_by`) is
-  kept from the start of the reader's backward until its end.
+  gathered when backward starts and is kept until backward ends. A unit with a reader
+  (`_units_read_by`) is kept from the start of the reader's backward until its end.
 """
 
 from __future__ import annotations
