@@ -1,7 +1,8 @@
 """The plainest module of a `Transformer`'s shape, to hold its costs against, and a group of ranks
 without processes."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from accounting import Transformer
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Model(nn.Module):
@@ -72,3 +75,29 @@ def world_of(ranks: int, rank: int = 0) -> Iterator[Any]:
         yield init_device_mesh("cpu", (ranks,))
     finally:
         dist.destroy_process_group()
+
+
+class PolledMemory(TorchDispatchMode):
+    """An independent reference: before and after each operator, the sizes of all known storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Any] = {}
+        self.peak_bytes = 0
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            self.known[storage._cdata] = weakref.ref(storage)
+
+    def poll(self) -> None:
+        alive = [storage for ref in self.known.values() if (storage := ref()) is not None]
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in alive))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.poll()
+        out = func(*args, **(kwargs or {}))
+        self.add(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        self.poll()
+        return out

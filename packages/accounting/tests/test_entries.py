@@ -114,6 +114,8 @@ INSIDE = {
         "fermi.as_range",
     ),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),
+    *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
+    *("time.published.errors_by_source", "time.published.coverage"),
     *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
 }
 # Labels, texts that are read by rules of their own, and what stands in for a record.

@@ -342,3 +342,138 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
 def test_a_model_type_that_is_no_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model_type is \['llama'\]; it must be a name"):
         Transformer.from_hf({"model_type": ["llama"]})
+
+
+def agrees_on_empty_fields(family: str) -> None:
+    """An explicit 0, null or false is what it is to transformers, or is refused."""
+    base, filled = small(family), defaults(family)
+    compared = 0
+    for name, value in filled.items():
+        if name.startswith(NO_SWITCH) or isinstance(value, dict | str):
+            continue
+        # This release ties the head of a T5 whatever its file says; the published ones are not.
+        if name == "tie_word_embeddings" and family in ("t5", "mt5", "umt5"):
+            continue
+        for empty in (None, False) if isinstance(value, bool) else (None, 0):
+            content = filled | base | {name: empty, "architectures": None}
+            try:
+                found = Transformer.from_hf(content).size
+            except (ValueError, TypeError):
+                continue
+            try:
+                module = build(family, base | {name: empty})
+            except Exception:
+                # transformers does not build it either.
+                continue
+            compared += 1
+            held = sum(parameter.numel() for parameter in module.parameters())
+            assert found == held, (name, empty)
+    assert compared
+
+
+SOME = ["bert", "deepseek_v2", "falcon", "gpt2", "llama", "mistral", "mixtral", "nemotron_h", "vit"]
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_an_explicit_zero_or_null_is_itself_or_refused(family: str) -> None:
+    agrees_on_empty_fields(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(SOME)))
+def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: str) -> None:
+    agrees_on_empty_fields(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("llama", "num_key_value_heads"),
+        ("llama", "head_dim"),
+        ("llama", "intermediate_size"),
+        ("gpt2", "n_inner"),
+        ("mistral", "sliding_window"),
+        ("mixtral", "sliding_window"),
+        ("falcon", "ffn_hidden_size"),
+        ("deepseek_v3", "q_lora_rank"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("bloom", "n_head"),
+    ],
+)
+def test_a_size_of_zero_is_not_a_size_that_is_not_given(family: str, field: str) -> None:
+    content = defaults(family) | {"architectures": None, field: 0}
+    with pytest.raises(ValueError, match=r"is 0|lie between|at least 1"):
+        Transformer.from_hf(content)
+
+
+def classes(family: str) -> set[str]:
+    """The classes that transformers maps to a family, whatever their task."""
+    from transformers.models.auto import modeling_auto
+
+    found: set[str] = set()
+    for name in dir(modeling_auto):
+        if name.endswith("_MAPPING_NAMES"):
+            listed = getattr(modeling_auto, name).get(family, ())
+            found |= {listed} if isinstance(listed, str) else set(listed)
+    return {name for name in found if not name.endswith("Config")}
+
+
+def agrees_on_classes(family: str) -> None:
+    """A class is counted as transformers builds it, or is refused."""
+    import transformers
+
+    names = classes(family)
+    for name in sorted(names):
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            config = transformers.AutoConfig.for_model(family, **small(family))
+            if hasattr(config, "is_decoder") and "LM" in name and not config.is_encoder_decoder:
+                config.is_decoder = True
+            try:
+                module = getattr(transformers, name)(config)
+            except Exception:
+                continue
+        content = module.config.to_dict() | {"architectures": [name]}
+        held = sum(parameter.numel() for parameter in module.parameters())
+        try:
+            found = Transformer.from_hf(content).size
+        except ValueError as error:
+            refused = str(error)
+        else:
+            refused = ""
+            assert found == held, name
+        assert not refused or "architectures" in refused
+        for other in ("My" + name, name + "Plus", name.replace("For", "ForNo")):
+            if other not in names:
+                with pytest.raises(ValueError, match="architectures"):
+                    Transformer.from_hf(content | {"architectures": [other]})
+
+
+FEW = ["bert", "electra", "gpt2", "llama", "openai-gpt", "roberta", "t5", "vit", "whisper"]
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_class_is_matched_by_its_whole_name(family: str) -> None:
+    agrees_on_classes(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(FEW)))
+def test_a_class_of_every_family_is_matched_by_its_whole_name(family: str) -> None:
+    agrees_on_classes(family)
+
+
+def test_a_bert_with_a_head_multiplies_what_torch_counts() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import BertConfig, BertLMHeadModel
+
+    with torch.device("meta"):
+        module = BertLMHeadModel(BertConfig(is_decoder=True, num_hidden_layers=2))
+    model = Transformer.from_hf(module.config.to_dict() | {"architectures": ["BertLMHeadModel"]})
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        module(input_ids=torch.zeros(1, 64, dtype=torch.long, device="meta"), use_cache=False)
+    assert model.size == sum(parameter.numel() for parameter in module.parameters())
+    assert model.causal
+    found = flops(model, seq=64, phase="forward", attention="full").total
+    assert found == counter.get_total_flops()

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import accounting
 import pytest
@@ -387,3 +388,26 @@ def test_interleaving_and_older_devices_work_from_the_command_line(planned: Plan
 def test_what_would_be_ignored_is_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("field", Transformer.derived_sizes)
+def test_an_explicit_zero_is_not_a_size_that_is_left_out(field: str) -> None:
+    sizes: dict[str, Any] = {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 100}
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        Transformer(**sizes, **{field: 0})
+    assert main([f"layers=2,d_model=64,heads=4,vocab_size=100,{field}=0"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--batch", "--gpus"])
+def test_an_explicit_zero_on_the_command_line_is_refused(option: str) -> None:
+    sizes = "layers=2,d_model=64,heads=4,vocab_size=100"
+    assert main([sizes, option, "0"]) == 2
+    assert main(["plan", sizes, "--gpus", "8", option, "0"]) == 2
+    assert main([sizes, "--precision", ""]) == 2
+
+
+def test_heads_of_a_module_are_not_guessed_where_they_are_given() -> None:
+    model = Model(Transformer(layers=2, d_model=64, heads=4, d_ff=128, vocab_size=100))
+    assert Transformer.from_module(model).heads == 4
+    with pytest.raises(ValueError, match="heads is 0"):
+        Transformer.from_module(model, heads=0)

@@ -1,15 +1,20 @@
 """Pipelines against torch's own: each stage runs its schedule alone, in a group without processes,
 and every tensor that is alive is counted. torch's trackers know neither stages nor sequences."""
 
+import random
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, memory_timeline
+from accounting import Plan, Transformer, communication, memory_timeline, training_memory
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
 from reference import Block, world_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -43,18 +48,38 @@ class Chunk(nn.Module):
         return self.head(self.norm(x)) if self.norm and self.head else x
 
 
-def counted(shape: Transformer, plan: Plan, stage: int, batch: int, seq: int) -> int:
+def sharded(chunk: Chunk, plan: Plan, mesh: Any, mixed: bool) -> None:
+    """Wrap each block and the ends by FSDP2."""
+    options: dict[str, Any] = {"mesh": mesh}
+    if mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    for block in chunk.blocks:
+        fully_shard(block, reshard_after_forward=plan.reshard_after_forward, **options)
+    fully_shard(chunk, **options)
+
+
+def counted(
+    shape: Transformer, plan: Plan, stage: int, batch: int, seq: int, mixed: bool = False
+) -> int:
     """The most bytes that are alive while torch's schedule runs on that stage."""
     chunks = plan.pipeline * plan.virtual_stages
     each = shape.layers // chunks
-    rows = batch // plan.microbatches
-    stream, tokens = torch.empty(rows, seq, shape.d_model), torch.zeros(rows, seq, dtype=torch.long)
-    with world_of(plan.pipeline, rank=stage):
+    rows, dtype = batch // plan.microbatches // plan.data, torch.bfloat16 if mixed else None
+    stream = torch.empty(rows, seq, shape.d_model, dtype=dtype)
+    tokens = torch.zeros(rows, seq, dtype=torch.long)
+    with world_of(plan.pipeline * plan.data, rank=stage * plan.data):
+        mesh = init_device_mesh(
+            "cpu", (plan.pipeline, plan.data), mesh_dim_names=("pipeline", "data")
+        )
         stages, held = [], []
         for index in range(stage, chunks, plan.pipeline):
             first, last = index == 0, index == chunks - 1
             chunk = Chunk(shape, each, first=first, last=last)
-            out = torch.empty(rows, seq, shape.vocab_size) if last else stream
+            if plan.zero == 3:
+                sharded(chunk, plan, mesh["data"], mixed)
+            out = torch.empty(rows, seq, shape.vocab_size, dtype=dtype) if last else stream.clone()
             stages.append(
                 PipelineStage(
                     chunk,
@@ -63,6 +88,7 @@ def counted(shape: Transformer, plan: Plan, stage: int, batch: int, seq: int) ->
                     torch.device("cpu"),
                     input_args=tokens if first else stream.clone().requires_grad_(),
                     output_args=out.requires_grad_(),
+                    group=mesh.get_group("pipeline"),
                 )
             )
             held.append(chunk)
@@ -75,8 +101,9 @@ def counted(shape: Transformer, plan: Plan, stage: int, batch: int, seq: int) ->
         optimizer = torch.optim.AdamW(
             [p for chunk in held for p in chunk.parameters()], foreach=False
         )
-        make_state(optimizer)
-        whole = torch.zeros(batch, seq, dtype=torch.long)
+        if plan.zero < 3:
+            make_state(optimizer)
+        whole = torch.zeros(batch // plan.data, seq, dtype=torch.long)
         inputs = (whole,) if stage == 0 else ()
         target = {"target": whole} if stage == plan.pipeline - 1 else {}
         peaks = []
@@ -84,7 +111,7 @@ def counted(shape: Transformer, plan: Plan, stage: int, batch: int, seq: int) ->
         for _ in range(2):
             ledger = Ledger()
             ledger.hold("weights", *(p for chunk in held for p in chunk.parameters()))
-            state = tree_leaves(optimizer.state_dict())
+            state = tree_leaves([*optimizer.state.values()])
             ledger.hold("optimizer", *(leaf for leaf in state if isinstance(leaf, Tensor)))
             with ledger:
                 schedule.step(*inputs, **target, return_outputs=False)
@@ -133,3 +160,90 @@ def test_four_stages_hold_what_torchs_schedule_holds(schedule: str, stage: int) 
 @pytest.mark.parametrize("stage", range(4))
 def test_interleaved_stages_hold_what_torchs_schedule_holds(stage: int) -> None:
     agrees("interleaved", 4, stage, virtual=2)
+
+
+def fsdp_case(seed: int) -> tuple[Transformer, Plan, int, int, int, bool]:
+    """A decoder, a plan of ZeRO-3 over a pipeline, a stage, sequences, tokens, and mixed or not."""
+    dice = random.Random(seed)
+    width = dice.choice([64, 128])
+    pipeline = dice.choice([2, 4])
+    plan = Plan(
+        data=dice.choice([2, 8]),
+        pipeline=pipeline,
+        zero=3,
+        microbatches=dice.choice([1, 2, 8]),
+        schedule=dice.choice(["1f1b", "gpipe"]),
+        reshard_after_forward=dice.random() < 0.6,
+    )
+    shape = Transformer(
+        layers=pipeline * dice.choice([2, 5]),
+        d_model=width,
+        heads=4,
+        d_ff=dice.choice([2, 4]) * width,
+        vocab_size=dice.choice([64, 512, 4096]),
+    )
+    # torch's 1F1B wants as many micro-batches as stages.
+    if plan.schedule == "1f1b":
+        plan = replace(plan, microbatches=max(plan.microbatches, pipeline))
+    batch = plan.data * plan.microbatches * dice.choice([1, 2])
+    return shape, plan, batch, dice.randrange(pipeline), dice.choice([8, 32]), dice.random() < 0.5
+
+
+def agrees_with_fsdp(seed: int) -> None:
+    shape, plan, batch, stage, seq, mixed = fsdp_case(seed)
+    found = counted(shape, plan, stage, batch, seq, mixed)
+    precision = "fsdp_bf16" if mixed else "fp32"
+    run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": precision, "fused_norm": False}
+    predicted = memory_timeline(shape, plan, stage=stage, **run).peak
+    total = predicted.total
+    if stage == plan.pipeline - 1:
+        # The logits of one micro-batch, or of all of them, are the last stage's output.
+        rows, gpipe = batch // plan.data // plan.microbatches * seq, plan.schedule == "gpipe"
+        total += (2 if mixed else 4) * rows * shape.vocab_size * (plan.microbatches * gpipe or 1)
+    assert total == pytest.approx(found, rel=0.03), (shape, plan, stage, predicted)
+    whole = training_memory(shape, plan, stage=stage, **run).total
+    assert whole >= predicted.total * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fsdp_in_a_pipeline_keeps_weights_and_gradients_whole(seed: int) -> None:
+    agrees_with_fsdp(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(4, 54))
+def test_fifty_stages_of_fsdp_peak_where_live_tensors_do(seed: int) -> None:
+    agrees_with_fsdp(seed)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fsdp_in_a_pipeline_gathers_and_reduces_as_often_as_torch(
+    schedule: str, reshard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    class Counting(Ledger):
+        def __enter__(self) -> "Counting":
+            calls.clear()
+            return super().__enter__()
+
+        def __torch_dispatch__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+            calls[str(func)] += 1
+            return super().__torch_dispatch__(func, *args, **kwargs)
+
+    monkeypatch.setitem(globals(), "Ledger", Counting)
+    shape = Transformer(layers=8, d_model=32, heads=4, d_ff=64, vocab_size=64)
+    plan = Plan(
+        data=4,
+        pipeline=2,
+        zero=3,
+        microbatches=8,
+        schedule=schedule,
+        reshard_after_forward=reshard,
+    )
+    counted(shape, plan, 0, 32, 8)
+    # Four blocks, and the ends, which are gathered once.
+    found = communication(shape, plan, batch=32, seq=8)
+    assert calls["c10d._allgather_base_.default"] == 4 * found["weights"].count + 1
+    assert calls["c10d._reduce_scatter_base_.default"] == 5 * found["gradients"].count

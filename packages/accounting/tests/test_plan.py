@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from accounting import (
+    HARDWARE,
     MLA,
     Experts,
     Plan,
@@ -19,6 +20,7 @@ from accounting import (
 )
 from accounting.cli.main import main
 from accounting.cli.questions import amount, serving
+from accounting.memory.training import device_parameters
 from accounting.plan import even
 from accounting.search.launch import command_lines
 from accounting.search.plans import plans_that_fit
@@ -268,5 +270,88 @@ def test_what_is_served_follows_from_the_cache() -> None:
     assert found["sequences_at_once"] == room // cache
 
 
+DEEPSEEK_V3 = Transformer(
+    layers=61,
+    d_model=7168,
+    heads=128,
+    head_dim=128,
+    v_head_dim=128,
+    d_ff=18432,
+    vocab_size=129280,
+    mla=MLA(q_rank=1536, kv_rank=512, rope_head_dim=64),
+    experts=Experts(count=256, per_token=8, width=2048, shared=2048, layers=tuple(range(3, 61))),
+)
+QWEN3_30B = Transformer(
+    layers=48,
+    d_model=2048,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    d_ff=6144,
+    vocab_size=151936,
+    qk_norm=True,
+    experts=Experts(count=128, per_token=8, width=768),
+)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_30B, SMALL], ids=["mla", "few keys", "small"])
+def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int) -> None:
+    found = serving(model, gpus=gpus, hardware="H200", seq=8192)
+    held = 2 * sum(device_parameters(model, Plan(tensor=gpus)))
+    one = kv_cache(model, seq=8192, tensor=gpus).total
+    assert found["weights_bytes"] == gpus * held
+    assert found["cache_bytes_a_sequence"] == gpus * one
+    usable = 0.9 * HARDWARE["H200"].memory_bytes
+    assert found["sequences_at_once"] == max(0, (usable - held) // one)
+    needed = found["devices_needed"]
+    assert sum(device_parameters(model, Plan(tensor=needed))) * 2 < usable
+    read = found["bytes_a_token"] / gpus
+    assert read < held + one
+    speed = HARDWARE["H200"].memory_bandwidth / read
+    assert found["tokens_per_second_alone_at_most"] == pytest.approx(speed)
+
+
+def test_copies_under_tensor_parallelism_take_memory_of_every_device() -> None:
+    caches = [serving(DEEPSEEK_V3, gpus=n)["cache_bytes_a_sequence"] for n in (1, 8)]
+    assert caches[1] == 8 * caches[0]
+    caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_a_sequence"] for n in (1, 4, 8)]
+    assert caches == [caches[0], caches[0], 2 * caches[0]]
+    with pytest.raises(ValueError, match="does not divide"):
+        serving(QWEN3_30B, gpus=3)
+    with pytest.raises(ValueError, match="keeps no cache"):
+        serving(replace(SMALL, causal=False))
+
+
 def test_amounts_are_read_as_they_are_written() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
+
+
+@pytest.mark.parametrize("devices", [16, 64])
+def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
+    """In a pipeline, torch has no ZeRO-2, and which chunks of ZeRO-3 are whole is not known."""
+    model = Transformer(layers=16, d_model=2048, heads=16, vocab_size=32000)
+    about: dict[str, Any] = {"devices": devices, "batch": 256, "seq": 2048, "hardware": "H100"}
+    for memory in (6e9, 2e9, 80e9):
+        found = plans_that_fit(model, **about, memory_bytes=memory, pipeline=4, most=40)
+        for candidate in found:
+            assert candidate.plan.zero != 2
+            assert candidate.plan.zero < 3 or candidate.plan.schedule != "interleaved"
+    with pytest.raises(ValueError, match="not modeled"):
+        plan_for(
+            model,
+            gpus=16,
+            tensor=1,
+            pipeline=4,
+            zero=3,
+            schedule="interleaved",
+            virtual_stages=2,
+        )
+    with pytest.raises(ValueError, match="not modeled"):
+        training_memory(
+            model,
+            Plan(data=2, pipeline=4, zero=3, microbatches=4),
+            batch=8,
+            seq=64,
+            lora_rank=8,
+        )

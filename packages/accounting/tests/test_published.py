@@ -2,13 +2,20 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
-from accounting import Plan, Transformer, training_memory
+from accounting import Experts, Plan, Transformer, plan_for, training_memory
+from accounting.cli.main import main
 from accounting.time.published import (
     HELD_OUT,
     RUNS,
     Published,
+    Ratio,
+    coverage,
+    errors_by_source,
+    group_of,
+    half_width,
     learned,
     left_out,
     modeled,
@@ -20,11 +27,9 @@ from accounting.time.published import (
 def test_each_run_left_out_is_predicted_by_the_others() -> None:
     found = left_out()
     assert len(found) == len(RUNS) == 15
-    errors = [abs(interval.middle / run.seconds - 1) for run, interval in found]
-    assert statistics.median(errors) <= 0.08
-    assert max(errors) <= 0.20
-    held = [interval.low <= run.seconds <= interval.high for run, interval in found]
-    assert sum(held) >= 0.8 * len(held)
+    off = [abs(seconds / run.seconds - 1) for run, seconds in found]
+    assert statistics.median(off) <= 0.08
+    assert max(off) <= 0.20
 
 
 @pytest.mark.parametrize("run", HELD_OUT, ids=lambda run: run.model.name)
@@ -33,11 +38,87 @@ def test_runs_that_nothing_was_learned_from_are_predicted(run: Published) -> Non
     assert interval.middle == pytest.approx(run.seconds, rel=0.20)
 
 
-def test_the_factor_is_the_mean_ratio_and_the_interval_holds_most() -> None:
-    interval = learned((0.9, 1.0, 1.1, 1.2, 1.0))
-    assert interval.middle == pytest.approx(math.prod((0.9, 1.0, 1.1, 1.2, 1.0)) ** 0.2)
-    assert interval.low < 0.95 < 1.15 < interval.high
-    assert predicted(2.0).middle == pytest.approx(2 * learned(ratios()).middle)
+def a_run(source: str, off: float, group: tuple[str, str, str] = ("A", "bf16", "dense")) -> Ratio:
+    return Ratio(source=source, group=group, usual=off, held_out=off, learned_from=True)
+
+
+def test_an_interval_is_measured_on_sources_that_are_held_out_whole() -> None:
+    # Two runs of a source say nothing about another source: within s they agree, s is off by 1.
+    seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
+    assert errors_by_source(seen) == pytest.approx({"s": 1.0, "t": 1.0})
+    interval = learned(seen, ("A", "bf16", "dense"))
+    assert math.log(interval.high / interval.middle) == pytest.approx(1.0)
+
+
+def test_too_few_sources_take_the_widest_error_known() -> None:
+    assert half_width([0.1, 0.2, 0.3]) is None
+    assert half_width([0.1, 0.4, 0.2, 0.3]) == 0.4
+    assert half_width([0.1 * i for i in range(1, 10)]) == pytest.approx(0.8)
+    near = [a_run(f"n{i}", 0.01 * i) for i in range(5)]
+    far = a_run("far", 2.0, ("B", "fp8", "MoE"))
+    widest = max(errors_by_source([*near, far]).values())
+    for group in (("B", "fp8", "MoE"), ("C", "bf16", "dense"), None):
+        interval = learned([*near, far], group)
+        assert math.log(interval.high / interval.middle) == pytest.approx(widest)
+    own = learned([*near, far], ("A", "bf16", "dense"))
+    assert math.log(own.high / own.middle) < widest
+
+
+def test_the_printed_coverage_is_counted_on_held_out_sources() -> None:
+    held: dict[str, list[bool]] = {}
+    for run in (*RUNS, *HELD_OUT):
+        name = run.source.split(",")[0]
+        others = [ratio for ratio in ratios() if ratio.source != name]
+        interval = learned(others, group_of(run.model, run.hardware, run.precision))
+        interval = interval.scaled(float(modeled(run, held_out=True).total))
+        held.setdefault(name, []).append(interval.low <= run.seconds <= interval.high)
+    runs = [inside for of_source in held.values() for inside in of_source]
+    sources = [all(of_source) for of_source in held.values()]
+    assert coverage() == (sum(sources), len(sources), sum(runs), len(runs))
+    assert sum(sources) >= 0.8 * len(sources)
+    assert sum(runs) >= 0.8 * len(runs)
+    told = f"{sum(sources)} of {len(sources)} published sources ({sum(runs)} of {len(runs)} runs)"
+    assert told in predicted(1.0).basis
+
+
+def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
+    for run in (*RUNS, *HELD_OUT):
+        usual, held_out = (float(modeled(run, held_out=held).total) for held in (False, True))
+        set_on_it = run.hardware != "A100"
+        assert (usual != pytest.approx(held_out, rel=1e-9)) == set_on_it, run.model.name
+
+
+SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
+
+
+def test_an_interval_says_what_is_known_of_its_device_precision_and_kind() -> None:
+    about = {"hardware": "A100", "precision": "megatron_bf16"}
+    assert (
+        "A100 in megatron_bf16, dense: 3 sources (15 runs)"
+        in predicted(1.0, model=SMALL, **about).basis
+    )
+    unknown = predicted(1.0, model=SMALL, hardware="H200", precision="fsdp_bf16")
+    assert "nothing is published here for H200 in fsdp_bf16, dense" in unknown.basis
+    sparse = replace(SMALL, experts=Experts(count=4, per_token=2))
+    assert (
+        "H800 in deepseek_v3, MoE: 1 source (1 run)"
+        in predicted(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
+    )
+    assert "were not given" in predicted(1.0).basis
+    widest = max(errors_by_source(ratios()).values())
+    assert math.log(unknown.high / unknown.middle) == pytest.approx(widest)
+    assert unknown.scaled(2.0).basis == unknown.rate(1.0).basis == unknown.basis
+
+
+def test_answers_and_reports_print_the_measured_coverage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer = plan_for(SMALL, gpus=8, batch=8, seq=64)
+    assert answer.seconds.basis in answer.explain()
+    assert answer.to_dict()["seconds"]["basis"] == answer.seconds.basis
+    sizes = "layers=4,d_model=64,heads=4,vocab_size=100"
+    assert main([sizes, "--gpus", "8", "--seq", "64"]) == 0
+    assert "when held out whole" in capsys.readouterr().out
 
 
 def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:

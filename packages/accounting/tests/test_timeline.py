@@ -69,6 +69,10 @@ def test_the_peak_in_time_is_everything_at_once_or_less(
         **schedule,
     )
     work = Workload(batch=2 * pipeline * often, seq=32, precision="megatron_bf16")
+    if zero == 3 and plan.virtual_stages > 1:
+        with pytest.raises(ValueError, match="not modeled"):
+            memory_timeline(MODEL, plan, work)
+        return
     for stage in range(pipeline):
         whole = float(training_memory(MODEL, plan, work, stage=stage).total)
         line = memory_timeline(MODEL, plan, work, stage=stage)

@@ -90,13 +90,13 @@ def members() -> dict:
     return model._get_ddp_logging_data()
 
 
-def test_what_others_read_of_torchs_members_is_there() -> None:
+def test_what_others_read_of_torchs_members_is_there(backend: str) -> None:
     for rank, log in enumerate(run_ranks(members, 2)):
         expected = {
             "world_size": 2,
             "rank": rank,
             "module_name": "Branches",
-            "backend_name": "gloo",
+            "backend_name": backend,
             "static_graph": 1,
             "broadcast_buffers": 0,
             "bucket_cap_bytes": 50,

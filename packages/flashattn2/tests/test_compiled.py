@@ -13,25 +13,29 @@ import shipped
 import torch
 import tune
 from flashattn2.kernels import configs, launch
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
-def compiled(jobs):
-    """What the compiler made of each job, by two processes that do not interpret."""
+def run_script(name, text=""):
+    """Run a script of this folder in a process that does not interpret kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(name)], input=text, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.splitlines()
+
+
+def compiled(jobs):
+    """What the compiler made of each job, by two processes."""
 
     def work(share):
-        done = subprocess.run(
-            [sys.executable, script], input=json.dumps(share), env=environment,
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(share))]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(work, (jobs[::2], jobs[1::2]))
@@ -114,7 +118,7 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
         tile, by_tma, _ = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
-        assert tile == configs.Tile(*configs.sizes((path, "half", kernel), 128, rich))
+        assert tile == configs.Tile(*configs.find_sizes((path, "half", kernel), 128, rich))
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
@@ -129,7 +133,8 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
 
     def by_tma():
         plans = [
-            launch.plan(kernel, "ieee", Score(0.1), x, x, x, packed=True) for kernel in kernels
+            launch.plan(kernel, "ieee", AttentionSpec(0.1), x, x, x, packed=True)
+            for kernel in kernels
         ]
         return [plan.tma for plan in plans]
 
@@ -160,7 +165,7 @@ def narrow_tiles():
     for kernel in ("forward", "dq", "dkdv", "atomic"):
         key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1
         for block_d, rich in itertools.product((64, 128), (False, True)):
-            tile = configs.sizes(key, block_d, rich)
+            tile = configs.find_sizes(key, block_d, rich)
             if tile is not None and tile[side] < 64:
                 yield key, block_d, rich, tile, side
 
@@ -190,3 +195,10 @@ def test_where_a_first_product_is_narrower_a_wider_one_would_not_do(narrow):
         [job for option in options for job in shipped.jobs(key, block_d, tuple(wider), option)]
     )
     assert not all(tune.passes(r) for r in results), results
+
+
+def test_the_kernels_of_a_cache_compile():
+    lines = run_script("compile_decoding.py")
+    assert {tuple(line.split()[:2]) for line in lines} == set(
+        itertools.product(("80", "90"), ("decode_kernel", "append_kernel", "combine_kernel"))
+    )

@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
@@ -75,31 +73,6 @@ def test_a_new_server_goes_on_where_the_journal_ends(tmp_path, snapshots):
     assert len(list(tmp_path.iterdir())) == (2 if snapshots else 1)
 
 
-@given(share=st.floats(0, 1))
-def test_a_journal_that_ends_anywhere_is_a_prefix(tmp_path_factory, share):
-    folder = tmp_path_factory.mktemp("journal")
-    server, journal = server_with(folder)
-    steps(server, 4)
-    journal.close()
-    file = folder / "journal-00000000"
-    raw = file.read_bytes()
-    file.write_bytes(raw[: int(share * len(raw))])
-    again, _ = server_with(folder)
-    assert again.version <= 4
-    assert steps(again, 2).pushes == again.version
-
-
-def test_a_bit_that_fell_over_ends_the_journal_there(tmp_path):
-    server, journal = server_with(tmp_path)
-    steps(server, 4)
-    journal.close()
-    file = tmp_path / "journal-00000000"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 16
-    file.write_bytes(raw)
-    assert 0 < server_with(tmp_path)[0].version < 4
-
-
 def test_a_snapshot_that_was_not_finished_is_no_snapshot(tmp_path):
     server, _ = server_with(tmp_path)
     steps(server, 3)
@@ -126,7 +99,7 @@ class FullDisk:
 
 def push_often(worker):
     for _ in range(3):
-        worker._drive(worker._session.push())
+        worker._run_requests(worker._session.push())
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 100, 150, 200])
@@ -137,7 +110,7 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
     worker.pull() if room > 150 else None
     for parameter in worker.module.parameters():
         parameter.grad = torch.ones(parameter.shape)
-    with pytest.raises(RuntimeError, match=r"no journal can be written in .*No space left"):
+    with pytest.raises(RuntimeError, match=r"cannot write a journal in .*No space left"):
         push_often(worker)
     journal._file.room = 10**9  # somebody has made room
     worker = steps(server, 1)
@@ -190,10 +163,7 @@ def test_a_snapshot_that_fills_the_disk_is_waited_for(tmp_path, monkeypatch):
     assert held(server_with(tmp_path)[0]) == held(server)
 
 
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(
-    tmp_path, monkeypatch, torn
-):
+def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(tmp_path, monkeypatch):
     server, journal = server_with(tmp_path)
     steps(server, 2)
     go_on, save = threading.Event(), torch.save
@@ -208,15 +178,10 @@ def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(
     journal.snapshot(server.core)
     assert steps(server, 3).pushes == 5  # answered, each, before the snapshot is there
     assert journal.is_writing()
-    if torn:  # a bit of the older journal has fallen over: nothing later is built on it
-        file = tmp_path / "journal-00000000"
-        raw = bytearray(file.read_bytes())
-        raw[-3] ^= 16
-        file.write_bytes(raw)
     copy = tmp_path.with_name(f"{tmp_path.name}-killed")
     shutil.copytree(tmp_path, copy)  # what a kill at this moment leaves
     again, _ = server_with(copy)
-    assert again.version < 2 if torn else held(again) == held(server)
+    assert held(again) == held(server)
     steps(again, 1)
     assert held(server_with(copy)[0]) == held(again)
     go_on.set()
@@ -226,7 +191,7 @@ def test_a_server_serves_while_its_snapshot_is_written_and_may_die_then(
 
 def test_a_folder_that_cannot_be_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match=r"no journal can be kept in .*file"):
+    with pytest.raises(RuntimeError, match=r"cannot write a journal in .*file"):
         DiskJournal(tmp_path / "file" / "folder")
 
 
@@ -272,7 +237,7 @@ def test_a_journal_of_anything_else_is_refused_by_name(tmp_path, written, again)
     journal.snapshot(written.core)
     journal.close()
     before = again.state_dict()["parameters"].clone()
-    with pytest.raises(ValueError, match=r"written with|the saved state is of shard"):
+    with pytest.raises(ValueError, match=r"expected a journal with|expected the state of shard"):
         DiskJournal(tmp_path).load(again.core)
     assert torch.equal(again.state_dict()["parameters"], before)
     assert again.core.journal is None

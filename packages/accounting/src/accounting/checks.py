@@ -61,7 +61,11 @@ def entry(*more: str, **about: Any) -> Callable[[Callable[P, R]], Callable[P, R]
 
 
 def named(kind: type[R]) -> type[R]:
-    """A dataclass that answers a field that it does not have with the nearest that it has."""
+    """A dataclass that answers a field that it does not have with the nearest that it has.
+
+    `derived_sizes` of the class are those that are worked out where they are not given: an explicit
+    0 is refused, unless there are no heads.
+    """
     made: Any = kind.__init__
 
     @wraps(made)
@@ -73,6 +77,9 @@ def named(kind: type[R]) -> type[R]:
                     f"{name!r} is no field of {kind.__name__}; there are {', '.join(known)}"
                     f"{nearest(name, known)}"
                 )
+        for name in getattr(kind, "derived_sizes", ()):
+            if name in kwargs and kwargs[name] == 0 and kwargs.get("heads") != 0:
+                raise ValueError(f"{name} is 0; it must be at least 1, or left out to be derived")
         made(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[method-assign]

@@ -28,7 +28,12 @@ class Plan:
     context: int = 1
     expert: int = 1
     zero: int = 0
-    """What the data ranks shard: 1 the optimizer, 2 gradients too, 3 weights too (FSDP)."""
+    """What the data ranks shard: 1 the optimizer, 2 gradients too, 3 weights too (FSDP).
+
+    In a pipeline, 3 is FSDP2 under torch's schedules, which keep a stage's weights and gradients
+    whole during a step. There, 2 means a trainer that reduces gradients after each micro-batch;
+    torch's schedules do not, and a search proposes no such plan.
+    """
     microbatches: int = 1
     """Pieces that a data rank cuts its batch into, for the pipeline or to accumulate gradients."""
     schedule: str = "1f1b"
@@ -93,6 +98,20 @@ class Plan:
     def expert_replicas(self) -> int:
         """Ranks that hold the same experts."""
         return self.replicas // self.expert
+
+    def keeps_weights_whole(self) -> bool:
+        """Return True for FSDP2 modules in a pipeline; `ValueError` if their memory is not modeled.
+
+        See Note [FSDP2 under torch's pipeline schedules] in memory/training.py.
+        """
+        if self.zero < 3 or self.pipeline == 1 or self.replicas == 1:
+            return False
+        if self.schedule == "interleaved":
+            raise ValueError(
+                "zero is 3 with schedule 'interleaved': how many chunks torch keeps unsharded is "
+                "not modeled; give zero=1, or schedule='1f1b'"
+            )
+        return True
 
     @checks.entry(batch=0, seq=0)
     def check(self, model: Shape, *, batch: int = 0, seq: int = 0) -> None:

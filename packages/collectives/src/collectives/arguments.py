@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
+from collectives.coalescing import current
 from collectives.communicator import Communicator
 from collectives.shared_memory.fingerprint import Call
 
@@ -31,15 +32,18 @@ def describe_call(
     if tensor.is_cuda and algorithm in ("shared_memory", "hierarchical"):
         raise ValueError(f'{algorithm} takes CPU tensors; use "ring", or "auto" for NCCL itself')
     told = tensor.shape if shape is None else shape
-    return _remembered(kind, told, tensor.dtype, op, root, algorithm)
+    batch = current()
+    count = batch.count if batch else 1
+    return _remembered(kind, told, tensor.dtype, op, root, algorithm, count)
 
 
 # A training loop makes the same few calls again and again.
 @lru_cache(maxsize=1024)
 def _remembered(
-    kind: str, shape: tuple[int, ...], dtype: torch.dtype, op: str, root: int, algorithm: str
-) -> Call:
-    return Call(kind, tuple(shape), dtype, op, root, algorithm)
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, op: str, root: int, algorithm: str,
+    coalesced: int,
+) -> Call:  # fmt: skip
+    return Call(kind, tuple(shape), dtype, op, root, algorithm, coalesced=coalesced)
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -27,16 +27,22 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from collectives import collective, lists
+from collectives.coalescing import coalesced
 from collectives.communicator import Communicator
-from collectives.faults import ROLL_SECONDS, fetch
-from collectives.work import Work
+from collectives.faults import ROLL_SECONDS, fetch, fresh
+from collectives.work import CoalescedWork, Work
 
 NAME = "collectives"
 CPU = torch.device("cpu")
 SUM = dist.ReduceOp.SUM
 
+# torch's options of a process group, except for its store. Not every version has all of them.
+_OPTIONS = (
+    "group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group", "process_group",
+)  # fmt: skip
 # Its methods have several signatures each in torch's stubs; torch calls the ones given here.
 _ProcessGroup: Any = dist.ProcessGroup
+_GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 _Method = Callable[..., Any]
 
 
@@ -49,7 +55,10 @@ def _by_device(method: _Method) -> _Method:
         tensor = _first_tensor(args)
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
-        return method(self, *args, **kwargs)
+        work = method(self, *args, **kwargs)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
 
     return call
 
@@ -102,15 +111,19 @@ def _ones(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _coalesced(name: str) -> _Method:
-    """One call of that method after the other, for lists of what one takes."""
+    """Return a method that takes lists and calls the method `name` for each of their elements."""
 
-    def call(self: "CollectivesProcessGroup", *args: Any) -> Any:
-        tensors = [each for each in args if isinstance(each, (list, tuple))]
-        opts, work = args[len(tensors) :], Work.done([])
-        # Calls are done in order, so the last one's end is the end of all.
-        for each in zip(*tensors, strict=True):
-            work = getattr(self, name)(*each, *opts)
-        return work
+    def call(self: "CollectivesProcessGroup", *args: Any, **named: Any) -> Any:
+        lists = [each for each in args if isinstance(each, (list, tuple))]
+        lengths = [len(each) for each in lists]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{name}_coalesced expected lists of one length, got {lengths}")
+        with coalesced(lengths[0]):
+            works = [
+                getattr(self, name)(*each, *args[len(lists) :], **named)
+                for each in zip(*lists, strict=True)
+            ]
+        return CoalescedWork(works, list(lists[0]))
 
     call.__name__ = f"{name}_coalesced"
     return _by_device(call)
@@ -119,13 +132,23 @@ def _coalesced(name: str) -> _Method:
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose collectives on CPU tensors are this package's."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, backend_options: Any = None) -> None:
+        if isinstance(backend_options, _GlooOptions):
+            raise TypeError(
+                f"expected the options of another device's backend, got gloo's; {NAME} takes a "
+                "timeout only: pass timeout="
+            )
         rank, world, timeout = options.group_rank, options.group_size, options.timeout
-        super().__init__(rank, world)
-        self._options = options
-        self._gloo: Any = _messages(options.store, rank, world, timeout)
+        store = fresh(options.store, world, timeout.total_seconds())
+        options = _copy(options, store=store)
+        super().__init__(store, rank, world)
+        # What torch needs to make a backend of another device, or a group from this one.
+        self._options, self._backend_options = options, backend_options
+        self._gloo: Any = _messages(store, rank, world, timeout)
         self._others: dict[str, Any] = {}
         self._making = threading.Lock()
+        # The handles of the calls since `_start_coalescing`; None outside of it.
+        self._coalescing: list[dist.Work] | None = None
         # torch asks the group which backend serves a device.
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(CPU, kind, self._gloo)
@@ -134,11 +157,43 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         bound = getattr(replaced, "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
-        self.communicator = Communicator(self._gloo, store=options.store, timeout=timeout)
+        self.communicator = Communicator(self._gloo, store=store, timeout=timeout)
 
     def getBackendName(self) -> str:
         """What get_backend says."""
         return NAME
+
+    def split_group(
+        self, ranks: list[int], timeout: timedelta | None = None, opts: Any = None,
+        group_name: str | None = None, group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> "CollectivesProcessGroup | None":  # fmt: skip
+        """Make a group of some of this group's ranks; return None on the other ranks.
+
+        Every rank in `ranks` must call it; torch.distributed.split_group does.
+        """
+        if device_types and not any(device.type == CPU.type for device in device_types):
+            raise ValueError(
+                f"expected the cpu among the devices of a split of a {NAME} group, got "
+                f"{device_types}; split a group of the other device's backend instead"
+            )
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{'.'.join(map(str, ranks))}"
+        above = self._options.global_ranks_in_group or range(self.size())
+        options = _copy(
+            self._options,
+            store=PrefixStore(f"split/{name}", self._options.store),
+            group_rank=ranks.index(self.rank()),
+            group_size=len(ranks),
+            timeout=timeout or self._options.timeout,
+            group_id=name,
+            global_ranks_in_group=[above[rank] for rank in ranks],
+        )
+        group = CollectivesProcessGroup(options, opts or self._backend_options)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
 
     # ----- other devices -----
 
@@ -158,7 +213,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         name = dist.Backend.default_device_backend_map.get(device.type)
         if name is None:
             raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
-        backend = _backend_by_name(name, device, self._options)
+        backend = _backend_by_name(name, device, self._options, self._backend_options)
         kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         # C++ callers (coalescing, functional collectives) find it by its device.
         self._register_backend(torch.device(device.type), kind, backend)
@@ -166,7 +221,17 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _start_coalescing(self, device: torch.device) -> None:
         self.get_backend(device)
-        super()._start_coalescing(device)
+        if torch.device(device).type == CPU.type:
+            self._coalescing = []
+        else:
+            super()._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if torch.device(device).type != CPU.type:
+            there: dist.Work = super()._end_coalescing(device)
+            return there
+        works, self._coalescing = self._coalescing or [], None
+        return CoalescedWork(works)
 
     # ----- this package's -----
 
@@ -201,6 +266,24 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = _coalesced("all_gather_single")
     reduce_scatter_single_coalesced = _coalesced("reduce_scatter_single")
 
+    @_by_device
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """torch.distributed.all_gather_coalesced: output_lists[rank][i] = input_list[i] of rank."""
+        lengths = [len(outputs) for outputs in output_lists]
+        if lengths != [len(input_list)] * self.size():
+            raise ValueError(
+                f"all_gather_coalesced expected {self.size()} output lists of {len(input_list)} "
+                f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
+            )
+        with coalesced(len(input_list)):
+            works = [
+                self.allgather([list(outputs)], [tensor], opts)
+                for outputs, tensor in zip(zip(*output_lists, strict=True), input_list, strict=True)
+            ]
+        return CoalescedWork(works, output_lists)
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         """torch.distributed.barrier."""
         device = getattr(opts, "device", None)
@@ -219,7 +302,6 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ----- gloo's -----
 
-    allgather_coalesced = _on_gloo("allgather_coalesced")
     monitored_barrier = _on_gloo("monitored_barrier")
     recv = _on_gloo("recv")
     recv_anysource = _on_gloo("recv_anysource")
@@ -279,7 +361,16 @@ def _first_tensor(args: Any) -> Tensor | None:
     return None
 
 
-def _backend_by_name(name: str, device: torch.device, options: Any) -> Any:
+def _copy(options: Any, **changes: Any) -> Any:
+    """Return torch's options of a process group with some of them changed."""
+    copied = type(options)()
+    for field in ("store", *_OPTIONS):
+        if field in changes or hasattr(options, field):
+            setattr(copied, field, changes.get(field, getattr(options, field, None)))
+    return copied
+
+
+def _backend_by_name(name: str, device: torch.device, options: Any, own_options: Any) -> Any:
     """A backend of torch's for the ranks of our group, as init_process_group makes it."""
     store: Store = PrefixStore(f"beside/{device.type}", options.store)
     rank, world, timeout = options.group_rank, options.group_size, options.timeout
@@ -288,20 +379,12 @@ def _backend_by_name(name: str, device: torch.device, options: Any) -> Any:
         # Up to torch 2.11 the built-in ones are not in that list.
         if name != dist.Backend.NCCL:
             raise ValueError(f"cannot make backend {name} for {device.type} beside {NAME}")
-        settings = dist.ProcessGroupNCCL.Options()
+        settings = own_options or dist.ProcessGroupNCCL.Options()
         settings._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world, settings)
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, world, timeout)
-    beside: Any = type(options)()
-    for field in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
-        setattr(beside, field, getattr(options, field))
-    beside.store = store
-    if hasattr(options, "process_group"):
-        beside.process_group = options.process_group
-    return plugin.creator_fn(beside, None)
+    return plugin.creator_fn(_copy(options, store=store), own_options)
 
 
-dist.Backend.register_backend(
-    NAME, lambda options, _: CollectivesProcessGroup(options), extended_api=True, devices=["cpu"]
-)
+dist.Backend.register_backend(NAME, CollectivesProcessGroup, extended_api=True, devices=["cpu"])

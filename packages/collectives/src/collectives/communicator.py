@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
@@ -33,14 +33,20 @@ from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.choice.cost import CostModel
 from collectives.choice.topology import Topology
+from collectives.coalescing import current
 from collectives.errors import UNUSABLE, RankLost
-from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, ask
-from collectives.shared_memory.engine import ROOM, Job, is_done
+from collectives.faults import LOOKS_PART, SHORTEST_LOOK, Faults, Operation, fresh
+from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
 from collectives.work import Work
 
 # A rank that had all it needed of a call goes on: so far it is remembered what that was.
 CALLS_REMEMBERED = 16
+# How long closing waits for calls that are still queued.
+CLOSE_SECONDS = 1.0
+# torch does not report that it destroys a group of gloo's, so a thread checks this often.
+DESTROYED_SECONDS = 0.2
+_watcher: threading.Thread | None = None
 _known: dict[Any, "Communicator"] = {}
 # Two threads may make a group's first call at once; one for all groups could wait in a circle.
 _making: dict[Any, threading.Lock] = {}
@@ -61,6 +67,7 @@ def communicator(group: Any = None) -> "Communicator":
     with _making.setdefault(pg, threading.Lock()):
         if pg not in _known:
             _forget_destroyed_groups()
+            _watch_for_destroyed_groups()
             _known[pg] = Communicator(
                 pg,
                 store=dist.distributed_c10d._get_process_group_store(pg),
@@ -76,15 +83,28 @@ def _forget_destroyed_groups() -> None:
         _making.pop(pg, None)
 
 
+def _watch_for_destroyed_groups() -> None:
+    """Start the thread that closes the communicators of destroyed groups, if it does not run."""
+    global _watcher
+    # In a forked process it does not.
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch_groups, daemon=True, name="collectives groups")
+        _watcher.start()
+
+
+def _watch_groups() -> None:
+    while True:
+        time.sleep(DESTROYED_SECONDS)
+        _forget_destroyed_groups()
+
+
 class Communicator:
     """One rank's means to talk to the others of a group."""
 
     def __init__(self, group: Any, *, store: Store, timeout: timedelta) -> None:
         self.rank, self.world = group.rank(), group.size()
         self.timeout = timeout.total_seconds()
-        # A store may outlive its group: the next group must not find this one's addresses.
-        generation = (ask(self.timeout, lambda: store.add("collectives", 1)) - 1) // self.world
-        self.store = PrefixStore(f"collectives/{generation}", store)
+        self.store = fresh(store, self.world, self.timeout)
         self.gloo = GlooGroups(group, self.store)
         self.wire = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
         self.topology = here = Topology(self.store, self.rank, self.world, self.timeout)
@@ -122,8 +142,21 @@ class Communicator:
         result = brought if result is None else result
         # What `checked` says holds for the calls made inside it, whenever they are done.
         compare, look_for_nan = self.compare_always, self.look_for_nan
+        batch = current()
 
         def operation(job: Job | None = None) -> None:
+            if batch is None:
+                operate(job)
+                return
+            if batch.error is not None:
+                raise batch.error
+            try:
+                operate(job)
+            except Exception as error:
+                batch.fail(error)
+                raise
+
+        def operate(job: Job | None) -> None:
             found = look_for_nan and any(map(has_nan, as_list(brought)))
             packed = (replace(call, has_nan=True) if found else call).packed
             with self._lock if job is None else nullcontext():
@@ -147,15 +180,14 @@ class Communicator:
                 operation()
             return None
         self._heed_timeout()
-        # Half of the room is for other threads that look at the same time.
-        while self._queue.qsize() > ROOM / 2:
-            time.sleep(1e-3)
         # Together: what is last in the queue is what a synchronous call waits for.
         with self._starting, event or nullcontext():
             if self._thread is None:
                 self._thread = threading.Thread(target=self._go, daemon=True, name="collectives")
                 self._thread.start()
             job = self._move((lambda: None) if look_for_nan else engine_job)
+            if batch is not None:
+                batch.add(job)
             self._last = work = Work(
                 partial(self._later, operation, job), as_list(result), timeout=self.timeout,
                 progress=lambda: self.operation.number, moved=partial(is_done, job),
@@ -217,6 +249,7 @@ class Communicator:
             if arena is not None:
                 arena.serve()
             if (work := self._queue.get()) is None:
+                self._end()
                 return
             work.run()
             del work
@@ -227,9 +260,25 @@ class Communicator:
         self.faults.give_up(lost, self.operation)
 
     def close(self) -> None:
-        """Stop the thread and release what the kernel holds."""
+        """Let the other ranks know that this one has left, after the calls that are queued.
+
+        Those calls may wait for ranks that do not come, so this does not wait for long.
+        """
+        if self._closed.is_set():
+            return
         self._closed.set()
-        self._put(None)
+        with self._starting:
+            thread = self._thread
+            self._put(None)
+        if thread is None:
+            self._end()
+        elif thread is not threading.current_thread():
+            thread.join(CLOSE_SECONDS)
+
+    def _end(self) -> None:
+        """Announce the end, and release what the kernel holds."""
+        if self.faults.broken is None:
+            self.faults.announce_end(self.operation)
         self.topology.close()
 
     def _begin(self, compare: bool, packed: bytes) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 UNUSABLE = "this group cannot be used any more"
+LEFT_GROUP = "has left the group: it called destroy_process_group"
 
 
 class RankLost(RuntimeError):

@@ -16,6 +16,7 @@ Notable:
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,9 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from collectives.errors import UNUSABLE, Mismatch, PeerError, RankLost
+from collectives.errors import LEFT_GROUP, UNUSABLE, Mismatch, PeerError, RankLost
 from collectives.shared_memory.fingerprint import Lengths, compare, compare_lengths, names_of
 
 # How long survivors are waited for, at least: they see connections end, or wait as long.
@@ -63,7 +64,8 @@ class Entry:
     `difference` tells how calls differ, where that is the reason. `lengths` is what it brought to
     an all-to-all: elements that it sends to each rank, and that it expects from each. `waits` is
     the rank that it waits for, if it knows, and `timed_out` that it did so for as long as it may;
-    `ended` are those whose connections had ended.
+    `ended` are those whose connections had ended. `left` says that the rank has left the group in
+    good order after its last call.
     """
 
     rank: int
@@ -75,6 +77,7 @@ class Entry:
     waits: int | None = None
     ended: Sequence[int] = ()
     timed_out: bool = False
+    left: bool = False
 
     def call(self, number: int) -> bytes:
         """The call of that number, packed; nothing if it was too long ago."""
@@ -132,6 +135,13 @@ class Faults:
         if self._arena is not None and not found_here:
             self._arena.leave(reason.ranks[0] if reason.ranks else None)
 
+    def announce_end(self, operation: Operation) -> None:
+        """Let the other ranks know that this one makes no further calls after this operation."""
+        if self._arena is not None:
+            self._arena.announce_end()
+        if not self._one_host:
+            self._sign(operation, left=True)
+
     def _entry(self, operation: Operation, waits: int | None = None, **told: Any) -> Entry:
         own, calls = operation.lengths, [call.hex() for call in tuple(operation.calls)]
         lengths = (own.sends, own.receives) if own else None
@@ -167,12 +177,14 @@ class Faults:
         self._answered = time.monotonic()
         return Entry(*json.loads(text)) if text else None
 
-    def _read(self, ranks: set[int], until: float) -> tuple[dict[int, Entry], dict[int, Entry]]:
+    def _read(
+        self, ranks: set[int], until: float, number: int
+    ) -> tuple[dict[int, Entry], dict[int, Entry]]:
         """The entries of those who signed, by rank, and the notes of those who have not.
 
         Ends when `ranks` have signed, at `until` (of time.monotonic), or as soon as all had their
-        time and connections of some that have not signed have ended; and at once when somebody has
-        told the reason: then that entry alone.
+        time and connections of some that have not signed have ended; and at once when a rank has
+        left before call `number`, or has told the reason: then that entry alone.
         """
         found, notes = dict[int, Entry](), dict[int, Entry]()
         begun = time.monotonic()
@@ -190,6 +202,7 @@ class Faults:
                 look("roll", found)
                 now = time.monotonic()
                 gone = ended(found) and now > begun + ROLL_SECONDS
+                gone = gone or has_left(found, number)
                 if found.keys() >= ranks or gone or now > until:
                     look("waits", notes)
                     return found, notes
@@ -220,7 +233,7 @@ class Faults:
         timed_out = time.monotonic() - operation.begun > (1 - LOOKS_PART) * timeout
         self._sign(operation, waits=error.peer, timed_out=timed_out)
         try:
-            entries, notes = self._read(asked, operation.begun + timeout)
+            entries, notes = self._read(asked, operation.begun + timeout, number)
         except RankLost as silent:
             return RankLost(silent.ranks, f"{silent}; {told}")
         for rank, entry in entries.items():
@@ -230,6 +243,8 @@ class Faults:
                 return RankLost(
                     entry.blames, f"lost {names_of(entry.blames)}, says rank {rank}; {told}"
                 )
+        if left := has_left(entries, number):
+            return RankLost(left, f"{names_of(left)} {LEFT_GROUP}; {told}")
         heard = entries | notes
         # Those who are waited for, and do not wait themselves.
         unheard = asked.union(e.waits for e in heard.values() if e.waits is not None) - heard.keys()
@@ -269,12 +284,30 @@ def ended(entries: Mapping[int, Entry]) -> list[int]:
     return sorted({rank for entry in entries.values() for rank in entry.ended} - entries.keys())
 
 
+def has_left(entries: Mapping[int, Entry], number: int) -> list[int]:
+    """Return the ranks that left the group in good order before the call of that number."""
+    return sorted(rank for rank, each in entries.items() if each.left and each.number < number)
+
+
 def cloned(store: Store) -> Store:
     """The same store over a connection of its own, where it can have one."""
     try:
         return store.clone()
     except (RuntimeError, NotImplementedError):
         return store
+
+
+def fresh(store: Store, world: int, seconds: float) -> Store:
+    """Return a part of a store that no earlier group of the same ranks has written to.
+
+    A store may outlive a group, and under an elastic launcher it may outlive the processes: without
+    a prefix of its own, the next group would read the addresses of ranks that are gone. All ranks
+    of a group must call it. The launcher's count of restarts comes first, because ranks that died
+    while they set up a group have not all counted it.
+    """
+    attempt = PrefixStore(f"collectives/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    generation = (ask(seconds, lambda: attempt.add("generation", 1)) - 1) // world
+    return PrefixStore(str(generation), attempt)
 
 
 def within(

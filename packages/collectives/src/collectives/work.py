@@ -6,19 +6,19 @@ Notable:
 - `wait` ends: an operation that is not done a while after the group's timeout is an error.
 """
 
-import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.futures import Future
+from torch.futures import Future, collect_all
+
+from collectives.shared_memory.process import yield_core
 
 # The operation itself says at the timeout who is lost, which is the better error.
 GRACE_SECONDS = 3.0
-# Whoever looks too early gives the core to who is at it, where cores are as few as ranks.
-GIVE_WAY = getattr(os, "sched_yield", lambda: None)
 
 
 class Work(dist.Work):
@@ -88,8 +88,11 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set() or self._moved() or bool(GIVE_WAY())
+        """Return True if the operation has ended; otherwise give the core to who works on it."""
+        if self._done.is_set() or self._moved():
+            return True
+        yield_core()
+        return False
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""
@@ -116,4 +119,59 @@ class Work(dist.Work):
     def _finish(self, _: Any) -> Any:
         if self._error is not None:
             raise self._error
+        return self._result
+
+
+class CoalescedWork(dist.Work):
+    """The handle of several operations that were started together.
+
+    `wait` returns when all of them are done, or raises the error of the first one that failed.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], result: Any = None) -> None:
+        super().__init__()
+        self._works, self._result = list(works), result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for every operation, also after an error; raise the first error."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        deadline = time.monotonic() + seconds
+        first: BaseException | None = None
+        for work in self._works:
+            try:
+                if seconds:
+                    # Zero would mean the operation's own timeout.
+                    left = max(1e-3, deadline - time.monotonic())
+                    work.wait(timedelta(seconds=left))
+                else:
+                    work.wait()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True if every operation has ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return True if every operation has ended without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the first operation's error, or None."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def result(self) -> Any:
+        """Return the tensors of all operations."""
+        return self._result
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that holds the result, or the first error."""
+        return collect_all([work.get_future() for work in self._works]).then(self._finish)
+
+    def _finish(self, _: Any) -> Any:
+        self.wait()
         return self._result

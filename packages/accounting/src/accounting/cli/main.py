@@ -145,11 +145,17 @@ def _serve(words: Sequence[str]) -> int:
     found = serving(read_model(options.pop("model")), **options)
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in found.items()]
     if not found["sequences_at_once"]:
+        needed = found["devices_needed"]
+        remedy = (
+            f"{needed:,.0f} of them have room"
+            if needed
+            else "no number that divides the heads has room; give smaller dtypes, or fewer tokens"
+        )
         rows.append(
             f"DOES NOT FIT: {binary_size(found['weights_bytes'])} of weights and "
             f"{binary_size(found['cache_bytes_a_sequence'])} of one sequence's cache in "
             f"{binary_size(found['memory_bytes'])}, nine tenths of {options['gpus']} "
-            f"{options['hardware']}; {found['devices_needed']:,.0f} of them have room"
+            f"{options['hardware']}; {remedy}"
         )
     print(json.dumps(found, indent=1) if as_json else "\n".join(rows))
     return 0 if found["sequences_at_once"] else 1
@@ -201,14 +207,19 @@ def _report(words: Sequence[str]) -> int:
     )
     options = _options(_parser("", __doc__, names, axes=True), words)
     model, device, given = read_model(options.model), find(options.hardware), _given(options)
-    precision = options.precision or ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
+    precision = (
+        options.precision
+        if options.precision is not None
+        else ("mixed_bf16" if "bf16" in device.peaks else "mixed_fp16")
+    )
     if options.batch is not None:
         checks.whole("batch", options.batch)
-    if options.gpus is not None:
-        checks.whole("gpus", options.gpus)
+    for name in ("gpus", "batch"):
+        if getattr(options, name) is not None:
+            checks.whole(name, getattr(options, name))
     about = {"hardware": device, "efficiency": options.efficiency}
     if options.search:
-        batch = options.batch or options.gpus or 1
+        batch = (options.gpus or 1) if options.batch is None else options.batch
         question = about | {"batch": batch, "seq": options.seq, "precision": precision} | given
         if options.gpus is None:
             found = smallest_machine(model, **question)
@@ -225,7 +236,7 @@ def _report(words: Sequence[str]) -> int:
             given.setdefault("microbatches", given.get("pipeline", 1))
         split = given.get("tensor", 1) > 1
         plan = Plan(devices=options.gpus or 0, sequence_parallel=split, **given)
-        batch = options.batch or plan.data * plan.microbatches
+        batch = plan.data * plan.microbatches if options.batch is None else options.batch
     fused = {"compiled": options.compiled, "loss_chunks": options.loss_chunks}
     work = Workload(batch=batch, seq=options.seq, precision=precision, **fused)
     result = report(model, plan, work, **about)

@@ -1,6 +1,5 @@
 """The other questions of the command line: what a device serves, what differs; reading a model."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -11,10 +10,12 @@ from accounting.breakdown import Breakdown, binary_size, readable
 from accounting.flops import flops
 from accounting.hardware import find
 from accounting.kv_cache import kv_cache
-from accounting.model.matrices import matrices
+from accounting.memory.training import device_parameters
+from accounting.model.matrices import all_matrices
 from accounting.model.records import MLA, Experts, Window
 from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
+from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 
 
@@ -28,35 +29,71 @@ def serving(
     weights: str = "bf16",
     cache: str = "bf16",
 ) -> dict[str, float]:
-    """Bytes and operations of decoding on `gpus` devices that share every layer.
+    """Bytes and operations of decoding on `gpus` devices, by tensor parallelism over all of them.
 
-    A token alone takes at least the time in which its weights and its cache pass through memory; a
-    tenth of the memory is left free. What has no room says how many devices have it.
+    Weights and cache follow this one plan: what tensor parallelism copies (norms, routers, latents,
+    key heads of which there are fewer than devices) is on every device. Bytes are those of all
+    devices. A token alone takes at least the time in which a device's weights and cache pass
+    through its memory; a tenth of the memory is left free. `devices_needed` is the smallest number
+    that has room for one sequence, 0 if none has. Raises `ValueError` if `gpus` does not divide the
+    model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
-    held = float(parameters(model).total) * size
-    # Of a table of embeddings one row is read; of a tied one, all that the head multiplies with.
-    tables = sum(m.size for m in matrices(model) if m.kind == "table")
-    tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
-    active = float(parameters(model, active=True).total - tables + tied) * size
-    one = float(kv_cache(model, seq=seq, dtype=cache).total)
+
+    def on_each(ranks: int) -> tuple[float, float]:
+        """Return the bytes on each of so many devices: weights, and the cache of a sequence."""
+        plan = Plan(tensor=ranks)
+        plan.check(model)
+        held = sum(device_parameters(model, plan)) * size
+        return held, float(kv_cache(model, seq=seq, dtype=cache, tensor=ranks).total)
+
+    held, one = on_each(gpus)
+    if not one:
+        raise ValueError(f"{model.name} keeps no cache, so it does not decode; give a decoder")
     usable = 0.9 * device.memory_bytes
-    room = usable * gpus - held
     work = float(flops(model, seq=seq, phase="decode").total)
-    rate = device.memory_bandwidth * gpus
+    read = _read_parameters(model, gpus) * size + one
     return {
         "memory_bytes": usable * gpus,
-        "weights_bytes": held,
-        "cache_bytes_a_sequence": one,
-        "cache_bytes_a_token": one / seq,
-        "sequences_at_once": max(0, int(room // one)),
-        "devices_needed": math.ceil((held + one) / usable),
+        "weights_bytes": held * gpus,
+        "cache_bytes_a_sequence": one * gpus,
+        "cache_bytes_a_token": one * gpus / seq,
+        "sequences_at_once": max(0, int((usable - held) // one)),
+        "devices_needed": _devices_needed(model, usable, on_each),
         "flops_a_token": work,
-        "bytes_a_token": active + one,
-        "tokens_per_second_alone_at_most": rate / (active + one),
+        "bytes_a_token": read * gpus,
+        "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
         "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
     }
+
+
+def _devices_needed(
+    model: Transformer, usable: float, on_each: Callable[[int], tuple[float, float]]
+) -> int:
+    # A tensor-parallel degree divides the heads, or the MLP of a model without heads.
+    for ranks in range(1, (model.heads or model.d_ff) + 1):
+        try:
+            need = sum(on_each(ranks))
+        except ValueError:
+            continue
+        if need <= usable:
+            return ranks
+    return 0
+
+
+def _read_parameters(model: Transformer, ranks: int) -> int:
+    """Parameters that a device reads for one token: all but tables and experts not chosen."""
+    read = 0
+    for matrix in all_matrices(model):
+        if matrix.kind == "table":
+            continue
+        copies = matrix.chosen if matrix.routed else matrix.copies
+        cut = matrix.tensor_ranks(ranks, model.kv_heads)
+        read += split(matrix.times * copies * matrix.one, cut)
+    # Of a table one row is read; of a tied one, all that the head multiplies with.
+    tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
+    return read + split(tied, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

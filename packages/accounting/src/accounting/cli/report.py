@@ -102,7 +102,8 @@ def report(
     """Work out everything for one plan."""
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
     step = step_time(model, plan, work, hardware=hardware, efficiency=efficiency)
-    seconds = Interval(**dict.fromkeys(("low", "middle", "high"), float(step.total)))
+    modeled = float(step.total)
+    seconds = Interval(low=modeled, middle=modeled, high=modeled)
     return Report(
         model=model,
         plan=plan,
@@ -116,7 +117,9 @@ def report(
         cache=kv_cache(model, seq=work.seq),
         traffic=communication(model, plan, **run | work.kind.travels),
         step=step,
-        seconds=seconds if efficiency else predicted(seconds.middle),
+        seconds=seconds
+        if efficiency is not None
+        else predicted(modeled, model=model, hardware=hardware, precision=work.kind),
     )
 
 
@@ -149,6 +152,8 @@ def as_text(result: Report) -> str:
     for key, _, cost, show in result.costs():
         lines.append(heads[key])
         lines += _shares(cost, show) if key != "kv_cache" else []
+        if key == "step_time" and result.seconds.basis:
+            lines.append(f"  {result.seconds.basis}")
         if key == "memory":
             lines.append(f"  in time, {binary_size(peak.total)} at {peak.when}")
     return "\n".join(lines)

@@ -7,6 +7,7 @@ anywhere; around a real step it says what held the memory when there was none le
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import OutOfMemoryError, Tensor, nn, optim
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accounting import checks
@@ -110,8 +112,12 @@ def fits(
     them. `optimizer` is a class (or a partial of one, for its options) or an instance, whose class
     and options are taken; None runs forward and backward alone. `loss` makes a scalar of the
     output: its `.loss` or its sum if not given. `autocast` is the dtype of mixed precision.
-    `rounding` is the allocator's: 512 bytes on CUDA. Raises `ValueError` where a step depends on
-    the values of tensors, which fake ones do not have.
+    `rounding` is the allocator's: 512 bytes on CUDA. Tensors that the module stores as plain
+    attributes are counted as `attributes`.
+
+    Raises `ValueError` if a step depends on the values of tensors, which fake ones do not have, and
+    if the module cannot be followed as it is: sharded parameters, sparse tensors, hooks on
+    parameters, hooks that close over tensors, modules or containers, parameters of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -127,20 +133,22 @@ def fits(
     # fake GPUs, whose threads can abort a process when it ends.
     torch.ones(1, requires_grad=True).backward()
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    _refuse_hooks(module)
+    fakes = _FakeTensors(mode)
+    shadow = _copy_with(fakes, module)
     with mode:
-        for tensor in (*module.parameters(), *module.buffers()):
-            memo[id(tensor)] = _fake(mode, tensor)
-        shadow = copy.deepcopy(module, memo)
-        inputs = tree_map(lambda x: _fake(mode, x) if isinstance(x, Tensor) else x, sample)
-        made = _optimizer(optimizer, shadow)
-    ledger = Ledger(rounding=rounding)
+        inputs = tree_map(lambda x: fakes.of(x) if isinstance(x, Tensor) else x, sample)
+        made = _optimizer(optimizer, shadow, fakes)
+    ledger = _FakeLedger(rounding=rounding)
     for parameter in shadow.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(ledger.name_gradient)
     mixed = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     ledger.hold("weights", *shadow.parameters(), *shadow.buffers())
     ledger.hold("inputs", *(x for x in tree_leaves(inputs) if isinstance(x, Tensor)))
+    ledger.hold("attributes", *fakes.made)
+    # What the module replaces by something else goes, as it does in a real step.
+    fakes.forget()
     try:
         with mode, ledger:
             for _ in range(2):
@@ -177,23 +185,166 @@ def fits(
     )
 
 
-def _fake(mode: Any, tensor: Tensor) -> Tensor:
-    # A fake tensor of the meta device has kernels of its own; that of the CPU has the CPU's.
-    device = "cpu" if tensor.device.type == "meta" else str(tensor.device)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+class _FakeTensors:
+    """Fake copies of real tensors, which share storages where the real tensors do."""
+
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
+        self.made: list[Tensor] = []
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._storages: dict[int, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the fake copy of a tensor, the same one for the same tensor."""
+        if id(tensor) not in self._copies:
+            # The real tensor is kept too: another one could get its id.
+            self._copies[id(tensor)] = tensor, self._fake(tensor)
+            self.made.append(self._copies[id(tensor)][1])
+        return self._copies[id(tensor)][1]
+
+    def forget(self) -> None:
+        """Drop the copies, so that each lives only as long as the module holds it."""
+        self.made.clear()
+        self._copies.clear()
+        self._storages.clear()
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not plain or tensor.is_quantized or tensor.is_nested:
+            raise ValueError(
+                f"expected plain dense tensors, got {type(tensor).__name__} of layout "
+                f"{tensor.layout} and shape {tuple(tensor.shape)}; use Ledger around a real step"
+            )
+        with self.mode:
+            flat = self._storage(tensor)
+            elements = flat[: flat.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+            made = elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def _storage(self, tensor: Tensor) -> Tensor:
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            # A fake tensor of the meta device has kernels of its own; that of the CPU has the
+            # CPU's.
+            device = "cpu" if tensor.device.type == "meta" else str(tensor.device)
+            nbytes = tensor.untyped_storage().nbytes()
+            self._storages[key] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._storages[key]
 
 
-def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
+class _FakeCopies(TorchFunctionMode):
+    """Let `copy.deepcopy` copy every tensor that it comes across into a fake one."""
+
+    def __init__(self, fakes: _FakeTensors) -> None:
+        super().__init__()
+        self.fakes = fakes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Replace copies of tensors, and run everything else."""
+        # `nn.Parameter` is copied by cloning its data.
+        if func in (Tensor.__deepcopy__, Tensor.clone):
+            return self.fakes.of(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+class _FakeLedger(Ledger):
+    """A ledger that counts the real tensors that a step reads, and refuses foreign parameters."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Count the real tensors among the arguments, then run the operator."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor):
+                if leaf.requires_grad and leaf.is_leaf:
+                    raise ValueError(
+                        f"{func} reads a parameter of shape {tuple(leaf.shape)} that the module "
+                        "does not own; register it, or use Ledger around a real step"
+                    )
+                self.hold("attributes", leaf)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+                raise ValueError(
+                    f"{func} makes a tensor of layout {leaf.layout}, whose size depends on values; "
+                    "use Ledger around a real step"
+                )
+        return out
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    """Raise `ValueError` for hooks that a copy of the module would not have, or would share."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has hooks on its gradient, which a copy cannot run; use Ledger around a "
+                "real step"
+            )
+    for name, part in module.named_modules():
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        for hook in (hook for kind in kinds for hook in getattr(part, kind).values()):
+            cells = getattr(hook, "__closure__", None) or ()
+            if any(isinstance(cell.cell_contents, _SHARED) for cell in cells):
+                raise ValueError(
+                    f"a hook of {name or type(part).__name__} closes over tensors, modules or "
+                    "containers, which a copy would share; use Ledger around a real step"
+                )
+
+
+_SHARED = (Tensor, nn.Module, list, dict, set)
+
+
+def _copy_with(fakes: _FakeTensors, module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for tensor in module.parameters():
+        memo[id(tensor)] = fakes.of(tensor)
+    with _FakeCopies(fakes):
+        try:
+            return copy.deepcopy(module, memo)
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"{type(module).__name__} cannot be copied ({error}); use Ledger around a real step"
+            ) from error
+
+
+def _optimizer(optimizer: Any, module: nn.Module, fakes: _FakeTensors) -> optim.Optimizer | None:
     if optimizer is None:
         return None
     trained = [p for p in module.parameters() if p.requires_grad]
-    if isinstance(optimizer, optim.Optimizer):
-        return type(optimizer)(trained, **optimizer.defaults)
-    made: optim.Optimizer = optimizer(trained)
-    return made
+    if not isinstance(optimizer, optim.Optimizer):
+        made: optim.Optimizer = optimizer(trained)
+        return made
+    owned = set(map(id, module.parameters()))
+    groups = []
+    for group in optimizer.param_groups:
+        copies = [fakes.of(parameter) for parameter in group["params"]]
+        if not all(id(parameter) in owned for parameter in copies):
+            raise ValueError("optimizer has parameters that module does not own; give its class")
+        groups.append(group | {"params": copies})
+    # Some classes list more defaults than they take: AdamW does not take `decoupled_weight_decay`.
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    try:
+        return type(optimizer)(groups, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be built from its defaults ({error}); give its "
+            "class, or functools.partial(...) of it"
+        ) from error
 
 
 def _call(module: nn.Module, sample: Any) -> Any:

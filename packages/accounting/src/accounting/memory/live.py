@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -37,7 +37,8 @@ class LiveMemory(TorchDispatchMode):
     """Use as a context; `timeline` then holds the live bytes after each operator.
 
     Tensors made before are counted by `add`. `phase` is free text that labels what follows. Each
-    storage takes a multiple of `rounding` bytes.
+    storage takes a multiple of `rounding` bytes. A storage has the size that it has at the moment:
+    FSDP frees gathered weights by resizing their storages to 0 bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
@@ -50,6 +51,7 @@ class LiveMemory(TorchDispatchMode):
         self._alive: dict[int, Allocation] = {}
         self._modules: list[str] = []
         self._hooks: list[RemovableHandle] = []
+        self._restore_resize: Callable[[], None] = _nothing_to_restore
 
     def add(self, tensors: Iterable[Tensor], operator: str) -> None:
         """Count tensors that exist already, such as a model's parameters."""
@@ -62,11 +64,13 @@ class LiveMemory(TorchDispatchMode):
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        self._restore_resize = _call_after_resize(self._resized)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._restore_resize()
         for hook in self._hooks:
             hook.remove()
 
@@ -87,15 +91,32 @@ class LiveMemory(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, operator: str) -> None:
         for inner in plain_tensors(tensor):
-            storage = inner.untyped_storage()
-            key = storage._cdata
-            if key in self._alive:
-                continue
-            size = -(-storage.nbytes() // self.rounding) * self.rounding
+            if inner.layout == torch._mkldnn:  # type: ignore[attr-defined]
+                # An mkldnn tensor has no storage; its memory lives as long as the tensor does.
+                self._count_block(inner, id(inner), inner.numel() * inner.element_size(), operator)
+            else:
+                self._count_storage(inner.untyped_storage(), operator)
+
+    def _count_storage(self, storage: torch.UntypedStorage, operator: str) -> None:
+        self._count_block(storage, storage._cdata, storage.nbytes(), operator)
+
+    def _count_block(self, owner: object, key: int, nbytes: int, operator: str) -> None:
+        size = -(-nbytes // self.rounding) * self.rounding
+        known = self._alive.get(key)
+        if known is None:
             module = ".".join(self._modules)
             self._alive[key] = Allocation(size, operator, module, self.phase)
             self.live_bytes += size
-            weakref.finalize(storage, self._free, key)
+            weakref.finalize(owner, self._free, key)
+        elif known.nbytes != size:
+            # Memory that is allocated again belongs to the phase and the module that need it.
+            again = {"module": ".".join(self._modules), "phase": self.phase}
+            self._alive[key] = replace(known, nbytes=size, **({} if known.nbytes else again))
+            self.live_bytes += size - known.nbytes
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._count_storage(storage, "resize_")
+        self._note("resize_")
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._modules.append(type(module).__name__)
@@ -114,8 +135,52 @@ class LiveMemory(TorchDispatchMode):
             self.at_peak = list(self._alive.values())
 
 
+def _nothing_to_restore() -> None:
+    """Stand in until a context is entered."""
+
+
+def _call_after_resize(then: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+    """Call `then` after each resize of a storage; return the function that undoes this.
+
+    Resizing a storage is not an operator, so no dispatch mode sees it.
+    """
+    overridden = torch.UntypedStorage.__dict__.get("resize_")
+    original: Any = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        then(storage)
+        return result
+
+    def restore() -> None:
+        if overridden is None:
+            del torch.UntypedStorage.resize_
+        else:
+            torch.UntypedStorage.resize_ = overridden  # type: ignore[method-assign]
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    return restore
+
+
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
+    ),
+}
+"""The methods that return the dense tensors of a sparse tensor."""
+
+
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
-    """The tensors inside a subclass that wraps others, such as DTensor; else the tensor itself."""
+    """Return the tensors with storages inside a sparse tensor or a wrapper such as DTensor.
+
+    A plain tensor is returned itself.
+    """
+    if tensor.layout in _PARTS:
+        return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
     names = getattr(tensor, "__tensor_flatten__", None)
     if names is None or type(tensor).__name__ == "FakeTensor":
         return [tensor]

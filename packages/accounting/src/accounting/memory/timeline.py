@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import binary_size
-from accounting.memory.training import training_memory
+from accounting.breakdown import Breakdown, binary_size
+from accounting.memory.training import FsdpStage, training_memory
 from accounting.model.shape import Shape
 from accounting.plan import Plan, fitted
 from accounting.workload import WORKLOAD, Workload, workload
@@ -76,6 +76,10 @@ def memory_timeline(
         sizes = {s: training_memory(model, plan, work, stage=s).total for s in stages}
         stage = max(stages, key=sizes.__getitem__)
     whole = training_memory(model, plan, work, stage=stage)
+    if plan.keeps_weights_whole():
+        return Timeline(
+            name=f"{whole.name}, in time", moments=_fsdp_moments(model, plan, work, stage)
+        )
     held = {part.name: float(part.total) for part in whole}
     flight = plan.in_flight(stage)
     each = held.pop("activations", 0.0) / flight
@@ -104,3 +108,37 @@ def memory_timeline(
             moment(f"the backward of {what} {done}", ahead - done + 1, True, done > 1, True)
     moment("the optimizer", 0, False, True)
     return Timeline(name=f"{whole.name}, in time", moments=tuple(moments))
+
+
+def _fsdp_moments(model: Shape, plan: Plan, work: Workload, stage: int) -> tuple[Moment, ...]:
+    """The moments of a stage of FSDP2 modules.
+
+    See Note [FSDP2 under torch's pipeline schedules] in training.py.
+    """
+    device, flight = FsdpStage(model, plan, work, stage), plan.in_flight(stage)
+    found: list[tuple[str, Breakdown]] = []
+    chunks = min(plan.microbatches, flight + 1000)
+    ahead = done = 0
+    whole = False
+    found.append(("the start of the step", device.between_steps(reduced=False)))
+    while done < chunks:
+        if ahead < chunks and ahead - done < flight:
+            ahead += 1
+            moment = device.forward(ahead - done, accumulated=done > 0, whole=whole)
+            whole = not plan.reshard_after_forward
+            found.append((f"the forward of micro-batch {ahead}", moment))
+            continue
+        moment = device.backward(ahead - done, accumulated=done > 0, whole=whole)
+        done, whole = done + 1, True
+        if done == chunks:
+            moment = max(moment, *device.reduction(), key=lambda moment: moment.total)
+        found.append((f"the backward of micro-batch {done}", moment))
+    found.append(("the optimizer", device.between_steps(reduced=True)))
+    names = dict.fromkeys(part.name for _, moment in found for part in moment)
+    return tuple(
+        Moment(
+            when=when,
+            parts={n: float(moment[n].total) if n in moment else 0.0 for n in names},
+        )
+        for when, moment in found
+    )

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, Number, product, total
+from accounting.breakdown import Breakdown, Number, Sizes, product, total
 from accounting.memory.activations import activations, flying_gradients, head_activations
 from accounting.model.matrices import all_matrices, matrices
 from accounting.model.shape import Shape
@@ -80,9 +80,7 @@ def device_parameters(model: Shape, plan: Plan, stage: int = 0) -> tuple[int, in
     """Parameters on one device before ZeRO shards them: all but the experts, and the experts."""
     dense = routed = 0
     for matrix in all_matrices(plan.stage_model(model, stage)):
-        # With fewer heads of keys and values than devices, each device keeps a copy of one.
-        ranks = {"none": 1, "heads": min(plan.tensor, model.kv_heads)}
-        cut = ranks.get(matrix.split, plan.tensor)
+        cut = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         if matrix.routed:
             routed += split(matrix.size, cut * plan.expert)
         else:
@@ -130,6 +128,14 @@ def _stage_memory(
     name = f"training memory of {model.name}, {where}{kind.name}"
     if not work.batch:
         return total(name, "B", *states)
+    if plan.keeps_weights_whole():
+        if lora[0]:
+            raise ValueError(
+                f"lora_rank is {lora[0]} with zero=3 and pipeline={plan.pipeline}, which is not "
+                "modeled; give zero=1, or pipeline=1"
+            )
+        fullest = FsdpStage(model, plan, work, stage).fullest(plan.in_flight(stage))
+        return replace(fullest, name=name)
     held = Fraction(plan.in_flight(stage), plan.virtual_stages)
     if plan.offload == "activations":
         held = Fraction(0)
@@ -193,12 +199,9 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None
-    here = plan.stage_model(model, stage)
-    inside = replace(one_layer(here), vocab_size=0, positions=0, final_norm=False, encoder=None)
-    # A block's dense weights are gathered over all replicas, its experts over theirs.
-    block = sum(device_parameters(inside, alone(plan)))
-    blocks = min(2, here.layers) if plan.reshard_after_forward else here.layers
-    root = max(0, sum(device_parameters(model, plan, stage)) - block * here.layers)
+    layers = plan.stage_model(model, stage).layers
+    root, block = _groups(model, plan, stage)
+    blocks = min(2, layers) if plan.reshard_after_forward else layers
     size = bytes_of(kind.cast_weights or kind.weights)
     return total(
         "gathered",
@@ -208,6 +211,159 @@ def _gathered(model: Shape, plan: Plan, kind: Precision, stage: int) -> Breakdow
         product("gradients of a block", "B", parameters=block, bytes=size),
         product("gradients being reduced", "B", parameters=block, bytes=bytes_of(kind.gradients)),
     )
+
+
+def _groups(model: Shape, plan: Plan, stage: int) -> tuple[int, int]:
+    """Return the parameters of FSDP's groups before sharding: the ends, and one block.
+
+    A block's dense weights are gathered over all replicas, its experts over theirs.
+    """
+    here = plan.stage_model(model, stage)
+    inside = replace(one_layer(here), vocab_size=0, positions=0, final_norm=False, encoder=None)
+    block = sum(device_parameters(inside, alone(plan)))
+    return max(0, sum(device_parameters(model, plan, stage)) - block * here.layers), block
+
+
+# Note [FSDP2 under torch's pipeline schedules]
+# torch.distributed.pipelining runs every backward of an FSDP2 module with
+# set_requires_gradient_sync(False) and set_reshard_after_backward(False), and reduces once after
+# the last one (`_PipelineStageBase.backward_maybe_with_nosync`, `perform_reduce_grad`). Therefore:
+# - Gradients accumulate unsharded, in the reduction's dtype, from the first backward on.
+# - A backward leaves all weights of the stage unsharded. With `reshard_after_forward` the next
+#   forward reshards them block by block; without it they stay unsharded until the step ends.
+# - So a stage is fullest at the start of a backward (all activations, two blocks gathered), at its
+#   end (one block's activations, all weights and the buffer of the last all-gather), or when
+#   gradients are reduced (all weights but those of a group, and the group's copy).
+
+
+class FsdpStage:
+    """What a pipeline stage of FSDP2 modules stores at the moments of a step.
+
+    See Note [FSDP2 under torch's pipeline schedules].
+    """
+
+    def __init__(self, model: Shape, plan: Plan, work: Workload, stage: int) -> None:
+        self.plan, self.kind = plan, work.kind
+        here = plan.stage_model(model, stage)
+        self.layers = here.layers
+        self.ends, self.block = _groups(model, plan, stage)
+        self.states = _states(model, plan, work.kind, stage, 0, ())
+        self.kept = activations(model, plan, work, stage=stage)
+        self.recomputed = one_block(model, plan, work) if plan.recompute == "full" else None
+        self.flying = _flying(model, plan, work)
+        table = split(here.vocab_size * here.embedding_dim, plan.tensor)
+        self.table = table if stage == 0 else 0
+        self.head_matrix = table if here.lm_head else 0
+        head: dict[str, Any] = {"tokens": work.tokens(plan), "tensor": plan.tensor} | work.head
+        last = stage == plan.pipeline - 1
+        self.head = _head(model, plan, head) if last else None
+        stream = {"tokens": work.tokens(plan), "d_model": model.d_model}
+        size = bytes_of(work.kind.activations)
+        self.stream = product("gradient of the stream", "B", **stream, bytes=size)
+
+    def between_steps(self, *, reduced: bool) -> Breakdown:
+        """Return the sharded states, with the gradients once they are `reduced`."""
+        states = (s for s in self.states if reduced or s.name != "gradients")
+        return total("states", "B", *states)
+
+    def forward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
+        """Return the fuller moment of a forward: before the first block or after the last."""
+        grown = self._gradients(accumulated)
+        resharded = self.plan.reshard_after_forward
+        last = self._moment(
+            alive, self._gathered(2 if resharded else self.layers, not whole), grown
+        )
+        first = self._moment(alive - 1, self._gathered(self.layers if whole else 0), grown)
+        return max(first, last, key=lambda moment: moment.total)
+
+    def backward(self, alive: int, *, accumulated: bool, whole: bool) -> Breakdown:
+        """Return the fullest moment of a backward, from the head to the embedding."""
+        moments = self.start(alive, accumulated=accumulated, whole=whole)
+        moments += self.end(alive, accumulated=accumulated, whole=whole)
+        return max(moments, key=lambda moment: moment.total)
+
+    def start(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
+        """Return the start of a backward: all activations, and the end of the model."""
+        whole = whole or not self.plan.reshard_after_forward
+        grown = self._gradients(accumulated)
+        block = self._gathered(self.layers if whole else 2)
+        moments = [self._moment(alive, block, grown, self.recomputed, self.flying)]
+        if self.head:
+            # At the head no block is gathered yet. Its gradient is computed in full before it is
+            # added to the accumulated one; then the gradient of the logits is there, and their
+            # log-softmax is not any more.
+            ends = self._gathered(self.layers if whole else 0)
+            fresh = self._fresh(self.head_matrix, accumulated)
+            without = replace(self.head, parts=self.head.parts[:-1])
+            moments.append(self._moment(alive, ends, grown, self.head))
+            moments.append(self._moment(alive, ends, grown, fresh, without))
+        return moments
+
+    def end(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
+        """Return the end of a backward: in the first block, and in the embedding."""
+        gathered = self._gathered(self.layers, self.plan.reshard_after_forward and not whole)
+        inside = Fraction(alive - 1) + Fraction(1, self.layers)
+        # The gradients of the first block come last.
+        grown = self._gradients(
+            True, missing=0 if accumulated else self.ends * bool(self.table) + self.block
+        )
+        more = (self._gradients(True), self._fresh(self.table, accumulated), self.stream)
+        return [
+            self._moment(inside, gathered, grown, self.recomputed, self.flying),
+            self._moment(alive - 1, self._gathered(self.layers), *more),
+        ]
+
+    def reduction(self) -> list[Breakdown]:
+        """Return the reductions of the last block, which is the first, and of the ends."""
+        grown, size = self._gradients(True), bytes_of(self.kind.gradients)
+        block = product("gradients being reduced", "B", parameters=self.block, bytes=size)
+        ends = product(
+            "gradients being reduced", "B", parameters=self.block + self.ends, bytes=size
+        )
+        others = split(self.block * self.layers, self.plan.replicas)
+        reduced = product("gradients", "B", parameters=self.ends + others, bytes=size)
+        return [
+            self._moment(0, self._gathered(self.layers - 1), grown, block),
+            self._moment(0, None, reduced, ends),
+        ]
+
+    def fullest(self, alive: int) -> Breakdown:
+        """Return the fullest moment once gradients have accumulated."""
+        whole = self.plan.schedule == "gpipe"
+        moments = self.start(alive, accumulated=True, whole=whole)
+        moments += self.end(alive, accumulated=True, whole=whole) + self.reduction()
+        return max(moments, key=lambda moment: moment.total)
+
+    def _gradients(self, accumulated: bool, missing: int = 0) -> Breakdown:
+        count = (self.ends + self.block * self.layers - missing) * accumulated
+        return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
+
+    def _fresh(self, count: int, accumulated: bool) -> Breakdown:
+        # Under mixed precision the first gradient is cast, so that it is there twice as well.
+        there = accumulated or self.kind.cast_weights is not None
+        return product("fresh gradient", "B", parameters=count * there, bytes=self._size)
+
+    @property
+    def _size(self) -> Fraction:
+        return bytes_of(self.kind.cast_weights or self.kind.weights)
+
+    def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
+        blocks, size = min(blocks, self.layers), self._size
+        several: Sizes = {"blocks": blocks, "parameters": self.block, "bytes": size}
+        return total(
+            "gathered",
+            "B",
+            product("weights of the ends", "B", parameters=self.ends, bytes=size),
+            product("weights of blocks", "B", **several),
+            product("buffer of the last gather", "B", parameters=self.block * buffer, bytes=size),
+        )
+
+    def _moment(self, alive: Fraction | int, *more: Breakdown | None) -> Breakdown:
+        if self.plan.offload == "activations":
+            alive = min(Fraction(alive), Fraction(1, self.layers))
+        states = (s for s in self.states if s.name != "gradients")
+        kept = times("activations", self.kept, in_flight=Fraction(alive))
+        return total("moment", "B", *states, kept, *more)
 
 
 def _states(

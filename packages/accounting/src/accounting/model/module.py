@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
     blocks = max(stacks, key=len)
     block = dict(blocks[0].named_parameters())
     vocabulary, d_model = max(tables, key=lambda table: table.shape[0]).shape
-    heads = heads or _heads(blocks[0])
+    heads = _heads(blocks[0]) if heads is None else checks.whole("heads", heads)
     matrices = {name: p for name, p in block.items() if p.ndim == 2}
     attention = {n: p for n, p in matrices.items() if _is_attention(n)}
     mlp = [p for n, p in matrices.items() if n not in attention]
@@ -64,9 +65,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
         raise ValueError(f"no attention or no MLP was recognized among {', '.join(matrices)}")
     d_ff = max(size for p in mlp for size in p.shape if size != d_model or p.shape[0] == p.shape[1])
     gated = sum(p.numel() for p in mlp) == 3 * d_model * d_ff
-    out = next(
-        (p for n, p in attention.items() if re.search(r"out|o_proj|wo|c_proj|proj$", n)), None
-    )
+    out = next((p for n, p in attention.items() if _is_output(n)), None)
     inner = heads and (out.shape[1] if out is not None else d_model)
     into = sum(p.numel() for p in attention.values()) // d_model - inner
     key_width = (into - inner) // 2
@@ -76,7 +75,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
     table = max(tables, key=lambda t: t.shape[0])
     untied = any(p.shape == table.shape and p is not table for p in outside)
     vectors = [(n, p) for n, p in block.items() if p.ndim == 1]
-    normed = [(n, p) for n, p in vectors if "norm" in n.lower() or "ln" in n.lower()]
+    normed = [(n, p) for n, p in vectors if _has_word(n, _NORMS)]
     layernorm = any(n.endswith("bias") for n, _ in normed)
     found: dict[str, Any] = {
         "layers": len(blocks),
@@ -95,9 +94,7 @@ def shape_arguments(module: nn.Module, heads: int | None) -> dict[str, Any]:
         "name": type(module).__name__,
     }
     biases = [n for n, p in vectors if n.endswith("bias") and (n, p) not in normed]
-    is_out = [
-        n for n in biases if re.search(r"out|o_proj|wo|c_proj|proj\.", n) and _is_attention(n)
-    ]
+    is_out = [n for n in biases if _is_output(n) and _is_attention(n)]
     return found | {
         "qkv_bias": any(_is_attention(n) and n not in is_out for n in biases),
         "out_bias": bool(is_out),
@@ -117,8 +114,22 @@ def _heads(block: nn.Module) -> int:
     )
 
 
+_ATTENTION = re.compile(r"(self|cross|multihead)?(attn|attention)\d*|w?[qkvo]|qkv|query|key|value")
+_NORMS = re.compile(r"(layer|rms)?norm\d*|ln\d*")
+_OUTPUTS = ("out", "out_proj", "o_proj", "o", "wo", "c_proj", "proj")
+
+
+def _has_word(name: str, word: re.Pattern[str]) -> bool:
+    """Return True if a whole word of a parameter's name, between dots and underscores, matches."""
+    return any(word.fullmatch(part) for part in re.split(r"[._]", name.lower()))
+
+
 def _is_attention(name: str) -> bool:
-    return re.search(r"attn|attention|qkv|\bw?[qkvo]\b|[qkvo]_proj|out_proj", name) is not None
+    return _has_word(name, _ATTENTION) or "out_proj" in name.split(".")
+
+
+def _is_output(name: str) -> bool:
+    return any(part in _OUTPUTS for part in name.split("."))
 
 
 def _inside(parameter: Tensor, blocks: nn.Module) -> bool:

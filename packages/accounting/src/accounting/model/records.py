@@ -57,6 +57,12 @@ class Matrix:
         """Entries in all."""
         return self.times * self.copies * self.one
 
+    def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
+        """Return over how many of `tensor` devices this is cut; the others have copies."""
+        if self.split == "none":
+            return 1
+        return min(tensor, kv_heads) if self.split == "heads" else tensor
+
 
 @checks.named
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 from accounting.model.shape import Shape
 
 # What stands in a table beside the fields of a Transformer.
-_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "extra", "more")
+_ABOUT = ("like", "fields", "let", "refuse", "heads_known", "classes", "extra", "more")
 # Files of models with several modalities: the language model inside is what is described.
 _NESTED = ("text_config", "llm_config", "language_config")
 _INHERITED = ("tie_word_embeddings", "_name_or_path")
@@ -27,8 +27,11 @@ _KINDS = (
 # What keeps the same for the backward counts as one: GELU in its variants, and xIELU, their input.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
-    "gelu": ("gelu", "quick_gelu", "xielu"),
-    "relu": ("relu",),
+    "gelu": (
+        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
+        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "xielu"),
+    ),
+    "relu": ("relu", "relu2"),
 }
 
 
@@ -70,18 +73,38 @@ def transformer_arguments(content: Mapping[str, Any]) -> Table:
 
 def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
     """What the class that `architectures` names builds beside the blocks."""
-    named = content.get("architectures") or [""]
-    if not isinstance(named, list | tuple):
+    named = content.get("architectures")
+    if not isinstance(named, list | tuple | None):
         raise ValueError(f"architectures is {named!r}; it must be a list of names")
-    name = str(named[0])
+    name = str(named[0]) if named else ""
+    known: dict[str, Table] = {}
     for endings, more in table["heads_known"].items():
-        known = endings.split("|")
-        if name in known or name.endswith(tuple(filter(None, known))):
-            return dict(more)
-    raise ValueError(
-        f"architectures is {name!r}, whose head is not known for {family}; leave it out for the "
-        "model that the family stands for"
-    )
+        for ending in endings.split("|"):
+            known |= dict.fromkeys(_class_names(table, family, ending), more)
+    if _spelled(name) not in known:
+        raise ValueError(
+            f"architectures is {name!r}, whose head is not known for {family}; leave it out for "
+            "the model that the family stands for"
+        )
+    return dict(known[_spelled(name)])
+
+
+def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
+    """The classes of a family with that ending; without one, the file names no class at all.
+
+    A class has the name of its family, or one of those that the table lists.
+    """
+    if not ending:
+        yield ""
+        return
+    endings = ("", "_text", "_model", "_text_model")
+    for name in (*table.get("classes", ()), *map(family.removesuffix, endings)):
+        yield _spelled(name + ending)
+
+
+def _spelled(name: str) -> str:
+    """A name without underscores and case: MPTForCausalLM in a file is MptForCausalLM."""
+    return name.replace("_", "").replace("-", "").lower()
 
 
 class Config:
@@ -92,8 +115,10 @@ class Config:
         self.let: Table = table.get("let", {})
         self.fields: Table = table.get("fields", {})
         self.layers, self.layer = 0, -1
-        self.types = content.get("layer_types") or content.get("layers_block_type") or ()
-        own = (self.get, self.given, self.sliding, self.attends)
+        listed = self.get("layer_types", self.get("layers_block_type"))
+        self.types: Any = () if listed is None else listed
+        self.typed = listed is not None
+        own = (self.get, self.given, self.some, self.first_of, self.sliding, self.attends)
         self.functions = _FUNCTIONS | {function.__name__: function for function in own}
 
     def __getitem__(self, name: str) -> Any:
@@ -106,10 +131,18 @@ class Config:
         if name == "kind":
             return self._kind()
         value = self.content.get(name)
-        value = self.fields.get(name) if value is None else value
-        if value is None:
+        if value is not None:
+            return value
+        default = self.fields.get(name)
+        if default is None:
             raise ValueError(f"{name} is missing from this {self.family} config.json")
-        return value
+        if name in self.content and default:
+            raise ValueError(
+                f"{name} is null in this {self.family} config.json; leave it out for the default "
+                f"of its class, {default!r}, or give a value"
+            )
+        # The empty text stands for None, which TOML does not have: the class derives the value.
+        return None if default == "" else default
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field where the file has it and it is not null."""
@@ -119,6 +152,18 @@ class Config:
     def given(self, name: str, default: Any = None) -> Any:
         """The field where the file has it, null or not."""
         return self.content.get(name, default)
+
+    def some(self, name: str, default: Any) -> Any:
+        """The field where the file has it and it is not null; `ValueError` where it is 0."""
+        value = self.content.get(name)
+        return default if value is None else self.positive(name, value)
+
+    def first_of(self, *names: str) -> Any:
+        """The first of these fields that the file has, else the first with a default."""
+        for name in names:
+            if self.content.get(name) is not None:
+                return self.content[name]
+        return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
     def sliding(self, default: bool) -> bool:
         """Whether a layer has a window: its entry of layer_types, or the family's pattern."""
@@ -161,7 +206,7 @@ class Config:
     def arguments(self, table: Table) -> Table:
         """The sizes that a table of formulas gives."""
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
-        if self.types and len(self.types) != self.layers:
+        if self.typed and len(self.types) != self.layers:
             raise ValueError(f"layer_types has {len(self.types)} entries for {self.layers} layers")
         for kind in self.types:
             checks.choice("a kind in layer_types", kind, _KINDS)
@@ -179,6 +224,13 @@ class Config:
                 # With the formulas of its family, and as many layers as it has itself.
                 side = Config(self.content, self.family, self.table)
                 found[key] = Shape(**side.arguments(_table(entry)), name=key) if entry else None
+            elif key in _DERIVED:
+                # The number 0 in a table and a field that is None leave the size to `Shape`.
+                size = self.value(entry)
+                if entry != 0 and size is not None:
+                    found[key] = self.positive(entry, size)
+                elif key == "heads":
+                    found[key] = size
             else:
                 found[key] = self.value(entry)
         rows = (*table.get("extra", ()), *table.get("more", ()))
@@ -192,7 +244,21 @@ class Config:
         if layers == {"layers": ()}:
             return None
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
-        return kind(**sizes, **layers) if sizes.get("size", True) else None
+        if "size" in sizes and sizes["size"] is None:
+            return None
+        for name in ("width", "q_rank"):
+            if sizes.get(name) is not None:
+                self.positive(entry[name], sizes[name])
+        return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
+
+    def positive(self, entry: Any, value: Any) -> Any:
+        """A size, and `ValueError` for a 0, which would be taken for a size not given."""
+        if not value:
+            raise ValueError(
+                f"{entry} is {value!r} in this {self.family} config.json; leave it out, or make it "
+                "null, for what its class derives"
+            )
+        return value
 
     def mixer(self, entry: Table) -> Mixer:
         """A recurrent mixer of `mixers.toml`, with the sizes that the family gives it."""
@@ -236,10 +302,11 @@ class Config:
 
 def activation(name: str) -> str:
     """Which of the three kinds an activation is, by what it keeps for the backward."""
-    for known, prefixes in _ACTIVATIONS.items():
-        if str(name).startswith(prefixes):
+    for known, names in _ACTIVATIONS.items():
+        if name in names:
             return known
-    raise ValueError(f"hidden_act is {name!r}; known are silu, gelu and relu in their variants")
+    listed = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
+    raise ValueError(f"hidden_act is {name!r}; known are {listed}")
 
 
 def _most(value: Any) -> int:
@@ -250,6 +317,8 @@ def _pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
+_DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
+"""What `Shape` derives from other sizes where it is not given, and the heads: 0 is no size."""
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "most": _most, "pair": _pair}
 _RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}
 

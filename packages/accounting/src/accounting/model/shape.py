@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from accounting import checks
 from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
@@ -20,6 +21,8 @@ from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A transformer by its sizes; raises `ValueError` for sizes that cannot be."""
+
+    derived_sizes: ClassVar = ("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim")
 
     layers: int
     d_model: int

@@ -57,6 +57,10 @@ class Answer:
         """The layout."""
         return self.best.plan
 
+    @property
+    def _has_price(self) -> bool:
+        return self.hardware.usd_per_hour is not None or self.usd.middle > 0
+
     def commands(self) -> dict[str, str]:
         """The command lines that run it."""
         asked: Any = {"batch": self.batch, "seq": self.seq, "dtype": self.recipe.activations}
@@ -92,9 +96,10 @@ class Answer:
             f"step       {self.seconds} s",
             *_parts(self.step, lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
+            f"intervals  {self.seconds.basis}",
             f"days       {self.days}, failures and checkpoints counted in: "
             f"{self.failures.failures:,.0f} failures, goodput {self.failures.goodput:.1%}",
-            f"price      {self.usd} USD",
+            f"price      {self.usd} USD" if self._has_price else "price      not known; give it",
             f"energy     {self.megawatt_hours} MWh, devices alone",
         ]
         if self.others:
@@ -130,7 +135,9 @@ def plan_for(
     """
     device = find(hardware)
     price = (device.usd_per_hour or 0.0) if usd_per_hour is None else usd_per_hour
-    kind = recipe(precision or ("megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"))
+    if precision is None:
+        precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
+    kind = recipe(precision)
     if batch is None:
         batch = max(TOKENS_A_STEP // seq, 1)
         # A multiple of the devices, so that any number of them may share it.
@@ -147,7 +154,7 @@ def plan_for(
         raise ValueError(no_room(model, device, gpus, batch, seq, given))
     best, *others = found
     work = Workload(batch=batch, seq=seq, precision=kind, fused_gate=True)
-    seconds = predicted(best.step_seconds)
+    seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
     hours = seconds.scaled(tokens / (batch * seq) / 3600)
     failures = goodput(
@@ -184,7 +191,10 @@ def no_room(
     if given.get("offload") == "activations":
         usual["recompute"] = "full"
     try:
-        Plan(**usual | dict(given)).check(model, seq=seq)
+        plan = Plan(**usual | dict(given))
+        plan.check(model, seq=seq)
+        # The ranks that would share weights are not known here.
+        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
     except ValueError as error:
         return str(error)
     kept = ", ".join(f"{name}={value}" for name, value in given.items()) or "nothing given"

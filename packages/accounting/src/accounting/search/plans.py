@@ -15,7 +15,11 @@ from accounting import checks
 from accounting.flops import flops
 from accounting.hardware import Hardware, find
 from accounting.memory.activations import activations
-from accounting.memory.training import device_parameters, one_layer, training_memory
+from accounting.memory.training import (
+    device_parameters,
+    one_layer,
+    training_memory,
+)
 from accounting.model.shape import Shape
 from accounting.plan import Plan, check_fields, even
 from accounting.precision import Precision, bytes_of, recipe
@@ -87,8 +91,9 @@ def plans_that_fit(
         try:
             plan = Plan(**fields_of_plan)
             plan.check(model, batch=batch, seq=seq)
+            plan.keeps_weights_whole()
         except ValueError:
-            # This combination cannot be; the next one may.
+            # This combination cannot be, or its memory is not modeled; the next one may.
             continue
         # Alike stages need most at an end or next to it; unlike ones are all worked out.
         unlike = bool(model.experts or model.mixers or model.extra)
@@ -228,8 +233,12 @@ def _estimates(
                 schedule = given.get("schedule", "interleaved" if virtual > 1 else "1f1b")
                 whole = (dense + routed / expert) / pipeline
                 shard = (dense + routed) / pipeline / replicas
-                need = weight * (shard if zero == 3 else whole)
-                need += gradient * (shard if zero >= 2 else whole)
+                if zero == 2 and pipeline > 1 and "zero" not in given:
+                    # torch's schedules accumulate whole gradients, so that none would be sharded.
+                    continue
+                need = weight * (shard if zero == 3 and pipeline == 1 else whole)
+                apart = zero == 2 or (zero == 3 and pipeline == 1)
+                need += gradient * (shard if apart else whole)
                 need += state * (shard if zero else whole)
                 tokens = each / microbatches * work.seq / context
                 flight = microbatches if schedule == "gpipe" else min(microbatches, pipeline)
@@ -240,6 +249,8 @@ def _estimates(
                     link = device.node_link if expert <= inside else device.network
                     exposed += moved * model.experts.per_token / link.bandwidth
                 gathers = {3: 3 * microbatches, 2: microbatches}.get(zero, 1)
+                if zero == 3 and pipeline > 1:
+                    gathers = microbatches + 2
                 exposed += max(0.0, 4 * whole / rate * gathers - 2 / 3 * seconds)
                 # Every micro-batch reads all weights that the device holds, three times.
                 exposed += 3 * microbatches * 2 * whole / (0.8 * device.memory_bandwidth)

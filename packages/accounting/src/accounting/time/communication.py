@@ -63,7 +63,12 @@ def _states(
     # Sharded gradients leave after every micro-batch; replicated ones accumulate first.
     often = plan.microbatches if plan.zero >= 2 else 1
     reduce = "reduce_scatter" if plan.zero else "all_reduce"
-    passes = 2 if plan.reshard_after_forward else 1
+    gathers = often * (2 if plan.reshard_after_forward else 1)
+    if plan.zero == 3 and plan.pipeline > 1:
+        # See Note [FSDP2 under torch's pipeline schedules] in memory/training.py: gradients
+        # accumulate, and a backward leaves the weights whole for the forward that follows.
+        often = 1
+        gathers = plan.microbatches + 1 if plan.reshard_after_forward else 1
     for what, count, ranks in (
         ("", dense, plan.replicas),
         (" of experts", routed, plan.expert_replicas),
@@ -72,7 +77,7 @@ def _states(
         if plan.zero in (1, 2):
             rows.append(("updated weights", "all_gather", 1, weight))
         if plan.zero == 3:
-            rows.append(("weights", "all_gather", passes * often, weight))
+            rows.append(("weights", "all_gather", gathers, weight))
         for name, operation, calls, size in rows:
             yield _over("data", ranks, name + what, operation, calls, count * size)
     if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):

@@ -101,7 +101,8 @@ def _stage_seconds(
 ) -> list[Breakdown]:
     kind = work.kind
     linear, attention = _stage_flops(model, plan, work, stage)
-    core = 1 / (device.peak(kind.activations) * (efficiency or ATTENTION_SHARE))
+    share = ATTENTION_SHARE if efficiency is None else efficiency
+    core = 1 / (device.peak(kind.activations) * share)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     if efficiency is not None:
         each = 1 / (device.peak(kind.compute) * efficiency)

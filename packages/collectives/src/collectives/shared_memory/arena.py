@@ -16,26 +16,27 @@ Notable:
 """
 
 import mmap
-import os
 import platform
-import select
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives.errors import UNUSABLE, PeerError, RankLost
+from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
 from collectives.shared_memory.fingerprint import NAN_AT, Lengths, compare, compare_lengths
+from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
 CHUNK_BYTES = 512 << 10
 SLOT_BYTES = CHUNK_BYTES // 2
-_CLOCK, _SLEEPERS, _CALLS, _NOTES, _DATA = 0, 8, 128, 640, 4096
+_CLOCK, _SLEEPERS, _LEFT, _CALLS, _NOTES, _DATA = 0, 8, 64, 128, 640, 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
 _CALL_ROOM, _NOTE_ROOM = 256, 64
 _ALIGNMENT = 64
@@ -69,6 +70,8 @@ class Arena:
         self._pids = pids
         self._memory = [memoryview(mapping)[HEADER_BYTES:] for mapping in mappings]
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
+        # One byte per rank: whether it has left the group in good order.
+        self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
         self._bytes = [
             torch.frombuffer(mapping, dtype=torch.uint8, offset=HEADER_BYTES + _DATA)
@@ -77,15 +80,12 @@ class Arena:
         cuts = slice(0, SLOT_BYTES), slice(SLOT_BYTES, 2 * SLOT_BYTES)
         self._slots = [[data[cut] for data in self._bytes] for cut in cuts]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        self._handles: dict[int, int] = {}
+        self._processes: dict[int, PeerProcess] = {}
         for i in self._others:
             try:
-                self._handles[i] = os.pidfd_open(pids[i])
+                self._processes[i] = PeerProcess(pids[i])
             except ProcessLookupError as error:
                 raise RankLost([names[i]], f"rank {names[i]} (process {pids[i]}) died") from error
-        self._poll = select.poll()
-        for handle in self._handles.values():
-            self._poll.register(handle, select.POLLIN)
         self._library = engine.library()
         self._addresses = engine.addresses(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
@@ -100,12 +100,15 @@ class Arena:
         # What is to be announced with the coming tick.
         self._said: tuple[bytes | None, bytes | None] = None, None
         self._queue = engine.Queue()
+        # The jobs, in order, that the engine's queue has no room for yet.
+        self._backlog: deque[engine.Job | None] = deque()
+        self._filling = threading.Lock()
 
     def close(self) -> None:
         """Give the process handles back."""
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
+        for process in self._processes.values():
+            process.close()
+        self._processes.clear()
 
     # ----- the wait -----
 
@@ -129,7 +132,7 @@ class Arena:
     def _wait(self, other: int, tick: int) -> None:
         clock, yields = self._clocks[other], YIELDS
         while yields and 0 <= clock[0] < tick:
-            os.sched_yield()
+            yield_core()
             yields -= 1
         deadline, nap = time.monotonic() + self.timeout, SHORTEST_NAP
         while clock[0] < tick:
@@ -139,21 +142,22 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank that has not come to this tick will not come, or not in time."""
-        # In this order: a rank may arrive and then end in peace.
+        # In this order: a rank may arrive and then leave or end in good order.
+        left = [i for i in self._others if self._left[i][0]]
         dead = self.dead()
         late = [i for i in self._others if self._clocks[i][0] < tick]
         if self._clocks[self.rank][0] < 0:
             own = self.names[self.rank]
             raise RankLost([own], f"rank {own}, this one, has given up; {UNUSABLE}")
-        if lost := [i for i in dead if i in late]:
-            self._fail(lost, "died")
+        if gone := [i for i in left if i in late]:
+            self._report(gone, LEFT_GROUP)
+        # Before the dead ranks: a rank that reported a reason may have ended after that.
         if any(self._clocks[i][0] < 0 for i in late):
             self._fail_as_reported(late)
+        if lost := [i for i in dead if i in late]:
+            self._fail(lost, "died")
         if late and time.monotonic() > deadline:
-            told = f"did not arrive within the timeout of {self.timeout:g} s"
-            if not self.alone:
-                raise PeerError(self.names[late[0]], told)
-            self._fail(late, told)
+            self._report(late, f"did not arrive within the timeout of {self.timeout:g} s")
 
     def late(self) -> list[int]:
         """The ranks, by their numbers in the group, that have not come to this rank's tick."""
@@ -181,19 +185,32 @@ class Arena:
             self.heard_lengths()
 
     def put(self, job: engine.Job | None) -> None:
-        """Let `serve` do a job, or return for None. The caller sees to it that there is room."""
+        """Queue a job for `serve`; None makes `serve` return. The queue has no limit."""
         if self._library is not None:
-            engine.at_once().put(self._queue, job)
+            with self._filling:
+                self._backlog.append(job)
+                self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for what is `put` next, and `do` that as far as it goes without the interpreter."""
+        """Wait for the next job, and run it as far as that is possible without the interpreter."""
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
+            if self._backlog:
+                with self._filling:
+                    self._fill_queue()
+
+    def _fill_queue(self) -> None:
+        put = engine.at_once().put
+        while self._backlog and put(self._queue, self._backlog[0]):
+            self._backlog.popleft()
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended."""
-        ready = {handle for handle, _ in self._poll.poll(0)}
-        return [i for i in self._others if self._handles[i] in ready]
+        return [i for i, process in self._processes.items() if process.has_ended()]
+
+    def announce_end(self) -> None:
+        """Let the peers know that this rank makes no further calls after its last tick."""
+        self._left[self.rank][0] = 1
 
     def leave(self, blamed: int | None = None) -> None:
         """Tell the peers, those that come later too, that this rank takes no further part.
@@ -210,6 +227,12 @@ class Arena:
             self._fail([left], "left after an error")
         self.leave(blamed)
         raise RankLost([blamed], f"rank {blamed} is lost, says rank {reporter}; {UNUSABLE}")
+
+    def _report(self, places: Sequence[int], what: str) -> None:
+        """Raise RankLost, or PeerError if ranks of other hosts may know more."""
+        if not self.alone:
+            raise PeerError(self.names[places[0]], what)
+        self._fail(places, what)
 
     def _fail(self, places: Sequence[int], what: str) -> None:
         ranks = [self.names[i] for i in places]

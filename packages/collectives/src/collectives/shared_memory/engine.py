@@ -126,7 +126,7 @@ def _compiled() -> tuple[ctypes.CDLL | None, str, ctypes.CDLL | None]:
         if not path.exists():
             _compile(compiler, path)
         both = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", b"") or str(error).encode()
         return None, f"{compiler} failed: {told.decode(errors='replace').strip()[-300:]}", None
     for found, (name, takes) in itertools.product(both, FUNCTIONS.items()):

@@ -28,7 +28,7 @@ DTYPES = tuple(
     sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=lambda d: str(d))
 )
 MOST_DIMS = 8
-_LAYOUT = struct.Struct(f"<6hi{MOST_DIMS}q")
+_LAYOUT = struct.Struct(f"<6h2i{MOST_DIMS}q")
 BYTES = _LAYOUT.size
 # Where `Call.packed` says that there is a NaN.
 NAN_AT = struct.calcsize("<4h")
@@ -45,6 +45,8 @@ class Call:
     root: int = 0
     algorithm: str = "auto"
     has_nan: bool = False
+    #: The number of calls in the coalesced call that this one is part of.
+    coalesced: int = 1
 
     @property
     def steps(self) -> str:
@@ -61,15 +63,15 @@ class Call:
         return _LAYOUT.pack(
             KINDS.index(self.kind), DTYPES.index(self.dtype), OPS.index(self.op),
             ALGORITHMS.index(self.algorithm), self.has_nan, len(self.shape), self.root,
-            *dims, *(0,) * (MOST_DIMS - len(dims)),
+            self.coalesced, *dims, *(0,) * (MOST_DIMS - len(dims)),
         )  # fmt: skip
 
     @staticmethod
     def unpack(raw: bytes) -> "Call":
         """The call that `packed` tells."""
-        kind, dtype, op, algorithm, has_nan, ndim, root, *dims = _LAYOUT.unpack(raw)
+        kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, *dims = _LAYOUT.unpack(raw)
         names = KINDS[kind], tuple(dims[:ndim]), DTYPES[dtype], OPS[op], root, ALGORITHMS[algorithm]
-        return Call(*names, bool(has_nan))
+        return Call(*names, bool(has_nan), coalesced)
 
     def __str__(self) -> str:
         parts = [f"shape {self.shape}", str(self.dtype)]
@@ -80,6 +82,8 @@ class Call:
             parts.append(f"{way} rank {self.root}")
         if self.algorithm != "auto":
             parts.append(f"algorithm {self.algorithm}")
+        if self.coalesced > 1:
+            parts.append(f"one of {self.coalesced} coalesced")
         return f"{self.kind}({', '.join(parts)})"
 
 

@@ -7,15 +7,19 @@ Notable:
   opening: device and inode must be the published ones and the first bytes the published token.
 """
 
+import errno
 import mmap
 import os
 import secrets
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 TOKEN_BYTES = 16
 # The token has a page to itself, so that the memory after it is aligned to one.
 HEADER_BYTES = mmap.PAGESIZE
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,9 @@ class Segment:
     """`size` bytes that this process made and others may open; `memory` maps them."""
 
     def __init__(self, size: int) -> None:
-        self._descriptor = os.memfd_create("collectives")
+        self._descriptor = _anonymous_file()
         try:
-            # Reserving the pages now turns a full memory into an OSError here, not a SIGBUS later.
-            os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + size)
+            _reserve(self._descriptor, HEADER_BYTES + size)
             self.mapping = _map(self._descriptor, HEADER_BYTES + size)
         except OSError:
             os.close(self._descriptor)
@@ -65,7 +68,7 @@ def open_segment(address: Address) -> mmap.mmap | None:
         status = os.stat(path)
         if (status.st_dev, status.st_ino) != (address.device, address.inode):
             return None
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
             mapping = _map(descriptor, HEADER_BYTES + address.size)
         finally:
@@ -85,6 +88,33 @@ def host_identity() -> str:
         return secrets.token_hex(TOKEN_BYTES)
 
 
+def _anonymous_file() -> int:
+    """Return a descriptor of a file in memory that has no name.
+
+    Older kernels, some builds of Python and some sandboxes lack memfd_create. Then the file is one
+    in /dev/shm that has been unlinked already.
+    """
+    with suppress(AttributeError, OSError):
+        return os.memfd_create("collectives")
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        return os.dup(file.fileno())
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Reserve the file's pages: a full memory is an OSError here instead of a SIGBUS later."""
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        for start in range(0, size, PIECE_BYTES):
+            file.write(bytes(min(PIECE_BYTES, size - start)))
+
+
 def _map(descriptor: int, size: int) -> mmap.mmap:
-    # Populated now: page faults cost more than the sums do on first use.
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    # Populated now, if possible: page faults cost more than the sums do on first use.
+    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -52,17 +52,20 @@ class Blame:
     def naming(self, doing: str) -> Iterator[None]:
         """Turn an error of a collective in the block into one that says which rank is lost.
 
-        A collective that names ranks itself (its error has `.ranks`) knows better: its error goes
-        on as it is.
+        If the collective names ranks itself (its error has `.ranks`), its error is raised
+        unchanged, unless one of these ranks has left a note that says why it failed.
         """
         try:
             yield
         except (RuntimeError, OSError) as error:
-            if getattr(error, "ranks", None):
+            ranks = getattr(error, "ranks", ())
+            if ranks and not self._has_note(ranks):
                 self.fail(f"{type(error).__name__}: {error}")
                 error.add_note(f"rank {self._rank} was waiting for {doing}")
                 raise
-            raise self._lost(doing, error) from error
+            lost: Any = self._lost(doing, error)
+            lost.ranks = ranks
+            raise lost from error
 
     def wait(self, handle: Any, doing: str, *, poll: bool) -> None:
         """Wait for a collective; raise RuntimeError naming the rank that keeps it from ending.
@@ -141,6 +144,12 @@ class Blame:
             causes.append(f"no word from {' and '.join(silent)}: dead or hanging")
         given_up = [f"rank {rank} gave up" for rank in notes if rank != self._rank]
         return "; ".join(causes or given_up)
+
+    def _has_note(self, ranks: Iterable[int]) -> bool:
+        try:
+            return any(self._store.check([f"{self._key}/{rank}"]) for rank in ranks)
+        except (RuntimeError, OSError):
+            return False
 
     def _leave_note(self, note: str) -> None:
         try:

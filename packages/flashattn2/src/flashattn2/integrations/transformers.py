@@ -1,121 +1,176 @@
-"""Attention for the models of transformers: ``attn_implementation="linear_memory"``.
+"""Attention for the models of transformers: `attn_implementation="linear_memory"`.
 
-Notable: a model says what its queries may see twice, as options of the attention function and as a
-mask.  Only the mask is the whole truth, and it is followed: `keys_of` evaluates it tile by tile and
-either finds the band, the packed sequences and the padding that make it, exactly, or raises an
-error.  Padding is taken out before attention, so nothing is spent on it.
+A model describes the visible keys twice: by options of the attention function and by a mask.  Only
+the mask is complete, so attention follows the mask alone: `make_mask` finds the band, the packed
+sequences and the padding that equal the mask exactly, or attention raises an error.  Padding is
+removed before attention.
 """
 
+import functools
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn2.attention import flash_attention, flash_attention_varlen
+from flashattn2.autocast import cast_for_autocast
+from flashattn2.integrations.mask_functions import Grid, Pattern, find_pattern
+from flashattn2.integrations.masks import AttentionMask, Packing, Rule
 
-# Rows of the mask that are evaluated at a time: memory stays linear in the sequence.
-ROWS = 256
+#: Options that change the result and that this attention does not support.
+REFUSED = ("position_bias", "cache", "head_mask", "indices", "block_indices", "score_mod")
+#: Configurations whose recurrent layers carry the output of left padding into the tokens after it.
+READS_PADDING = ("RecurrentGemmaConfig",)
+#: Tensors that models pass along and that no attention function needs.
+IGNORED = ("num_items_in_batch", "cache_position", "seq_idx", "max_length_q", "max_length_k")
 
 
 def register(name: str = "linear_memory") -> None:
-    """Make ``attn_implementation=name`` known to transformers; needs version 5 or newer.
+    """Register `attn_implementation=name` with transformers 5 or newer.
 
-    A name with "flash" in it is taken there for another package, whose arguments differ.
+    The name must not contain "flash": transformers calls the package flash-attn for such names.
     """
     if "flash" in name:
-        raise ValueError(f"transformers takes {name!r} for the package flash-attn; give another")
+        raise ValueError(
+            f"expected a name without 'flash', got {name!r}: transformers reserves such names for "
+            "the package flash-attn"
+        )
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, keys_of)
+    AttentionMaskInterface.register(name, make_mask)
+    _refuse_tables_of_classes(name)
+
+
+def _refuse_tables_of_classes(name: str) -> None:
+    """Make models that look up their attention in a table of classes raise an error with the
+    reason.
+
+    Falcon and GPT-J are such models: they would raise `KeyError: 'linear_memory'`.
+    """
+    from transformers import PreTrainedModel
+
+    choose: Any = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(choose)
+    def checked(self: Any, requested_attention: str | None, *others: Any, **options: Any) -> Any:
+        module = vars(sys.modules[type(self).__module__])
+        tables = [x for key, x in module.items() if key.endswith("ATTENTION_CLASSES")]
+        if requested_attention == name and any(name not in table for table in tables):
+            raise ValueError(
+                f"{type(self).__name__} takes its attention from a table of its own classes, not "
+                f'from the attention function {name!r}; use attn_implementation="eager"'
+            )
+        return choose(self, requested_attention, *others, **options)
+
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
 
 
 def attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
-    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
-    s_aux: Tensor | None = None, **others: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """What transformers calls: ``(batch, heads, seq, dim)`` to ``(batch, seq, heads, dim)``."""
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`."""
     if dropout:
-        raise ValueError(f"attention dropout is {dropout}; flashattn2 has none: set it to 0.0")
-    for option in ("position_bias", "cache", "head_mask"):
-        if others.get(option) is not None:
-            raise ValueError(f"flashattn2 takes no {option}; use another attn_implementation")
-    if others.get("output_attentions"):
-        raise ValueError('flashattn2 keeps no attention weights; use attn_implementation="eager"')
+        raise ValueError(
+            f"expected no attention dropout, got {dropout}; set it to 0.0 in the configuration"
+        )
+    _check_options(others)
+    # Under autocast, a norm of the queries may leave q, k and v in different dtypes.
+    query, key, value = cast_for_autocast(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
-    if attention_mask is None:
+    mask = attention_mask
+    if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         left = None if sliding_window is None else sliding_window - 1
-        window = (left, None if causal else left)
-        out = flash_attention(query, key, value, is_causal=causal, window=window, **options)
-        return _rows_first(out), None
-    keys = getattr(attention_mask, "flashattn2", None)
-    if not isinstance(keys, Keys):
+        right = 0 if causal else left
+        if cu_seq_lens_q is None and cu_seq_lens_k is None:
+            out = flash_attention(query, key, value, window=(left, right), **options)
+            return _rows_first(out), None
+        seq_q, seq_k = query.shape[2], key.shape[2]
+        sequence = torch.ones((len(query), seq_k), dtype=torch.int32, device=query.device)
+        mask = AttentionMask(sequence, Rule(seq_q, seq_k - seq_q, left, right, True))
+    if not isinstance(mask, AttentionMask):
         raise ValueError(
-            f"a mask of shape {tuple(attention_mask.shape)} was not made by flashattn2's own mask "
-            "function, and is not read; give padding as a mask of shape (batch, seq), or use "
-            'attn_implementation="sdpa"'
+            f"expected a mask made by flashattn2, got a tensor of shape {tuple(mask.shape)}; pass "
+            'padding as a mask of shape (batch, seq), or use attn_implementation="sdpa"'
         )
-    key, value = key[:, :, : keys.count], value[:, :, : keys.count]
-    options["window"] = (keys.left, keys.right)
-    if keys.plain:
-        out = flash_attention(query, key, value, **options)
-        return _rows_first(out), None
-    return _packed(query, key, value, keys.packing(query.shape[2]), options), None
+    return _attend(query, key, value, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k, options)
 
 
-@dataclass(frozen=True)
-class Packing:
-    """Which rows of ``(batch · seq)`` are kept, and where each sequence of them begins."""
+def _check_options(others: dict[str, Any]) -> None:
+    """Raise ValueError for options of the attention function that would change its result."""
+    for option, value in others.items():
+        is_unknown = isinstance(value, Tensor) and option not in IGNORED
+        if value is not None and (option in REFUSED or is_unknown):
+            raise ValueError(
+                f"flashattn2 does not support {option}; use another attn_implementation"
+            )
+    if others.get("output_attentions"):
+        raise ValueError('flashattn2 returns no attention weights; use attn_implementation="eager"')
 
-    queries: Tensor
-    keys: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
 
-
-class Keys:
-    """What a mask says: a band, and for each key the sequence that it belongs to, 0 for none."""
-
-    def __init__(
-        self, sequence: Tensor, left: int | None, right: int | None, plain: bool, each_query: bool
-    ) -> None:
-        self.sequence, self.left, self.right, self.plain = sequence, left, right, plain
-        self.each_query = each_query
-        self.count = sequence.shape[1]
-        self._packing: dict[int, Packing] = {}
-
-    def packing(self, seq_q: int) -> Packing:
-        """The rows without padding, found once for all layers."""
-        if seq_q not in self._packing:
-            self._packing[seq_q] = self._pack(seq_q)
-        return self._packing[seq_q]
-
-    def _pack(self, seq_q: int) -> Packing:
-        batch = len(self.sequence)
-        most = int(self.sequence.amax()) + 1
-        # Every sequence of every batch has a number of its own.
-        number = self.sequence + most * torch.arange(batch, device=self.sequence.device)[:, None]
-        number = number.masked_fill(self.sequence == 0, -1)
-        # Queries stand at the last keys; where all see all, none of them is told apart.
-        of_query = number[:, -seq_q:]
-        if self.each_query:
-            first = number.amax(1, keepdim=True)
-            of_query = first.expand(batch, seq_q)
-        kept_k, kept_q = (x.flatten().ge(0).nonzero().squeeze(1) for x in (number, of_query))
-        sequences, counts_k = number.flatten()[kept_k].unique(return_counts=True)
-        place = torch.searchsorted(sequences, of_query.flatten()[kept_q])
-        counts_q = torch.bincount(place, minlength=len(sequences))
-        bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (counts_q, counts_k)]
-        return Packing(kept_q, kept_k, *bounds)
+@torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask,
+    position_ids: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Compute attention under a mask of `make_mask`."""
+    if mask.rule.refusal:
+        raise ValueError(f'{mask.rule.refusal}; use attn_implementation="sdpa"')
+    batch, heads, seq_q, _ = query.shape
+    expected = (batch, heads, seq_q, key.shape[2])
+    if len(mask) == 1:
+        mask = mask.expand(batch, -1, -1, -1)  # type: ignore[assignment]
+    if tuple(mask.shape) not in (expected, (batch, 1, *expected[2:])):
+        raise ValueError(
+            f"expected a mask of shape {expected}, or with one head, for queries "
+            f"{tuple(query.shape)} and keys {tuple(key.shape)}, got {tuple(mask.shape)}"
+        )
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        if (
+            cu_seqlens_q is None
+            or cu_seqlens_k is None
+            or not torch.equal(cu_seqlens_q, cu_seqlens_k)
+        ):
+            raise ValueError(
+                f"expected cu_seq_lens_q and cu_seq_lens_k to be equal, got {cu_seqlens_q} and "
+                f"{cu_seqlens_k}"
+            )
+        mask = mask.split_at(cu_seqlens_q)
+    if position_ids is not None:
+        mask.check_positions(position_ids)
+    count, left, right = mask.span()
+    key, value = key[:, :, :count], value[:, :, :count]
+    options["window"] = (left, right)
+    if mask.rule.is_plain:
+        return _rows_first(flash_attention(query, key, value, **options)), None
+    return _packed(query, key, value, mask.packing(), options), None
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str, Any]) -> Tensor:
-    """Attention without the padding, ``(batch, seq, heads, dim)``; zeros where it was."""
+    """Compute attention without padding and return `(batch, seq, heads, dim)`, zero for padding."""
     batch, heads, seq_q, _ = q.shape
     out = q.new_zeros((batch * seq_q, heads, v.shape[-1]))
     if len(packing.cu_seqlens_q) > 1:
@@ -131,126 +186,78 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str
 
 
 def _rows_first(out: Tensor) -> Tensor:
+    """Return `(batch, heads, seq, dim)` as contiguous `(batch, seq, heads, dim)`."""
     return out.transpose(1, 2).contiguous()
 
 
-def keys_of(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
-    kv_offset: int | Tensor = 0, mask_function: Callable[..., Tensor] | None = None,
-    attention_mask: Tensor | None = None, use_vmap: bool = False,
-    device: torch.device | str = "cpu", **_: Any,
-) -> Tensor:  # fmt: skip
-    """The mask function for transformers: a tensor that carries `Keys`.
+@torch.compiler.disable(reason="a mask's values decide")  # type: ignore[untyped-decorator]
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> AttentionMask:
+    """Return the mask that transformers requests, as a description of the hidden keys.
 
-    Raises ValueError for a mask that is no band over packed or padded sequences.
+    A mask that is not a band over packed or padded sequences is returned with the reason; attention
+    under such a mask raises ValueError.
     """
     from transformers import masking_utils
 
-    first_query, first_key = int(q_offset), int(kv_offset)
+    grid = Grid(batch_size, q_length, kv_length, int(q_offset), int(kv_offset), device, use_vmap)
     function = mask_function or masking_utils.causal_mask_function
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, first_key)
-    # Keys behind the last query are room that a cache has left.
-    ahead = first_query - first_key
-    count = min(kv_length, ahead + q_length)
-    sequence = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
-    left: int | None = None
-    right: int | None = None
-    if function is masking_utils.bidirectional_mask_function:
-        count = kv_length
-    elif function is masking_utils.causal_mask_function:
-        right = 0
-    else:
-
-        def rows(first: int, last: int) -> Tensor:
-            mask: Any = masking_utils.sdpa_mask(
-                batch_size, last - first, kv_length, first_query + first, first_key, function,
-                allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-            )  # fmt: skip
-            seen: Tensor = mask[:, 0]
-            return seen
-
-        sequence, left, right = _read(rows, batch_size, q_length, kv_length, ahead, sequence)
-        if left is None and right is None:
-            count = kv_length
-    each_query = left is None and right is None and int(sequence.amax()) <= 1
-    if (left, right) != (None, None) and ahead + q_length > kv_length:
-        raise ValueError(
-            f"{q_length} queries from position {first_query} on stand behind the {kv_length} keys "
-            f"from {first_key} on; flashattn2 needs the last query at one of them"
-        )
-    sequence = sequence[:, :count]
-    plain = bool((sequence == 1).all())
-    if padding is not None:
-        # It is indexed by position, as the mask function is.
-        kept = padding[:, first_key : first_key + count].to(sequence.device)
-        if not kept.all():
-            _check_holes(kept, left, right)
-            sequence, plain = sequence * kept, False
-    keys = Keys(sequence, left, right, plain, each_query)
-    # Of four dimensions it is a mask that is ready, and comes back unchanged if it is given again.
-    mask = sequence[:, None, None]
-    mask.flashattn2 = keys  # type: ignore[attr-defined]
-    return mask
-
-
-def _read(
-    rows: Callable[[int, int], Tensor],
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    ahead: int,
-    sequence: Tensor,
-) -> tuple[Tensor, int | None, int | None]:
-    """The packed sequences and the band that make this mask, and nothing else; ValueError if none.
-
-    First what must hold is found: a sequence ends where neighbors do not see each other, and the
-    band reaches as far as any query sees in its sequence.  Then every entry is compared.
-    """
-    starts = range(0, q_length, ROWS)
-    tiles = [(first, min(first + ROWS, q_length)) for first in starts]
-    keys = torch.arange(kv_length, device=sequence.device)
-    if ahead == 0 and q_length == kv_length:
-        before = torch.ones((batch, kv_length), dtype=torch.int32, device=sequence.device)
-        for first, last in tiles:
-            mask = rows(first, last)
-            at = torch.arange(max(first, 1), last, device=sequence.device)
-            before[:, at] *= ~mask[:, at - first, at - 1]
-            at = torch.arange(first, min(last, kv_length - 1), device=sequence.device)
-            before[:, at + 1] *= ~mask[:, at - first, at + 1]
-        sequence = before.cumsum(1, dtype=torch.int32)
-    reach = [-1, -1]
-    for first, last in tiles:
-        distance = torch.arange(first, last, device=keys.device)[:, None] + ahead - keys
-        far = torch.where(rows(first, last), distance, 0)
-        reach = [max(reach[0], int(far.amax())), max(reach[1], int((-far).amax()))]
-    for first, last in tiles:
-        at = torch.arange(first, last, device=keys.device)
-        distance = at[:, None] + ahead - keys
-        band = (distance <= reach[0]) & (-distance <= reach[1])
-        if ahead == 0 and q_length == kv_length:
-            band = band & (sequence[:, at, None] == sequence[:, None, :])
-        if not torch.equal(rows(first, last), band.expand(batch, -1, -1)):
-            raise ValueError(
-                "this mask is no band (causal, sliding window) over packed sequences, and "
-                'flashattn2 would not follow it; use attn_implementation="sdpa"'
+    pattern = Pattern(right=0)
+    refusal = ""
+    if function is not masking_utils.causal_mask_function:
+        found_pattern = find_pattern(function, grid)
+        if found_pattern is None:
+            refusal = (
+                "this mask is not a band (causal, sliding window) over packed sequences, and "
+                "flashattn2 would not follow it"
             )
-    # A bound that no query reaches is none.
-    longest = ahead + q_length
-    if ahead == 0 and q_length == kv_length:
-        longest = max(int(torch.bincount(row).amax()) for row in sequence)
-    left = None if reach[0] >= longest - 1 else reach[0]
-    right = None if reach[1] >= kv_length - 1 - ahead else reach[1]
-    return sequence, left, right
+        pattern = found_pattern or Pattern()
+    sequence = pattern.sequence
+    if sequence is None:
+        sequence = torch.ones((batch_size, kv_length), dtype=torch.int32, device=device)
+    is_packed = bool((sequence > 1).any())
+    has_padding = False
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, grid.first_key)
+    if padding is not None:
+        # The padding mask is indexed by position.
+        is_token = padding[:, grid.first_key : grid.first_key + kv_length].to(sequence.device)
+        has_padding = not is_token.all()
+        if has_padding:
+            refusal = refusal or _find_padding_obstacle(is_token, pattern, type(config).__name__)
+            sequence = sequence * is_token
+    owner = "this model" if config is None else f"the model of {type(config).__name__}"
+    is_plain = not is_packed and not has_padding
+    rule = Rule(
+        *(q_length, grid.shift, pattern.left, pattern.right),
+        *(is_plain, is_packed, owner, refusal),
+    )
+    return AttentionMask(sequence, rule)
 
 
-def _check_holes(kept: Tensor, left: int | None, right: int | None) -> None:
-    """Without its padding a sequence is shorter: a window would reach past a hole in its middle."""
-    if left is None and right in (None, 0):
-        return
-    edges = kept.int().diff(dim=1).abs().sum(1)
-    whole = (edges <= 1) | ((edges == 2) & ~kept[:, 0] & ~kept[:, -1])
-    if not whole.all():
-        raise ValueError(
-            "the padding mask has holes between tokens, and the attention a window, which would "
-            'reach farther without them; use attn_implementation="sdpa"'
-        )
+def _find_padding_obstacle(is_token: Tensor, pattern: Pattern, config: str) -> str:
+    """Return why this padding cannot be removed, or an empty string if it can."""
+    steps = is_token.int().diff(dim=1)
+    if config in READS_PADDING and (steps > 0).any():
+        return f"the layers of {config} that are not attention read the padding before a sequence"
+    if pattern.left is None and pattern.right in (None, 0):
+        return ""
+    # Removing padding in the middle of a sequence would let a window extend over the hole.
+    edges = steps.abs().sum(1)
+    is_padded_outside = (edges == 2) & ~is_token[:, 0].bool() & ~is_token[:, -1].bool()
+    if ((edges <= 1) | is_padded_outside).all():
+        return ""
+    return (
+        "the padding mask has holes between tokens, and the attention a window, which would reach "
+        "farther without them"
+    )

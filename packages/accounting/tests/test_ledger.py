@@ -1,0 +1,244 @@
+"""`Ledger` and `fits` on what real training steps contain: storages that are resized, sparse
+tensors, tensors that a module stores as plain attributes, and hooks."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accounting import Ledger, fits
+from reference import PolledMemory, world_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_peak_of_fsdp2_counts_gathered_weights_only_while_they_exist(
+    reshard: bool, mixed: bool
+) -> None:
+    with world_of(8) as mesh:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {"mesh": mesh} | ({"mp_policy": policy} if mixed else {})
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=reshard, **options)
+        fully_shard(model, **options)
+        x = torch.randn(1, 512)
+        model(x).sum().backward()
+        model.zero_grad()
+        ledger, polled = Ledger(), PolledMemory()
+        ledger.hold("weights", *model.parameters())
+        polled.add(model.parameters())
+        with polled, ledger:
+            model(x).sum().backward()
+    assert ledger.peak_bytes == pytest.approx(polled.peak_bytes, rel=0.001)
+    # Eight shards of an eighth of a layer, weights and gradients. Gathered are at most all layers,
+    # or three of them; a gradient is whole, and its copy that is reduced.
+    whole = (3 if reshard else 8) * MIB / (2 if mixed else 1)
+    assert ledger.peak_bytes <= 2 * MIB + whole + 2 * MIB + 0.1 * MIB
+
+
+def test_storage_is_counted_at_the_size_that_it_has() -> None:
+    tensor = torch.zeros(256)
+    with Ledger() as ledger:
+        tensor.untyped_storage().resize_(0)
+        assert ledger.live_bytes == 0
+        tensor.untyped_storage().resize_(4096)
+        assert ledger.live_bytes == 4096
+        tensor.resize_(4096)
+        assert ledger.live_bytes == 4 * 4096
+        tensor.untyped_storage().resize_(0)
+        assert ledger.live_bytes == 0
+    assert ledger.peak_bytes == 4 * 4096
+    assert "resize_" not in torch.UntypedStorage.__dict__
+
+
+def test_step_with_sparse_gradients_is_counted_and_not_disturbed() -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(500, 64, sparse=True)
+    twin = copy.deepcopy(model)
+    ids = torch.arange(8)
+    with Ledger() as ledger:
+        model(ids).sum().backward()
+        # The gradient stores 8 rows and their indices; a view of the ids was made as well.
+        assert ledger.live_bytes == 8 * 64 * 4 + 8 * 8 + 8 * 8
+        torch.optim.SparseAdam(model.parameters()).step()
+    twin(ids).sum().backward()
+    torch.optim.SparseAdam(twin.parameters()).step()
+    assert torch.equal(model.weight, twin.weight)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "coo": (lambda x: x.to_sparse(), 16 * 4 + 2 * 16 * 8),
+    "csr": (lambda x: x.to_sparse_csr(), 16 * 4 + 5 * 8 + 16 * 8),
+    "csc": (lambda x: x.to_sparse_csc(), 16 * 4 + 5 * 8 + 16 * 8),
+    "bsr": (lambda x: x.to_sparse_bsr((2, 2)), 16 * 4 + 3 * 8 + 4 * 8),
+    "bsc": (lambda x: x.to_sparse_bsc((2, 2)), 16 * 4 + 3 * 8 + 4 * 8),
+    "mkldnn": (lambda x: x.to_mkldnn(), 16 * 4),
+    "jagged": (lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged), 2 * 16 * 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_of_every_layout_are_counted_while_they_live(layout: str) -> None:
+    convert, nbytes = LAYOUTS[layout]
+    x = torch.ones(4, 4)
+    ledger = Ledger()
+    with ledger:
+        x = x + 1
+        before = ledger.live_bytes
+        converted = convert(x)
+        assert ledger.live_bytes - before >= nbytes
+        del converted
+    assert ledger.live_bytes - before <= 64
+
+
+class Attributes(nn.Module):
+    """A module whose forward reads tensors that are neither parameters nor buffers."""
+
+    constant = torch.full((32,), 0.5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(100, 32)
+        self.out = nn.Linear(32, 100)
+        self.frequencies = torch.arange(16).float()
+        self.rotations = torch.polar(torch.ones(16), torch.arange(16).float())
+        self.real = torch.view_as_real(self.rotations)
+        self.nested = {"scales": [torch.ones(32), (torch.zeros(32),)]}
+        self.view = self.frequencies[:8]
+        self.detached = self.out.weight.detach()
+        self.unregistered = [nn.Parameter(torch.ones(32))]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) * self.frequencies.repeat(2).cos() + self.constant
+        x = x + self.nested["scales"][0] + self.nested["scales"][1][0] + self.view.repeat(4)
+        x = x * self.unregistered[0] + self.real.flatten() + self.rotations.real.repeat(2)
+        logits: Tensor = self.out(x + self.detached.mean(0))
+        return logits
+
+
+def real_peak(module: nn.Module, sample: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
+    """The peak of a second real step, with all that the module has counted before."""
+
+    def step() -> None:
+        module(sample).float().sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            module.zero_grad()
+
+    step()
+    ledger = Ledger()
+    ledger.hold("weights", *module.parameters(), *module.buffers())
+    ledger.hold("inputs", sample)
+    ledger.hold("attributes", *(x for x in tree_leaves(vars(module)) if isinstance(x, Tensor)))
+    if optimizer is not None:
+        state = tree_leaves(optimizer.state_dict())
+        ledger.hold("optimizer", *(leaf for leaf in state if isinstance(leaf, Tensor)))
+    with ledger:
+        step()
+    return ledger.peak_bytes
+
+
+IDS = torch.arange(16).reshape(2, 8)
+CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Any]] = {
+    "attributes": (Attributes, IDS, torch.optim.SGD),
+    "old weight norm": (
+        lambda: torch.nn.utils.weight_norm(nn.Linear(32, 32)),  # type: ignore[no-untyped-call]
+        torch.ones(4, 32),
+        torch.optim.SGD,
+    ),
+    "new weight norm": (
+        lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+        torch.ones(4, 32),
+        torch.optim.SGD,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+def test_fits_predicts_the_peak_of_the_real_step(case: str) -> None:
+    make, sample, optimizer = CASES[case]
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    predicted = fits(module, sample, optimizer, "H100", rounding=1).peak.total
+    assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    real = real_peak(module, sample, optimizer(module.parameters()))
+    assert predicted == pytest.approx(real, rel=0.01, abs=64)
+
+
+def test_fits_follows_an_optimizer_of_some_parameters() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.ones(4, 64)
+    optimizer = torch.optim.AdamW(
+        [{"params": module[1].weight, "lr": 0.1}, {"params": [module[1].bias]}], foreach=False
+    )
+    predicted = fits(module, x, optimizer, "H100", rounding=1).peak.total
+    assert not optimizer.state
+    assert predicted == pytest.approx(real_peak(module, x, optimizer), rel=0.02)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="parameters that module does not own"):
+        fits(module, x, stranger)
+
+
+def test_fits_refuses_hooks_that_a_copy_would_lose_or_share() -> None:
+    x = torch.ones(4, 8)
+    seen: list[Tensor] = []
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    with pytest.raises(ValueError, match="closes over"):
+        fits(module, x)
+    assert not seen
+    module = nn.Linear(8, 8)
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match="weight has hooks on its gradient"):
+        fits(module, x)
+    module = nn.Linear(8, 8)
+    module.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(ValueError, match="bias has hooks on its gradient"):
+        fits(module, x)
+
+
+def test_fits_runs_hooks_that_are_copied_with_the_module() -> None:
+    class Doubled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(32, 32)
+            self.register_forward_hook(self.widen)
+
+        def widen(self, _: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return torch.cat([output * self.weight.sum(), output], -1).exp()
+
+    module, x = Doubled(), torch.ones(64, 32)
+    predicted = fits(module, x, torch.optim.SGD, "H100", rounding=1).peak.total
+    real = real_peak(module, x, torch.optim.SGD(module.parameters()))
+    assert predicted == pytest.approx(real, rel=0.01)
+
+
+def test_fits_refuses_parameters_that_it_cannot_follow() -> None:
+    foreign = nn.Linear(8, 8)
+
+    class Borrows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = foreign(x)
+            return out
+
+    with pytest.raises(ValueError, match="does not own"):
+        fits(Borrows(), torch.ones(4, 8), None)
+    assert foreign.weight.grad is None
+    with pytest.raises(ValueError, match="sparse_coo"):
+        fits(nn.Embedding(100, 32, sparse=True), IDS, torch.optim.SparseAdam)
+    with world_of(4) as mesh:
+        sharded = nn.Linear(8, 8)
+        fully_shard(sharded, mesh=mesh)
+        with pytest.raises(ValueError, match="expected plain dense tensors, got DTensor"):
+            fits(sharded, torch.ones(4, 8))

@@ -1,0 +1,272 @@
+"""Coalesced calls have one handle, which waits for all of them and raises the first error."""
+
+import os
+import warnings
+from datetime import timedelta
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from collectives.shared_memory import segment
+from worker_pool import run_ranks
+
+TENSORS = 3
+CPU = torch.device("cpu")
+
+
+def begin(where="together"):
+    import collectives.backend  # noqa: F401
+
+    # torch deprecates some of these functions, and they are still called.
+    warnings.simplefilter("ignore")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if where == "apart":
+        segment.host_identity = lambda: f"host {rank}"
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
+    return rank, world
+
+
+def manager(call, outputs, inputs, *, device=None, async_ops=True):
+    with dist._coalescing_manager(device=device, async_ops=async_ops) as work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            call(output, tensor)
+    if async_ops:
+        work.wait()
+
+
+def reduce(output, tensor):
+    output.copy_(tensor)
+    dist.all_reduce(output)
+
+
+def in_place(outputs, inputs):
+    for output, tensor in zip(outputs, inputs, strict=True):
+        output.copy_(tensor)
+    return outputs
+
+
+def wait(work):
+    work.wait()
+
+
+def wait_each(outputs, results):
+    for output, result in zip(outputs, results, strict=True):
+        output.copy_(functional.wait_tensor(result))
+
+
+def everyone():
+    return dist.group.WORLD
+
+
+def gather_lists(outputs, inputs):
+    """Lay the outputs out as all_gather_coalesced takes them: by rank, then by tensor."""
+    parts = [output.chunk(dist.get_world_size()) for output in outputs]
+    return [list(of_rank) for of_rank in zip(*parts, strict=True)]
+
+
+def managed(call):
+    """Return the manager's variants of one collective."""
+    return {
+        "manager": lambda o, i: manager(call, o, i, async_ops=False),
+        "asynchronous manager": lambda o, i: manager(call, o, i),
+        "manager of a device": lambda o, i: manager(call, o, i, device=CPU, async_ops=False),
+        "asynchronous manager of a device": lambda o, i: manager(call, o, i, device=CPU),
+    }
+
+
+# Each function takes a list of outputs and a list of inputs.
+ALL_REDUCE = managed(reduce) | {
+    "all_reduce_coalesced": lambda o, i: dist.all_reduce_coalesced(in_place(o, i)),
+    "asynchronous all_reduce_coalesced": lambda o, i: wait(
+        dist.all_reduce_coalesced(in_place(o, i), async_op=True)
+    ),
+    "functional": lambda o, i: wait_each(
+        o, functional.all_reduce_coalesced(list(i), "sum", everyone())
+    ),
+    "method": lambda o, i: wait(everyone().allreduce_coalesced(in_place(o, i))),
+    "method with an operation": lambda o, i: wait(
+        everyone().allreduce_coalesced(in_place(o, i), opts=dist.AllreduceCoalescedOptions())
+    ),
+    "future": lambda o, i: wait(everyone().allreduce_coalesced(in_place(o, i)).get_future()),
+}
+ALL_GATHER = managed(dist.all_gather_into_tensor) | {
+    "functional": lambda o, i: wait_each(
+        o, functional.all_gather_into_tensor_coalesced(list(i), everyone())
+    ),
+    "method": lambda o, i: wait(everyone().allgather_into_tensor_coalesced(o, list(i))),
+    "all_gather_coalesced": lambda o, i: dist.all_gather_coalesced(gather_lists(o, i), list(i)),
+    "asynchronous all_gather_coalesced": lambda o, i: wait(
+        dist.all_gather_coalesced(gather_lists(o, i), list(i), async_op=True)
+    ),
+}
+REDUCE_SCATTER = managed(dist.reduce_scatter_tensor) | {
+    "functional": lambda o, i: wait_each(
+        o,
+        functional.reduce_scatter_tensor_coalesced(list(i), "sum", [0] * len(i), everyone()),
+    ),
+    "method": lambda o, i: wait(everyone().reduce_scatter_tensor_coalesced(o, list(i))),
+}
+KINDS = {"all_reduce": ALL_REDUCE, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
+
+
+def tensors(kind, sizes):
+    """Return outputs full of -1 and inputs that differ by rank and by position."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs = [torch.arange(float(size)) + 10 * i + rank for i, size in enumerate(sizes)]
+    if kind == "reduce_scatter":
+        inputs = [torch.cat([each] * world) for each in inputs]
+    longer = world if kind == "all_gather" else 1
+    return [torch.full((size * longer,), -1.0) for size in sizes], inputs
+
+
+def right(kind, sizes):
+    """Return what the outputs must be, computed without any communication."""
+    world, found = dist.get_world_size(), []
+    for i, size in enumerate(sizes):
+        parts = [torch.arange(float(size)) + 10 * i + rank for rank in range(world)]
+        found.append(torch.cat(parts) if kind == "all_gather" else sum(parts))
+    return found
+
+
+def values(where):
+    begin(where)
+    sizes = [3, 5, 4]
+    for kind, functions in KINDS.items():
+        for name, function in functions.items():
+            outputs, inputs = tensors(kind, sizes)
+            function(outputs, inputs)
+            for output, want in zip(outputs, right(kind, sizes), strict=True):
+                assert torch.equal(output, want), (kind, name, output, want)
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_every_way_to_coalesce_gives_all_results(where):
+    run_ranks(values, 2, where, backend="")
+
+
+def error_of(function, outputs, inputs):
+    # A future of torch's keeps the text of an error, but not its type.
+    try:
+        function(outputs, inputs)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def mismatches(where):
+    """One of the tensors is longer on rank 1."""
+    rank, _ = begin(where)
+    with collectives.checked():
+        for kind, functions in KINDS.items():
+            for name, function in functions.items():
+                for odd in range(TENSORS):
+                    sizes = [3, 3, 3]
+                    sizes[odd] += 2 * (rank == 1)
+                    outputs, inputs = tensors(kind, sizes)
+                    text = error_of(function, outputs, inputs)
+                    assert "ranks disagree: rank 1 called" in text, (kind, name, odd, text)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+def test_a_mismatch_in_any_of_the_tensors_is_raised(where):
+    run_ranks(mismatches, 3, where, backend="")
+
+
+def nans():
+    rank, _ = begin()
+    with collectives.checked(nan=True):
+        for kind, functions in KINDS.items():
+            for name, function in functions.items():
+                for odd in range(TENSORS):
+                    outputs, inputs = tensors(kind, [3, 3, 3])
+                    if rank == 1:
+                        inputs[odd][2] = torch.nan
+                    text = error_of(function, outputs, inputs)
+                    assert "rank 1 brought a NaN" in text, (kind, name, odd, text)
+
+
+def test_a_nan_in_any_of_the_tensors_is_raised():
+    run_ranks(nans, 2, backend="")
+
+
+def first_error():
+    """The second of three calls fails, so the third one is skipped, although it would fail too."""
+    rank, world = begin()
+    dtype = [torch.int32, torch.int64][rank]
+    batch = [torch.ones(2), torch.ones(3 + rank), torch.ones(4, dtype=dtype)]
+    work = everyone().allreduce_coalesced(batch)
+    with pytest.raises(collectives.Mismatch, match=r"shape \(4,\), torch.float32") as caught:
+        work.wait()
+    with pytest.raises(RuntimeError, match=r"shape \(4,\), torch.float32"):
+        work.get_future().wait()
+    assert work.exception() is caught.value
+    assert work.is_completed()
+    assert not work.is_success()
+    assert [tensor[0].item() for tensor in batch] == [world, 1, 1]
+
+    batch = [torch.ones(size) for size in (1, 200_000, 3)]
+    work = everyone().allreduce_coalesced(batch)
+    assert work.wait(timedelta(seconds=30))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert [tensor[0].item() for tensor in work.get_future().wait()] == [world] * 3
+    assert [tensor is same for tensor, same in zip(work.result(), batch, strict=True)] == [True] * 3
+
+
+def test_the_handle_raises_the_first_error_and_gives_all_results():
+    run_ranks(first_error, 2, backend="")
+
+
+def counts():
+    """Rank 1 coalesces one tensor more: no tensor may meet the one after it."""
+    rank, _ = begin()
+    for count in (1, 2, 3, 40):
+        batch = [torch.ones(400) for _ in range(count + rank)]
+        work = everyone().allreduce_coalesced(batch)
+        with pytest.raises(collectives.Mismatch, match=f"one of {count + 1} coalesced"):
+            work.wait()
+        # The group is still in step.
+        total = torch.full((400,), rank + 1.0)
+        dist.all_reduce(total)
+        assert total[0] == 3
+        assert all(tensor.sum() == 400 for tensor in batch)
+    with pytest.raises(ValueError, match=r"lists of one length, got \[1, 2\]"):
+        everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
+
+
+def test_ranks_that_coalesce_different_numbers_of_tensors_are_told():
+    run_ranks(counts, 2, backend="")
+
+
+def messages():
+    """Sends and receives in a batch, and other collectives inside a manager."""
+    rank, world = begin()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for managed in (False, True):
+        sent, room = torch.full((4,), float(rank)), torch.full((4,), -1.0)
+        if managed:
+            with dist._coalescing_manager(device=CPU, async_ops=True) as work:
+                dist.isend(sent, after)
+                dist.irecv(room, before)
+            work.wait()
+        else:
+            operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, room, before)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        assert room.tolist() == [before] * 4
+    told = [torch.full((3,), float(rank + i)) for i in range(2)]
+    with dist._coalescing_manager(device=CPU, async_ops=True) as work:
+        for i, tensor in enumerate(told):
+            dist.broadcast(tensor, src=i, async_op=True)
+    work.wait()
+    assert [tensor.tolist() for tensor in told] == [[0.0] * 3, [2.0] * 3]
+
+
+def test_sends_receives_and_other_collectives_are_coalesced_too():
+    run_ranks(messages, 2, backend="")

@@ -1,0 +1,247 @@
+"""Ranks that leave a group, restart, or use several groups, do not keep the others waiting."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from collectives.shared_memory import engine, segment
+from worker_pool import run_ranks
+
+TIMEOUT = 40.0
+HERE = Path(__file__)
+
+
+def place(where):
+    """Emulate hosts: all ranks on one, each on its own, or two on each."""
+    if where != "together":
+        ranks_per_host = 1 if where == "apart" else 2
+        segment.host_identity = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
+
+
+def begin(backend, where="together", seconds=TIMEOUT):
+    import collectives.backend  # noqa: F401
+
+    place(where)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    return rank, store
+
+
+def reduce(group, tensor, **options):
+    """Reduce by torch's name if the group is ours, else by this package's."""
+    if dist.get_backend(group) == "collectives":
+        return dist.all_reduce(tensor, group=group, **options)
+    return collectives.all_reduce(tensor, group=group, algorithm="ring", **options)
+
+
+def leave(backend, where, part):
+    """Rank 1 destroys its group, keeps a handle of it, and goes on living."""
+    rank, store = begin(backend, where)
+    world = dist.get_world_size()
+    group = dist.new_group(list(range(world))) if part else dist.group.WORLD
+    total = torch.ones(1000)
+    work = reduce(group, total, async_op=True)
+    if rank != 1:
+        work.wait()
+    if rank == 1:
+        # The call that is under way is finished first.
+        dist.destroy_process_group(group if part else None)
+        store.wait([f"{other} is done" for other in range(world) if other != rank])
+        work.wait()
+        return total.unique().tolist(), (1,), 0.0
+    assert total.unique().tolist() == [world]
+    begun = time.monotonic()
+    with pytest.raises(collectives.RankLost) as caught:
+        reduce(group, total)
+    seconds = time.monotonic() - begun
+    # Who reports it first has looked it up; the others are referred to that rank.
+    store.set(f"{rank} is done", str(caught.value))
+    store.wait([f"{other} is done" for other in range(world) if other != 1])
+    told = [store.get(f"{other} is done").decode() for other in range(world) if other != 1]
+    assert any("called destroy_process_group" in text for text in told), told
+    return [float(world)], caught.value.ranks, seconds
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["world", "subgroup"])
+@pytest.mark.parametrize("where", ["together", "apart", "pairs"])
+@pytest.mark.parametrize("backend", ["collectives", "gloo"])
+def test_a_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
+    for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
+        assert total == [4.0]
+        assert ranks == (1,)
+        # A busy machine may take seconds; the timeout is far away.
+        assert seconds < TIMEOUT / 2
+
+
+def leave_in_order(backend, where):
+    """Ranks leave one after the other, each right after its last call: nobody is told a fault."""
+    for i in range(20):
+        rank = int(os.environ["RANK"])
+        if i == 0:
+            begin(backend, where)
+        group = dist.new_group()
+        total = torch.ones(10 + 10_000 * (i % 2))
+        for _ in range(3):
+            reduce(group, total)
+        work = reduce(group, total, async_op=True)
+        if rank != i % dist.get_world_size():
+            work.wait()
+        dist.destroy_process_group(group)
+        work.wait()
+        assert total.unique().tolist() == [3.0**4]
+        del group
+
+
+@pytest.mark.parametrize("where", ["together", "apart"])
+@pytest.mark.parametrize("backend", ["collectives", "gloo"])
+def test_leaving_after_the_last_call_is_no_fault(backend, where):
+    run_ranks(leave_in_order, 3, backend, where, backend="")
+
+
+def in_opposite_orders(backend, where, compiled, calls):
+    """Queue many calls on one group before one on another, which the other rank makes first."""
+    if not compiled:
+        engine._compiled.cache_clear()
+        engine.shutil.which = lambda name: None
+    rank, store = begin(backend, where)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for group in groups:
+        reduce(group, torch.ones(1))
+    tensors = [torch.full((5,), float(i)) for i in range(calls)]
+    one = torch.ones(1)
+    if rank == 0:
+        works = [reduce(groups[0], tensor, async_op=True) for tensor in tensors]
+        # Rank 1 has called nothing yet, so no call may have waited for it.
+        store.set("queued", "")
+        reduce(groups[1], one)
+    else:
+        store.wait(["queued"])
+        reduce(groups[1], one)
+        works = [reduce(groups[0], tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()
+    return one.item(), all(
+        tensor.unique().tolist() == [2.0 * i] for i, tensor in enumerate(tensors)
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "where", "compiled", "calls"),
+    [
+        ("collectives", "together", True, 3000),
+        ("collectives", "together", False, 700),
+        ("gloo", "together", True, 700),
+        ("gloo", "apart", True, 700),
+    ],
+)
+def test_any_number_of_calls_is_queued_without_blocking_the_caller(backend, where, compiled, calls):
+    found = run_ranks(in_opposite_orders, 2, backend, where, compiled, calls, backend="")
+    assert found == [(2.0, True)] * 2
+
+
+def many_splits():
+    rank, _ = begin("collectives")
+    found = []
+    for _ in range(3):
+        group = dist.split_group(split_ranks=[[3, 1], [0, 2]], group_desc="half")
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total, group=group)
+        single = dist.split_group(group, split_ranks=[[1]])
+        found.append((total.item(), dist.get_rank(group), dist.get_backend(group)))
+        assert (single == dist.GroupMember.NON_GROUP_MEMBER) == (rank in (3, 0))
+        assert group.group_desc == "half"
+        dist.destroy_process_group(group)
+    assert dist.split_group(split_ranks=[[0]]) != dist.GroupMember.NON_GROUP_MEMBER or rank
+    with pytest.raises(ValueError, match="expected the cpu among the devices"):
+        dist.group.WORLD.split_group([0], device_types=[torch.device("meta")])
+    for ranks in ([0, 1], [1, 3], [2], [3, 2, 0]):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            total = torch.tensor([rank + 1.0])
+            dist.all_reduce(total, group=group)
+            assert total.item() == sum(ranks) + len(ranks)
+    pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total, group=dist.new_group(pair, use_local_synchronization=True))
+    assert total.item() == sum(pair) + 2
+    assert set(found) == {found[0]}
+    return found[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_split_groups_and_subsets_work_and_may_be_made_again():
+    assert run_ranks(many_splits, 4, backend="") == [
+        (4.0, 0, "collectives"),
+        (6.0, 1, "collectives"),
+        (4.0, 1, "collectives"),
+        (6.0, 0, "collectives"),
+    ]
+
+
+def options_of_gloo():
+    import collectives.backend  # noqa: F401
+
+    with pytest.raises(TypeError, match="pass timeout="):
+        dist.init_process_group(
+            "collectives", rank=0, world_size=1, store=dist.HashStore(),
+            pg_options=dist.ProcessGroupGloo._Options(),
+        )  # fmt: skip
+
+
+def test_options_of_gloo_are_refused_instead_of_ignored():
+    run_ranks(options_of_gloo, 1, backend="")
+
+
+def train_elastically():
+    """Run under torchrun: rank 1 of the first attempt is killed in the middle."""
+    import collectives.backend  # noqa: F401
+
+    dist.init_process_group("collectives", timeout=timedelta(seconds=20))
+    attempt, total = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), torch.ones(5)
+    for step in range(6):
+        if attempt == 0 and step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total, dist.ReduceOp.AVG)
+    group = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
+    print(f"rank {dist.get_rank()} attempt {attempt} {total[0].item()}", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_a_restart_under_torchrun_ends(rendezvous, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
+    command += ["--max-restarts=1", f"--rdzv-backend={rendezvous}", "--monitor-interval=0.1"]
+    if rendezvous == "c10d":
+        command.append("--rdzv-endpoint=localhost:0")
+    else:
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    path = [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "GLOO_SOCKET_IFNAME": "lo"}
+    script = tmp_path / "train.py"
+    lines = HERE.read_text().split("def train_elastically():")[1].split("\n\n\n")[0]
+    script.write_text(
+        "import os, signal\nfrom datetime import timedelta\nimport torch\n"
+        f"import torch.distributed as dist\n\ndef train():{lines}\n\ntrain()\n"
+    )
+    done = subprocess.run(
+        [*command, str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} attempt 1 1.0" for rank in range(3)]

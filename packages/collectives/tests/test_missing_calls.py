@@ -1,0 +1,145 @@
+"""Calls that a kernel, a platform or a build of Python lacks are replaced."""
+
+import errno
+import importlib
+import os
+import re
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import collectives
+import pytest
+import torch
+import torch.distributed as dist
+from collectives.shared_memory import engine, process, segment
+from worker_pool import run_ranks, try_ranks
+
+SOURCES = Path(collectives.__file__).parent
+MODULES = ("os", "select", "mmap", "fcntl", "ctypes", "socket")
+# Python's documentation lists these on every platform, or they only name types and values that are
+# used where the platform is known.
+PORTABLE = {
+    "os.path", "os.environ", "os.getpid", "os.close", "os.open", "os.stat", "os.fstat", "os.dup",
+    "os.access", "os.listdir", "os.readlink", "os.O_RDWR", "os.W_OK", "os.fdopen",
+    "mmap.mmap", "mmap.PAGESIZE", "mmap.MAP_SHARED",
+}  # fmt: skip
+
+
+def calls():
+    """Return every call of such a module that the package makes and that may be missing."""
+    found = set()
+    for path in SOURCES.rglob("*.py"):
+        if "bench" not in path.parts:
+            names = re.findall(rf"\b(?:{'|'.join(MODULES)})\.\w+", path.read_text())
+            found.update(name for name in names if not name.startswith("ctypes.c_"))
+    found -= {"ctypes.Structure", "ctypes.POINTER", "ctypes.Array", "ctypes.PyDLL", "ctypes.CDLL"}
+    return sorted(found - PORTABLE)
+
+
+def remove(call, how):
+    """Make a call fail as on a system that lacks it."""
+    module_name, name = call.split(".")
+    module = importlib.import_module(module_name)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    if how == "missing":
+        delattr(module, name)
+    elif callable(getattr(module, name)):
+        setattr(module, name, refuse)
+
+
+def without(removed, how, compiled):
+    """Set a group up, use it in every way that needs these calls, and lose a rank."""
+    if not compiled:
+        engine._compiled.cache_clear()
+        engine.shutil.which = lambda name: None
+    for call in removed:
+        remove(call, how)
+    rank = dist.get_rank()
+    # The group is made here, after the calls are gone.
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
+    total = torch.full((100_000,), rank + 1.0)
+    collectives.all_reduce(total, group=group)
+    assert total.unique().tolist() == [3.0]
+    shared = collectives.shared_empty(50_000, group=group)
+    shared.fill_(rank + 1.0)
+    work = collectives.all_reduce(shared, group=group, async_op=True)
+    while not work.is_completed():
+        pass
+    work.wait()
+    assert shared.unique().tolist() == [3.0]
+    has_memory = collectives.describe(group).shared_memory
+    if rank == 1:
+        os._exit(0)
+    begun = time.monotonic()
+    with pytest.raises(collectives.RankLost, match="rank 1"):
+        collectives.all_reduce(total, group=group)
+    return has_memory, time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize("how", ["missing", "not implemented"])
+@pytest.mark.parametrize("call", calls())
+def test_a_missing_call_is_replaced(call, how):
+    first, _ = try_ranks(without, 2, [call], how, True)
+    assert first.value == (True, True), first
+
+
+@pytest.mark.parametrize("how", ["missing", "not implemented"])
+def test_all_calls_may_be_missing_and_the_compiler_too(how):
+    first, _ = try_ranks(without, 2, calls(), how, False)
+    assert first.value == (True, True), first
+
+
+def test_the_calls_that_may_be_missing_are_found():
+    assert {"os.memfd_create", "os.posix_fallocate", "os.pidfd_open", "os.sched_yield"} <= {
+        *calls()
+    }
+
+
+def without_dev_shm():
+    """Without memfd_create and /dev/shm there is no memory to share."""
+    remove("os.memfd_create", "missing")
+
+    def refuse(*args, **kwargs):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/dev/shm")
+
+    segment.tempfile.TemporaryFile = refuse
+    group = dist.new_group([0, 1])
+    total = torch.full((1000,), dist.get_rank() + 1.0)
+    collectives.all_reduce(total, group=group, algorithm="ring")
+    return total.unique().tolist(), collectives.describe(group).shared_memory
+
+
+def test_messages_are_used_if_there_is_no_memory_to_share():
+    assert run_ranks(without_dev_shm, 2) == [([3.0], False)] * 2
+
+
+@pytest.mark.parametrize("handle", [True, False])
+def test_the_end_of_a_process_is_seen_by_its_handle_or_by_its_start_time(handle, monkeypatch):
+    if not handle:
+        monkeypatch.delattr(os, "pidfd_open")
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    peer = process.PeerProcess(pid)
+    assert not peer.has_ended()
+    os.kill(pid, 9)
+    deadline = time.monotonic() + 10
+    # Nobody has waited for it yet.
+    while not peer.has_ended():
+        assert time.monotonic() < deadline
+    os.waitpid(pid, 0)
+    assert peer.has_ended()
+    peer.close()
+    with pytest.raises(ProcessLookupError):
+        process.PeerProcess(pid)
+    if not handle:
+        # A process that has its number now is another one.
+        own = process.PeerProcess(os.getpid())
+        assert not own.has_ended()
+        own._start_time = "0"
+        assert own.has_ended()

@@ -1,0 +1,68 @@
+"""The backends that ddp's tests run on.
+
+By default ranks use gloo, and the files in `ON_BOTH` run a second time on the `collectives`
+backend. `DDP_TEST_BACKEND=collectives` runs every test that names no backend itself on that one.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ON_BOTH = {"test_ddp", "test_faults", "test_torch_members", "test_uneven"}
+
+
+START = ("run_ranks", "try_ranks")
+
+
+def pytest_generate_tests(metafunc):
+    if not any(hasattr(metafunc.module, name) for name in START):
+        return
+    names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
+    if names == ["gloo"] and Path(metafunc.module.__file__).stem in ON_BOTH:
+        names.append("collectives")
+    metafunc.parametrize("backend", names, indirect=True, ids=[f"on-{name}" for name in names])
+
+
+@pytest.fixture(autouse=True)
+def backend(request, monkeypatch):
+    """Make the test module's ranks use the backend of that name; return the name."""
+    backend = getattr(request, "param", "gloo")
+    if backend == "gloo":
+        return backend
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend} is not installed")
+    for name in START:
+        if hasattr(request.module, name):
+            start = partial(start_ranks, getattr(request.module, name))
+            monkeypatch.setattr(request.module, name, start)
+    return backend
+
+
+def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
+    """Call `start`, of worker_pool, with "collectives" in place of gloo."""
+    if backend != "gloo":
+        return start(function, world, *args, timeout=timeout, backend=backend)
+    path = sys.modules[function.__module__].__file__
+    what = path, function.__qualname__, timeout
+    return start(on_collectives, world, what, *args, timeout=timeout, backend="")
+
+
+def on_collectives(what, *args):
+    """Run a function of a test file on a process group of the `collectives` backend."""
+    import worker_pool
+
+    # Registers the backend. A static import would make ddp's tests depend on a sibling.
+    import_module("collectives.backend")
+    path, name, seconds = what
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
+    return getattr(worker_pool._load(path), name)(*args)

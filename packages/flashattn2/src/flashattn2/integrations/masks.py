@@ -1,0 +1,326 @@
+"""The attention mask of `flashattn2.integrations.transformers`: a description without storage.
+
+Note [A mask that cannot be misread]
+A model that does not call the attention function adds the mask to the scores it computes.  A tensor
+of numbers would be added and hide nothing, without an error.  Therefore `AttentionMask`
+is a tensor subclass without storage.  Operations that copy it or cut it along its dimensions
+return another `AttentionMask`; every other operation raises ValueError and names the model.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rows of `(batch · seq)` that are not padding, and the boundaries of their sequences."""
+
+    #: Indices of the query rows.
+    queries: Tensor
+    #: Indices of the key rows.
+    keys: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The contents of an `AttentionMask` except for the sequence numbers of its keys.
+
+    Query `i` is at the position of key `first + i`.  It sees the keys of its sequence from `left`
+    keys before to `right` keys after that position; None removes a bound.
+    """
+
+    seq_q: int
+    first: int
+    left: int | None
+    right: int | None
+    #: True for one sequence per batch entry without padding.
+    is_plain: bool
+    #: True if a batch entry has several sequences.
+    is_packed: bool = False
+    #: The name of the model's configuration, for error messages.
+    owner: str = "this model"
+    #: The reason why attention under this mask raises an error.  The error is not raised before,
+    #: because models also make masks that no layer uses.
+    refusal: str = ""
+    heads: int = 1
+    dtype: torch.dtype = torch.bool
+
+    @property
+    def is_bounded(self) -> bool:
+        """Return True if a query's position decides which keys it sees."""
+        return self.left is not None or self.right is not None
+
+
+class AttentionMask(Tensor):
+    """A mask `(batch, heads, seq_q, seq_k)` that only flashattn2's attention function can read.
+
+    The attribute `sequence` is int32 `(batch, seq_k)`: the number of each key's sequence, or 0 for
+    padding.
+    See Note [A mask that cannot be misread].
+    """
+
+    sequence: Tensor
+    rule: Rule
+    # `__torch_dispatch__` sees every operator, also those that C++ calls.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, sequence: Tensor, rule: Rule) -> "AttentionMask":
+        """Return a tensor of the mask's shape that has no storage."""
+        shape = (len(sequence), rule.heads, rule.seq_q, sequence.shape[1])
+        mask: AttentionMask = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=rule.dtype, device=sequence.device
+        )
+        return mask
+
+    def __init__(self, sequence: Tensor, rule: Rule) -> None:
+        self.sequence = sequence
+        self.rule = rule
+        self._cache: dict[str, Any] = {}
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AttentionMask(shape={tuple(self.shape)}, {self.rule})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return AttentionMask, (self.sequence, self.rule)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AttentionMask":
+        return AttentionMask(self.sequence.clone(), self.rule)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Rule]:
+        return ["sequence"], self.rule
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], rule: Rule, outer_size: Any, outer_stride: Any
+    ) -> "AttentionMask":
+        return AttentionMask(inner["sequence"], rule)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Copy or cut the mask; raise ValueError for every other operation."""
+        handler = HANDLERS.get(func)
+        mask = args[0] if args else None
+        if handler is not None and isinstance(mask, AttentionMask):
+            result = handler(mask, *args[1:], **(kwargs or {}))
+            if result is not None:
+                return result
+        flat = torch.utils._pytree.tree_leaves((args, kwargs))
+        owner = next(x.rule.owner for x in flat if isinstance(x, AttentionMask))
+        raise ValueError(
+            f"{owner} reads the attention mask itself (operator {func}) instead of passing it to "
+            "the attention function, so flashattn2 would not be its attention; use "
+            'attn_implementation="eager" or "sdpa"'
+        )
+
+    def span(self) -> tuple[int, int | None, int | None]:
+        """Return the number of visible keys, and the band relative to the last query and key.
+
+        `flash_attention` aligns the last query with the last of these keys.
+        """
+        rule, seq_k = self.rule, self.shape[3]
+        if not rule.is_bounded:
+            return seq_k, None, None
+        end = rule.first + rule.seq_q
+        count = seq_k
+        if rule.right is not None:
+            # Keys after all queries are unused capacity of a cache.
+            count = max(0, min(seq_k, end + rule.right))
+        shift = end - count
+        left = None if rule.left is None else rule.left - shift
+        right = None if rule.right is None else rule.right + shift
+        if (left or 0) < 0 or (right or 0) < 0 or (shift and not rule.is_plain):
+            raise self._misaligned()
+        return count, left, right
+
+    def _misaligned(self) -> ValueError:
+        """Return the error for queries that do not end at the last key."""
+        rule = self.rule
+        return ValueError(
+            f"{rule.seq_q} queries from position {rule.first} on do not end at the last of the "
+            f"{self.shape[3]} keys, as flashattn2 needs it for padded sequences and windows; "
+            'use attn_implementation="sdpa"'
+        )
+
+    def packing(self) -> Packing:
+        """Return the rows without padding, computed once for all layers."""
+        if "packing" not in self._cache:
+            self._cache["packing"] = self._pack()
+        packing: Packing = self._cache["packing"]
+        return packing
+
+    def _pack(self) -> Packing:
+        """Find the rows that are not padding and number their sequences."""
+        rule, batch = self.rule, len(self.sequence)
+        sequence = self.sequence[:, : self.span()[0]]
+        most = int(sequence.amax()) + 1 if sequence.numel() else 1
+        # Number the sequences of all batch entries without a repetition.
+        number = sequence + most * torch.arange(batch, device=sequence.device)[:, None]
+        number = number.masked_fill(sequence == 0, -1)
+        if rule.is_bounded or rule.is_packed:
+            of_query = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
+            if of_query.shape[1] != rule.seq_q:
+                raise self._misaligned()
+        else:
+            # All queries see all keys, so a query belongs to the sequence of any key.
+            of_query = number.amax(1, keepdim=True).expand(batch, rule.seq_q)
+        keys = number.flatten().ge(0).nonzero().squeeze(1)
+        queries = of_query.flatten().ge(0).nonzero().squeeze(1)
+        sequences, counts_k = number.flatten()[keys].unique(return_counts=True)
+        index = torch.searchsorted(sequences, of_query.flatten()[queries])
+        counts_q = torch.bincount(index, minlength=len(sequences))
+        bounds = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (counts_q, counts_k)]
+        return Packing(queries, keys, *bounds)
+
+    def split_at(self, cu_seqlens: Tensor) -> "AttentionMask":
+        """Return the mask that also separates the packed sequences with these boundaries."""
+        if self._cache.get("cu_seqlens") is not cu_seqlens:
+            self._cache["split"] = self._split(cu_seqlens)
+            self._cache["cu_seqlens"] = cu_seqlens
+        mask: AttentionMask = self._cache["split"]
+        return mask
+
+    def _split(self, cu_seqlens: Tensor) -> "AttentionMask":
+        """Return the mask with the sequences that the boundaries separate."""
+        batch, _, seq_q, seq_k = self.shape
+        bounds = cu_seqlens.to(self.sequence.device)
+        ends = torch.arange(0, batch + 1, device=bounds.device) * seq_k
+        is_valid = seq_q == seq_k and self.rule.first == 0 and bounds.dim() == 1 and len(bounds) > 0
+        if is_valid:
+            # Each batch entry must end at a boundary.
+            is_valid = bool(
+                bounds[0] == 0
+                and bounds[-1] == ends[-1]
+                and (bounds.diff() >= 0).all()
+                and torch.isin(ends, bounds).all()
+            )
+        if not is_valid:
+            raise ValueError(
+                "expected cu_seq_lens to rise from 0 to the number of rows, without a cache, got "
+                f"{cu_seqlens.tolist()} for {batch} x {seq_q} queries and {seq_k} keys"
+            )
+        rows = torch.arange(batch * seq_k, device=bounds.device)
+        number = (
+            torch.bucketize(rows, bounds[1:].contiguous(), right=True).int().view(batch, -1) + 1
+        )
+        if self.rule.is_packed:
+            neighbors = [x[:, 1:] == x[:, :-1] for x in (number, self.sequence)]
+            if not torch.equal(*neighbors):
+                raise ValueError(
+                    "cu_seq_lens and position_ids separate the packed sequences differently; "
+                    "pass the ones that your data collator made together"
+                )
+            return self
+        if len(number.unique()) == batch:
+            return self
+        rule = replace(self.rule, is_plain=False, is_packed=True)
+        return AttentionMask(number * (self.sequence > 0), rule)
+
+    def check_positions(self, position_ids: Tensor) -> None:
+        """Raise ValueError if the positions restart within a sequence of the mask."""
+        batch, _, seq_q, _ = self.shape
+        shape = tuple(position_ids.shape)
+        if seq_q < 2 or shape not in ((1, seq_q), (batch, seq_q)):
+            return
+        if self._cache.get("position_ids") is position_ids:
+            return
+        number = self.sequence[:, max(self.rule.first, 0) : self.rule.first + seq_q]
+        if number.shape[1] == seq_q:
+            falls = (position_ids.diff(dim=1) < 0).to(number.device)
+            within = (number[:, 1:] == number[:, :-1]) & (number[:, 1:] > 0)
+            if (falls & within).any():
+                raise ValueError(
+                    "position_ids restart within a sequence, as for packed sequences, but "
+                    "transformers made a mask of one sequence; to pack, pass position_ids without "
+                    "attention_mask and with use_cache=False, or cu_seq_lens_q and cu_seq_lens_k"
+                )
+        self._cache["position_ids"] = position_ids
+
+
+def _copy(mask: AttentionMask, *_: Any, **__: Any) -> AttentionMask:
+    """Return a mask that shares the cached packing."""
+    copy = AttentionMask(mask.sequence, mask.rule)
+    copy._cache = mask._cache
+    return copy
+
+
+def _to(mask: AttentionMask, *_: Any, **options: Any) -> AttentionMask:
+    """Return the mask with another dtype or on another device."""
+    dtype = options.get("dtype") or mask.rule.dtype
+    device = options.get("device") or mask.device
+    return AttentionMask(mask.sequence.to(device), replace(mask.rule, dtype=dtype))
+
+
+def _slice(
+    mask: AttentionMask,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> AttentionMask | None:
+    """Cut the mask along one dimension; None if the cut has a step."""
+    dim %= 4
+    start, end, step = slice(start, end, step).indices(mask.shape[dim])
+    end = max(start, end)
+    if step != 1:
+        return None
+    if dim == 0:
+        return AttentionMask(mask.sequence[start:end], mask.rule)
+    if dim == 1:
+        return AttentionMask(mask.sequence, replace(mask.rule, heads=end - start))
+    first = mask.rule.first
+    if dim == 2:
+        rule = replace(mask.rule, first=first + start, seq_q=end - start)
+        return AttentionMask(mask.sequence, rule)
+    return AttentionMask(mask.sequence[:, start:end], replace(mask.rule, first=first - start))
+
+
+def _split(mask: AttentionMask, sizes: Any, dim: int = 0) -> list[AttentionMask | None]:
+    """Cut the mask into consecutive parts along one dimension."""
+    length = mask.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [_slice(mask, dim, end - n, end) for n, end in zip(sizes, ends, strict=True)]
+
+
+def _expand(mask: AttentionMask, size: Any, **_: Any) -> AttentionMask | None:
+    """Broadcast batch entries and heads; None for any other shape."""
+    if len(size) != 4:
+        return None
+    sizes = [old if new == -1 else new for new, old in zip(size, mask.shape, strict=True)]
+    broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], sizes[:2], strict=True))
+    if not broadcast or tuple(sizes[2:]) != tuple(mask.shape[2:]):
+        return None
+    rule = replace(mask.rule, heads=sizes[1])
+    return AttentionMask(mask.sequence.expand(sizes[0], -1), rule)
+
+
+def _view(mask: AttentionMask, size: Any) -> AttentionMask | None:
+    """Return a copy for the mask's own shape, otherwise None."""
+    return _copy(mask) if tuple(size) == tuple(mask.shape) else None
+
+
+_aten = torch.ops.aten
+#: Operations that return another mask.  A handler returns None for arguments that it refuses.
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _copy,
+    _aten.alias.default: _copy,
+    _aten.clone.default: _copy,
+    _aten.lift_fresh.default: _copy,
+    _aten._to_copy.default: _to,
+    _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.expand.default: _expand,
+    _aten.view.default: _view,
+    _aten._unsafe_view.default: _view,
+}

@@ -1,0 +1,61 @@
+"""Compile the kernels of a cache for a GPU that need not be there; print the errors, if any.
+
+A script of its own, since a process that interprets kernels cannot compile them.
+"""
+
+import sys
+
+import triton
+from flashattn2.kernels import decode, forward, launch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+FOUR, THREE = ("i64",) * 4, ("i64",) * 3
+SCORE = ("fp32", "fp32", "fp32", "i32", "i32")
+
+
+def jobs(paged, kind):
+    """The kernels, their argument types and what is compiled in."""
+    table, cell = "*i32" if paged else "constexpr", f"*{kind}"
+    meta = launch.Meta(128, 128, 128, 128, 16, 64, True, True, True, 4, EXACT=kind == "fp32")
+    yield decode.decode_kernel, {
+        **dict.fromkeys(("q", "k", "v"), cell), "out": "*fp32", "lse": "*fp32", "lengths": "*i32",
+        "table": table, "strides": (THREE,) * 4, "table_shape": ("i32", "i32"),
+        "sizes": ("i32",) * 6, "spec": SCORE, "meta": "constexpr",
+    }, {"meta": meta}  # fmt: skip
+    yield decode.append_kernel, {
+        "cache": cell, "rows": cell, "lengths": "*i32", "table": table, "cache_strides": FOUR,
+        "strides": FOUR, "table_shape": ("i32", "i32"), "sizes": ("i32",) * 3,
+        "D": "constexpr", "BLOCK_D": "constexpr",
+    }, {"D": 96, "BLOCK_D": 128}  # fmt: skip
+    yield forward.combine_kernel, {
+        "parts": "*fp32", "part_lse": "*fp32", "out": cell, "lse": "*fp32", "strides": THREE,
+        "sizes": ("i32",) * 5, **dict.fromkeys(("D", "BLOCK_D", "BLOCK_M"), "constexpr"),
+    }, {"D": 96, "BLOCK_D": 128, "BLOCK_M": 32}  # fmt: skip
+
+
+def main():
+    """Compile every kernel, contiguous (and of sizes 1, which Triton compiles in) and in pages."""
+    for arch in (80, 90):
+        for paged, kind in ((False, "bf16"), (True, "fp32")):
+            for kernel, signature, values in jobs(paged, kind):
+                names = kernel.arg_names
+                constants = {(names.index(name),): value for name, value in values.items()}
+                for name in names:
+                    if signature[name] == "constexpr" and name not in values:
+                        constants[names.index(name),] = None
+                if not paged:
+                    bundles = {"sizes", "table_shape"} & set(names)
+                    for name in bundles:
+                        for at in range(len(signature[name])):
+                            constants[names.index(name), at] = 1
+                ordered = {name: signature[name] for name in names}
+                triton.compile(
+                    ASTSource(kernel, ordered, constants), target=GPUTarget("cuda", arch, 32),
+                    options={"num_warps": 4, "num_stages": 2},
+                )  # fmt: skip
+                print(arch, kernel.__name__, "paged" if paged else "contiguous", kind)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

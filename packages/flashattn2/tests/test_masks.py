@@ -1,0 +1,215 @@
+"""The mask for transformers can be copied, cut and moved, and read by our attention alone."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the mask is for its models")
+
+from flashattn2.integrations import transformers as ours
+from flashattn2.integrations.masks import AttentionMask, Rule
+
+
+def draw(batch=2, seq_q=5, seq_k=7, **rule):
+    """A causal mask with a window of 4 keys, whose first query stands at key 2."""
+    sequence = torch.ones(batch, seq_k, dtype=torch.int32)
+    return AttentionMask(sequence, Rule(**{
+        "seq_q": seq_q, "first": seq_k - seq_q, "left": 3, "right": 0, "is_plain": True,
+        "owner": "the model of SomeConfig", **rule,
+    }))  # fmt: skip
+
+
+def attend(mask, q, k, v):
+    out, _ = ours.attention(torch.nn.Identity(), q, k, v, mask)
+    return out
+
+
+def dense(mask):
+    """The mask written out."""
+    rule = mask.rule
+    q, k = torch.arange(mask.shape[2])[:, None] + rule.first, torch.arange(mask.shape[3])[None]
+    return ((q - k <= 3) & (k <= q) & (mask.sequence > 0)[:, None]).unsqueeze(1)
+
+
+USES = {
+    "add to scores": lambda mask, scores: scores + mask,
+    "add in place": lambda mask, scores: scores.add_(mask),
+    "subtract": lambda mask, scores: scores - mask.float(),
+    "multiply": lambda mask, scores: mask * scores,
+    "invert": lambda mask, scores: ~mask,
+    "compare": lambda mask, scores: mask == 0,
+    "masked_fill": lambda mask, scores: scores.masked_fill(mask, -1.0),
+    "where": lambda mask, scores: torch.where(mask, scores, -1.0),
+    "sdpa": lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(
+        scores, scores, scores, attn_mask=mask
+    ),
+    "baddbmm": lambda mask, scores: torch.baddbmm(mask[:, 0].float(), scores[:, 0], scores[:, 0]),
+    "any": lambda mask, scores: mask.any(),
+    "if": lambda mask, scores: bool(mask[:1, :, :1, :1]),
+    "item": lambda mask, scores: mask[:1, :, :1, :1].item(),
+    "tolist": lambda mask, scores: mask.tolist(),
+    "numpy": lambda mask, scores: mask.numpy(),
+    "min": lambda mask, scores: mask.float().min(),
+    "cat": lambda mask, scores: torch.cat([mask, mask]),
+    "transpose": lambda mask, scores: mask.transpose(2, 3),
+    "select": lambda mask, scores: mask[0],
+    "index": lambda mask, scores: mask[torch.tensor([0])],
+    "step": lambda mask, scores: mask[:, :, ::2],
+    "new dimension": lambda mask, scores: mask[:, None],
+    "new shape": lambda mask, scores: mask.view(2, 35),
+    "expand queries": lambda mask, scores: mask[:, :, :1].expand(-1, -1, 5, -1),
+    "copy into numbers": lambda mask, scores: torch.zeros(2, 1, 5, 7).copy_(mask),
+    "assign": lambda mask, scores: mask.__setitem__(0, True),
+    "assign to numbers": lambda mask, scores: scores.__setitem__(slice(None), mask),
+    "softmax": lambda mask, scores: mask.float().softmax(-1),
+    "iterate": lambda mask, scores: list(mask),
+    "matmul": lambda mask, scores: mask.float() @ scores.mT,
+    "ones_like": lambda mask, scores: torch.ones_like(mask),
+    "data": lambda mask, scores: scores + mask.data,
+    "without subclasses": lambda mask, scores: _without_subclasses(mask, scores),
+    "scripted": lambda mask, scores: torch.jit.script(_add)(scores, mask),
+    "vmap": lambda mask, scores: torch.func.vmap(torch.add)(scores, mask),
+}
+
+
+def _add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def _without_subclasses(mask, scores):
+    with torch._C.DisableTorchFunctionSubclass():
+        return scores + mask
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_any_use_raises(use):
+    mask, scores = draw(), torch.randn(2, 1, 5, 7)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        use(mask, scores)
+    if isinstance(caught.value, ValueError):
+        assert "the model of SomeConfig reads the attention mask itself" in str(caught.value)
+    else:
+        # What asks for the storage, or for a shape that is not the mask's, torch refuses.
+        assert use in (USES["numpy"], USES["tolist"], USES["scripted"], USES["vmap"])
+
+
+def _saved(mask):
+    buffer = io.BytesIO()
+    torch.save(mask, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES = {
+    "detach": lambda mask: mask.detach(),
+    "clone": lambda mask: mask.clone(),
+    "contiguous": lambda mask: mask.contiguous(),
+    "copy of a layout": lambda mask: mask.contiguous(memory_format=torch.channels_last),
+    "to device": lambda mask: mask.to("cpu"),
+    "to dtype and back": lambda mask: mask.to(torch.float16).bool(),
+    "cpu": lambda mask: mask.cpu(),
+    "all of it": lambda mask: mask[:, :, :, : mask.shape[-1]],
+    "more than all": lambda mask: mask[:, :, :5, :99],
+    "ellipsis": lambda mask: mask[..., :],
+    "view": lambda mask: mask.view(mask.shape),
+    "reshape": lambda mask: mask.reshape(2, 1, 5, 7),
+    "heads": lambda mask: mask.expand(-1, 4, -1, -1),
+    "one head of four": lambda mask: mask.expand(2, 4, 5, 7)[:, 1:2],
+    "narrow": lambda mask: mask.narrow(0, 0, 2),
+    "pickle": lambda mask: pickle.loads(pickle.dumps(mask)),
+    "save": _saved,
+    "deepcopy": lambda mask: copy.deepcopy(mask),
+    "requires_grad": lambda mask: mask.float().requires_grad_().detach(),
+    "flatten": lambda mask: AttentionMask.__tensor_unflatten__(
+        {"sequence": mask.sequence}, mask.__tensor_flatten__()[1], mask.shape, mask.stride()
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_copies_are_masks(make, padded):
+    mask = draw()
+    if padded:
+        mask.sequence[0, :3] = 0
+        mask = AttentionMask(mask.sequence, Rule(5, 2, 3, 0, False))
+    q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense(mask))
+    # Query 0 of the first sequence is padding itself, and its output is not defined.
+    kept = slice(1, None) if padded else slice(None)
+    copied = make(mask)
+    assert isinstance(copied, AttentionMask)
+    torch.testing.assert_close(attend(copied, q, k, v)[:, kept], expected.transpose(1, 2)[:, kept])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_slices_hide_what_the_slice_of_the_mask_hides(padded):
+    mask = draw(batch=3, seq_q=7)
+    if padded:
+        mask.sequence[0, :2] = mask.sequence[2, -2:] = 0
+        mask = AttentionMask(mask.sequence, Rule(7, 0, 3, 0, False))
+    whole = dense(mask)
+    q, (k, v) = torch.randn(3, 4, 7, 8), torch.randn(2, 3, 4, 7, 8)
+    refused = 0
+    cuts = [slice(a, b) for a, b in ((None, None), (0, 2), (1, 3), (2, 6), (-3, None), (3, 3))]
+    for batches in cuts[:3]:
+        for queries in cuts:
+            for keys in cuts[:5]:
+                part = mask[batches][:, :, queries, keys]
+                seen = whole[batches][:, :, queries, keys]
+                tensors = q[batches][:, :, queries], k[batches][:, :, keys], v[batches][:, :, keys]
+                try:
+                    out = attend(part, *tensors)
+                except ValueError as error:
+                    assert "do not end at the last" in str(error)  # noqa: PT017
+                    refused += 1
+                    continue
+                right = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=seen)
+                # A row that sees nothing, or is padding, has no defined output.
+                kept = seen.any(-1)[:, 0]
+                if padded:
+                    kept = kept & (mask.sequence[batches][:, queries] > 0)
+                torch.testing.assert_close(out[kept], right.transpose(1, 2)[kept])
+    assert refused < 60
+
+
+def test_parts_by_chunk_and_split():
+    mask = draw(batch=4)
+    q, (k, v) = torch.randn(4, 4, 5, 8), torch.randn(2, 4, 4, 7, 8)
+    expected = attend(mask, q, k, v)
+    for parts in (mask.chunk(2), mask.split(2), mask.split([2, 2]), torch.tensor_split(mask, 2)):
+        found = [attend(m, q[i : i + 2], k[i : i + 2], v[i : i + 2])
+                 for m, i in zip(parts, (0, 2), strict=True)]  # fmt: skip
+        assert torch.equal(torch.cat(found), expected)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    mask, q, (k, v) = draw(), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
+    for wrong in ((q[:, :, :4], k, v), (q, k[:, :, :6], v[:, :, :6]), (q[:1], k[:1], v[:1])):
+        with pytest.raises(ValueError, match="expected a mask of shape"):
+            attend(mask, *wrong)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_functions_pass_it_on_and_may_not_read_it(backend):
+    torch._dynamo.reset()
+    mask, q, (k, v) = draw(), torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
+
+    def layers(q, k, v, mask):
+        for _ in range(2):
+            q = attend(mask[:, :, :, : k.shape[2]], q + 1, k * 2, v).transpose(1, 2)
+        return q
+
+    expected = layers(q, k, v, mask)
+    compiled = torch.compile(layers, backend=backend)
+    torch.testing.assert_close(compiled(q, k, v, mask), expected)
+    shifted = draw(left=1)
+    torch.testing.assert_close(compiled(q, k, v, shifted), layers(q, k, v, shifted))
+    with pytest.raises(Exception, match="reads the attention mask itself"):
+        torch.compile(lambda scores, mask: scores + mask, backend=backend)(
+            torch.randn(2, 1, 5, 7), mask
+        )

@@ -1,0 +1,142 @@
+"""NaN in a query, key or value is NaN in every result that depends on it, on every CPU path."""
+
+import pytest
+import torch
+from flashattn2 import (
+    FlashAttentionTorch,
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    flash_attention_with_kvcache,
+    sdpa,
+)
+from flashattn2.spec import make_spec
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Fewer keys than a vector register holds, exactly as many, and a remainder.
+LENGTHS = (1, 2, 7, 15, 16, 17, 33)
+
+
+def draw(seq_q, seq_k, dtype=torch.float32, dims=(16, 16), heads=(4, 2)):
+    q = torch.randn(1, heads[0], seq_q, dims[0], dtype=dtype)
+    k, v = (torch.randn(1, heads[1], seq_k, d, dtype=dtype) for d in dims)
+    return q, k, v
+
+
+def poison(tensors, name, row):
+    """Set one number of one row of one head of the named tensor to NaN."""
+    tensors["qkv".index(name)][0, 0, row, 3] = torch.nan
+
+
+def assert_keeps_nan(out, lse, q, k, v, **options):
+    """Every number that depends on a NaN is NaN, and no row of another head is."""
+    # The reference multiplies hidden values by 0, which leaves NaN: only what is seen counts here.
+    spec = make_spec(16, options.get("is_causal", False), None, options.get("window"), None)
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    seen = ~spec.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    row_is_nan = ((q.double() @ k.double().mT).isnan() & seen).any(-1)
+    is_nan = row_is_nan[..., None] | (seen.double() @ v.isnan().double() > 0)
+    assert is_nan.any()
+    assert out.isnan()[is_nan].all()
+    assert lse.isnan()[row_is_nan].all()
+    assert not out[:, -1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("seq", "dtype"),
+    [*((seq, torch.float32) for seq in (*LENGTHS, 515)), *((15, dtype) for dtype in DTYPES[1:])],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"window": (3, 0)}, {"window": (0, 0)}, {"softcap": 2.0}],
+    ids=str,
+)  # fmt: skip
+def test_dense_attention(options, name, seq, dtype):
+    for row in {0, seq // 2, seq - 1}:
+        tensors = draw(seq, seq, dtype)
+        poison(tensors, name, row)
+        for backend in ("auto", "torch"):
+            # The second call takes the path of a signature that was checked before.
+            for _ in range(2):
+                results = flash_attention(*tensors, backend=backend, return_lse=True, **options)
+                assert_keeps_nan(*results, *tensors, **options)
+
+
+@pytest.mark.parametrize("seq", LENGTHS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_gradients_and_the_other_functions(name, seq):
+    tensors = draw(seq, seq, heads=(2, 2))
+    poison(tensors, name, seq - 1)
+    expected = attention_reference(*tensors).isnan()
+    cu = torch.tensor([0, seq], dtype=torch.int32)
+    packed = (x[0].transpose(0, 1) for x in tensors)
+    outs = [
+        sdpa(*tensors),
+        FlashAttentionTorch.apply(*(x[0] for x in tensors), False)[None],
+        flash_attention_varlen(*packed, cu, cu).transpose(0, 1)[None],
+    ]
+    for out in outs:
+        assert out.isnan()[expected].all()
+    leaves = [x.requires_grad_() for x in tensors]
+    grads = [
+        torch.autograd.grad(function(*leaves).sum(), leaves)
+        for function in (attention_reference, flash_attention, flash_attention)
+    ]
+    assert any(exact.isnan().any() for exact in grads[0])
+    for ours in grads[1:]:
+        for exact, grad in zip(grads[0], ours, strict=True):
+            assert grad.isnan()[exact.isnan()].all()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("seq_k", LENGTHS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (15, None)])
+def test_attention_over_a_cache(window, name, seq_k, paged):
+    for seq_q in {1, min(2, seq_k)}:
+        for row in {0, seq_q - 1} if name == "q" else {seq_k - 1}:
+            tensors = draw(seq_q, seq_k)
+            poison(tensors, name, row)
+            q, k, v = tensors
+            table = torch.zeros(1, 1, dtype=torch.int32) if paged else None
+            for lengths in (seq_k, seq_k, torch.tensor([seq_k], dtype=torch.int32)):
+                results = flash_attention_with_kvcache(
+                    q, k, v, cache_seqlens=lengths, block_table=table, window=window,
+                    return_lse=True,
+                )  # fmt: skip
+                assert_keeps_nan(*results, *tensors, window=window)
+
+
+def test_compiled_attention():
+    tensors = draw(4, 4)
+    poison(tensors, "q", 1)
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
+    out, lse = compiled(*tensors, return_lse=True)
+    assert_keeps_nan(out, lse, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("seq", [1, 7, 40])
+def test_the_kernels_in_the_interpreter(interpreter, seq, name):
+    interpreter(splits=2)
+    tensors = draw(seq, seq)
+    poison(tensors, name, seq - 1)
+    assert_keeps_nan(*flash_attention(*tensors, backend="triton", return_lse=True), *tensors)
+    results = flash_attention_with_kvcache(
+        *tensors, cache_seqlens=seq, backend="triton", return_lse=True
+    )
+    assert_keeps_nan(*results, *tensors)
+
+
+def test_a_score_of_zero_is_not_mistaken_for_a_lost_nan():
+    """A log-sum-exp of exactly 0 is right for one key of score 0, in another row than the NaN."""
+    q, k, v = draw(3, 1, heads=(1, 1))
+    q[0, 0, 0] = 0.0
+    q[0, 0, 1] = torch.nan
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    assert lse[0, 0, 0] == 0.0
+    torch.testing.assert_close(out[0, 0, [0, 2]], v[0, 0, [0, 0]])
+    assert out[0, 0, 1].isnan().all()

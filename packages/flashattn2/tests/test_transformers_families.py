@@ -1,0 +1,81 @@
+"""Every family of transformers has the logits of eager attention, with padding, or is refused."""
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the models are transformers' own")
+
+import decoder_families  # noqa: E402
+import torch  # noqa: E402
+from flashattn2.integrations.transformers import register  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SAMPLE = """
+    bart bert bloom codegen cohere2 deepseek_v2 doge falcon gemma2 gptj gpt_oss inkling_text jamba
+    megatron-bert mpt opt phi3 qwen2_moe qwen3_moe recurrent_gemma
+"""
+# What is refused, and the reason; all that can be built and is not listed is to be equal.
+READS_MASK = "reads the attention mask itself"
+OWN_CLASSES = "takes its attention from a table of its own classes"
+MASK_READERS = """
+    axk2 big_bird bloom codegen deepseek_v32 doge dots3_note_text glm_moe_dsa gpt_neox_japanese
+    hy_v4 megatron-bert mpt mvp rembert roformer trocr xglm
+"""
+REFUSED = {
+    **dict.fromkeys(MASK_READERS.split(), READS_MASK),
+    **dict.fromkeys(("falcon", "gpt_neo", "gptj"), OWN_CLASSES),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "does not support position_bias"),
+    "recurrent_gemma": "read the padding before a sequence",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    register()
+    transformers.logging.set_verbosity_error()
+
+
+def check(family):
+    try:
+        found = decoder_families.outcome(family)
+    except decoder_families.CannotBuildError as error:
+        pytest.skip(f"no tiny model of it: {str(error)[:80]}")
+    assert REFUSED.get(family, "equal") in found
+
+
+@pytest.mark.parametrize("family", SAMPLE.split())
+def test_a_sample_of_families(family):
+    check(family)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(set(decoder_families.FAMILIES) - set(SAMPLE.split())))
+def test_every_family(family):
+    check(family)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MegatronBert", "MPNet", "RoFormer", "BigBird", "ConvBert", "Nystromformer", "Bert"],
+)
+def test_encoders_hide_padding_or_are_refused(name):
+    sizes = {
+        "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "pad_token_id": 0, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    ids = torch.randint(3, 99, (1, 12))
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    states = []
+    for implementation in ("eager", "linear_memory"):
+        torch.manual_seed(0)
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+        try:
+            states.append(model.eval()(ids, attention_mask=mask)[0][:, :8])
+        except ValueError as error:
+            assert implementation == "linear_memory"
+            assert f"the model of {name}Config {READS_MASK}" in str(error)  # noqa: PT017
+            assert name != "Bert"
+            return
+    torch.testing.assert_close(states[1], states[0], atol=2e-5, rtol=2e-4)

@@ -1,0 +1,425 @@
+"""A damaged journal is refused by file and byte, and goes back to a good record only on request."""
+
+import errno
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from paramserver import Asynchronous, Server, Worker, partition
+from paramserver.__main__ import main
+from paramserver.journal import DiskJournal, JournalError, recover
+from torch import nn
+
+
+def new_server(number=0, servers=1):
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    parameters = dict(module.named_parameters())
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    shard = partition(parameters, servers)[number]
+    return Server(parameters, sgd, Asynchronous(), workers=1, elastic=True, shard=shard)
+
+
+OPEN = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
+def opened(folder, **kwargs):
+    server, journal = new_server(**kwargs), DiskJournal(folder)
+    OPEN.append(journal)
+    journal.load(server.core)
+    return server, journal
+
+
+def state_of(server):
+    state = server.state_dict()
+    return state["version"], state["parameters"].numpy().tobytes(), str(state["optimizer"])
+
+
+def push(worker, times, states=None, folder=None, value=None):
+    for _ in range(times):
+        worker.pull()
+        for parameter in worker.module.parameters():
+            new = torch.randn(parameter.shape) if value is None else value
+            parameter.grad = torch.zeros_like(parameter) + new
+        worker.push()
+        if states is not None:
+            sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+            states.append((sizes, state_of(worker._connections[0]._server)))
+
+
+def no_snapshot(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def written(tmp_path, request, monkeypatch):
+    """A folder of three files with six pushes, and the state after each: two pushes in each file.
+
+    The first file is a snapshot if that is asked for, else a journal.
+    """
+    torch.manual_seed(0)
+    folder, states = tmp_path / "journal", []
+    server, journal = opened(folder)
+    states.append(({}, state_of(server)))
+    worker = Worker(nn.Linear(3, 2), server)
+    for part in range(3):
+        push(worker, 2, states, folder)
+        with monkeypatch.context() as patch:
+            if part or request.param != "snapshot":
+                patch.setattr(torch, "save", no_snapshot)
+            if part < 2:
+                journal.snapshot(server.core)
+            journal.wait()
+    journal.close()
+    return folder, states
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def assert_refused(folder, name, offset=None):
+    """The error names the file and a byte up to `offset`; neither folder nor state change."""
+    before, server = contents(folder), new_server()
+    fresh = state_of(server)
+    with pytest.raises(JournalError) as error:
+        DiskJournal(folder).load(server.core)
+    assert contents(folder) == before
+    assert state_of(server) == fresh
+    assert server.core.journal is None
+    text = str(error.value)
+    assert f"python -m paramserver recover {folder}" in text
+    found, byte = re.search(r"(\w+-\d+) is damaged at byte (\d+)", text).groups()
+    assert found == name
+    assert offset is None or int(byte) <= offset
+
+
+BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
+
+
+@BOTH
+def test_a_byte_that_is_flipped_anywhere_is_refused(written):
+    folder, _ = written
+    assert len(contents(folder)) == 3
+    for name, raw in contents(folder).items():
+        path = folder / name
+        for offset in range(len(raw)):
+            flipped = bytearray(raw)
+            flipped[offset] ^= 1 << offset % 8
+            path.write_bytes(flipped)
+            assert_refused(folder, name, offset if name.startswith("journal") else None)
+        path.write_bytes(raw)
+
+
+@BOTH
+def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(written):
+    folder, _ = written
+    for name, raw in contents(folder).items():
+        if name == "journal-00000002":
+            continue
+        for stop in range(0, len(raw), 5 if name.startswith("snapshot") else 1):
+            (folder / name).write_bytes(raw[:stop])
+            assert_refused(folder, name)
+        (folder / name).write_bytes(raw)
+
+
+@BOTH
+def test_a_last_file_that_ends_anywhere_loads_what_was_written_to_its_end(written, caplog):
+    """A server that dies while it writes leaves the same; what it answered is in the file."""
+    folder, states = written
+    path = folder / "journal-00000002"
+    raw = path.read_bytes()
+    for stop in range(len(raw) + 1):
+        path.write_bytes(raw[:stop])
+        if stop < 28:  # a file is seen only when its header is written
+            assert_refused(folder, path.name)
+            continue
+        acknowledged = [state for sizes, state in states if sizes.get(path.name, 0) <= stop]
+        server, journal = opened(folder)
+        assert state_of(server) == acknowledged[-1]
+        journal.close()
+        cut = path.stat().st_size
+        assert raw.startswith(path.read_bytes())
+        assert (cut < stop) == ("an incomplete record" in caplog.text)
+        caplog.clear()
+        again, journal = opened(folder)
+        push(Worker(nn.Linear(3, 2), again), 1)  # and it goes on
+        journal.close()
+        shown = state_of(again)
+        again, journal = opened(folder)
+        assert state_of(again) == shown
+        journal.close()
+
+
+@BOTH
+def test_a_missing_file_is_refused(written):
+    folder, _ = written
+    for name, raw in contents(folder).items():
+        (folder / name).unlink()
+        missing = name.replace("snapshot-00000001", "journal-00000000")
+        assert_refused(folder, missing, 0)
+        (folder / name).write_bytes(raw)
+
+
+@BOTH
+def test_files_in_another_place_are_refused(written, tmp_path, monkeypatch):
+    folder, _ = written
+    files = contents(folder)
+    journals = [name for name in files if name.startswith("journal")]
+    for one, other in itertools.combinations(journals, 2):
+        (folder / one).write_bytes(files[other])
+        (folder / other).write_bytes(files[one])
+        assert_refused(folder, one, 0)
+        (folder / one).write_bytes(files[one])
+        (folder / other).write_bytes(files[other])
+    another, journal = opened(tmp_path / "other")  # a journal of an equal job
+    journal.snapshot(another.core)
+    journal.wait()
+    if "snapshot-00000001" not in files:
+        monkeypatch.setattr(torch, "save", no_snapshot)
+    journal.snapshot(another.core)
+    journal.close()
+    for name, raw in contents(tmp_path / "other").items():
+        if name in files:
+            (folder / name).write_bytes(raw)
+            with pytest.raises(JournalError, match=r"is damaged at byte 0: .*another journal"):
+                DiskJournal(folder).load(new_server().core)
+            (folder / name).write_bytes(files[name])
+
+
+def records_of(raw):
+    """Where the records of a file lie, as the format says, apart from the package."""
+    places, start = [], 28
+    while start < len(raw):
+        size = 17 + int.from_bytes(raw[start + 1 : start + 9], "little")
+        places.append((start, start + size))
+        start += size
+    assert start == len(raw)
+    return places
+
+
+@BOTH
+def test_records_in_another_place_are_refused(written):
+    folder, _ = written
+    path = folder / "journal-00000002"
+    raw = path.read_bytes()
+    places = records_of(raw)
+    for start, stop in places[:-1]:
+        path.write_bytes(raw[:start] + raw[stop:])  # one is gone
+        assert_refused(folder, path.name, start)
+        path.write_bytes(raw[:stop] + raw[start:])  # one is there twice
+        assert_refused(folder, path.name, stop)
+    path.write_bytes(raw + bytes(50))  # what a file system may leave of a machine that lost power
+    assert_refused(folder, path.name, len(raw))
+    path.write_bytes(raw)
+    assert opened(folder)[0].version == 6
+
+
+@BOTH
+def test_recovery_goes_back_to_the_last_good_record_and_keeps_what_it_gives_up(written, capsys):
+    folder, states = written
+    possible = [state for _, state in states]
+    for name, raw in contents(folder).items():
+        if not name.startswith("journal"):
+            continue
+        for offset in range(0, len(raw), 7):
+            copy = folder.with_name(f"{name}-{offset}")
+            shutil.copytree(folder, copy)
+            flipped = bytearray(raw)
+            flipped[offset] ^= 4
+            (copy / name).write_bytes(flipped)
+            if name == "journal-00000000" and offset < 28:  # nothing lies before it
+                with pytest.raises(JournalError, match=r"no good record to go back to.*copy"):
+                    recover(copy)
+                shutil.rmtree(copy)
+                continue
+            assert main(["recover", str(copy)]) == 0
+            said = capsys.readouterr().out
+            assert f"{copy / name} is damaged at byte" in said
+            assert (copy / "discarded-0" / name).read_bytes() == bytes(flipped)
+            server, journal = opened(copy)
+            good = [
+                state for sizes, state in states
+                if not any(sizes.get(n, 0) > (offset if n == name else 0)
+                           for n in contents(folder) if n.startswith("journal") and n >= name)
+            ]  # fmt: skip
+            assert state_of(server) == good[-1]
+            assert state_of(server) in possible
+            push(Worker(nn.Linear(3, 2), server), 1)
+            journal.close()
+            assert opened(copy)[0].version == server.version
+            shutil.rmtree(copy)
+    assert recover(folder) == [f"{folder} ends at entry 13 of the log"]  # a good one stays
+    assert contents(folder)
+    assert opened(folder)[0].version == 6
+
+
+@pytest.mark.parametrize("written", ["snapshot"], indirect=True)
+def test_a_damaged_snapshot_whose_journals_are_gone_cannot_be_recovered(written, capsys):
+    folder, _ = written
+    path = folder / "snapshot-00000001"
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 1
+    path.write_bytes(raw)
+    before = contents(folder)
+    assert main(["recover", str(folder)]) == 2
+    assert "no good record to go back to" in capsys.readouterr().err
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("written", ["snapshot"], indirect=True)
+def test_a_record_that_cannot_be_applied_is_named_and_given_up_on_request(written):
+    folder, _ = written
+
+    class Fails(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            self.steps += 1
+            if self.steps == 3:
+                raise ZeroDivisionError("in the third step")
+            return super().step(closure)
+
+    Fails.__name__ = "SGD"
+    parameters = dict(nn.Linear(3, 2).named_parameters())
+    make = partial(Fails, lr=0.1, momentum=0.9)
+    server = Server(parameters, make, Asynchronous(), workers=1, elastic=True)
+    before = contents(folder)
+    with pytest.raises(JournalError, match="cannot be applied: ZeroDivisionError") as error:
+        DiskJournal(folder).load(server.core)
+    assert contents(folder) == before
+    given_up = re.search(r"--before (\S+)`", str(error.value))[1]
+    assert main(["recover", str(folder), "--before", given_up]) == 0
+    assert opened(folder)[0].version == 4  # two of the snapshot, and two steps
+
+
+def test_a_journal_dies_in_the_middle_of_beginning_a_new_file(tmp_path, monkeypatch):
+    server, journal = opened(tmp_path / "a")
+    push(Worker(nn.Linear(3, 2), server), 2)
+    monkeypatch.setattr(torch, "save", no_snapshot)
+    journal.snapshot(server.core)
+    journal.close()
+    (tmp_path / "a/journal-00000001").rename(tmp_path / "a/next-00000001")  # killed before that
+    again, journal = opened(tmp_path / "a")
+    assert state_of(again) == state_of(server)
+    push(Worker(nn.Linear(3, 2), again), 1)
+    journal.close()
+    assert opened(tmp_path / "a")[0].version == 3
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "journal-00000000",
+        "journal-00000001",
+    ]
+
+
+def test_files_of_other_names_are_left_alone(tmp_path):
+    (tmp_path / "journal-00000000.bak").write_text("a copy that somebody made")
+    server, journal = opened(tmp_path)
+    push(Worker(nn.Linear(3, 2), server), 1)
+    journal.close()
+    assert opened(tmp_path)[0].version == 1
+    assert (tmp_path / "journal-00000000.bak").read_text() == "a copy that somebody made"
+
+
+def two_servers(folder):
+    return zip(*(opened(folder / f"server-{i}", number=i, servers=2) for i in (0, 1)), strict=True)
+
+
+def pulled(worker):
+    """The version that the servers hold, and the value that all elements have at both of them."""
+    version = worker.pull()
+    elements = {x for p in worker.module.parameters() for x in p.flatten().tolist()}
+    assert len(elements) == 1
+    return version, elements
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.97])
+def test_servers_go_back_together_and_never_differ_in_silence(tmp_path, damaged, share):
+    """Each update changes all elements alike: of different updates they would differ."""
+    servers, journals = two_servers(tmp_path / "job")
+    push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
+    for journal in journals:
+        journal.close()
+    path = tmp_path / f"job/server-{damaged}/journal-00000000"
+    raw = bytearray(path.read_bytes())
+    raw[int(share * len(raw))] ^= 1
+    path.write_bytes(raw)
+    alone = shutil.copytree(tmp_path / "job", tmp_path / "alone")
+
+    recover(alone / f"server-{damaged}")  # only one of them: the other one may be ahead of it
+    servers, journals = two_servers(alone)
+    refused = []
+    for _ in range(3):
+        try:
+            worker = Worker(nn.Linear(3, 2), servers)
+            push(worker, 2, value=3.0)
+            pulled(worker)
+        except (RuntimeError, ValueError) as error:
+            refused.append(str(error))
+    for text in refused:
+        assert re.search(
+            "taken back|another history|expected a log from entry|was not staged", text
+        )
+
+    recover(tmp_path / "job")
+    servers, journals = two_servers(tmp_path / "job")
+    worker = Worker(nn.Linear(3, 2), servers)
+    before = worker.pushes
+    push(worker, 2, value=1.0)
+    assert pulled(worker)[0] == before + 2
+    assert [server.version for server in servers] == [before + 2] * 2
+
+
+def test_a_record_of_one_server_is_given_up_at_all_of_them(tmp_path):
+    servers, journals = two_servers(tmp_path)
+    push(Worker(nn.Linear(3, 2), servers), 6, value=1.0)
+    for journal in journals:
+        journal.close()
+    raw = (tmp_path / "server-1/journal-00000000").read_bytes()
+    start, _ = records_of(raw)[len(records_of(raw)) // 2]
+    with pytest.raises(ValueError, match="is not a file of"):
+        recover(tmp_path, before=("journal-00000000", start))
+    recover(tmp_path, before=(str(tmp_path / "server-1/journal-00000000"), start))
+    servers, _ = two_servers(tmp_path)
+    worker = Worker(nn.Linear(3, 2), servers)
+    before = worker.pushes
+    assert 0 < before < 6
+    push(worker, 2, value=1.0)
+    assert pulled(worker)[0] == before + 2
+
+
+HOLDS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_damaged_journal import opened
+held = opened(sys.argv[2])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_journal_that_another_process_writes_is_refused(tmp_path):
+    tests = str(Path(__file__).parent)
+    command = [sys.executable, "-W", "ignore", "-c", HOLDS, tests, str(tmp_path / "job")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as holder:
+        assert holder.stdout.readline() == "open\n"
+        for use in (opened, recover):
+            with pytest.raises(RuntimeError, match="in use by another process"):
+                use(tmp_path / "job")
+    assert opened(tmp_path / "job")[0].version == 0

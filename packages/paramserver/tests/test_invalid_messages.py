@@ -1,0 +1,400 @@
+"""A message that is not valid, whoever sends it, changes nothing and is answered or dropped."""
+
+import copy
+import hashlib
+import json
+import random
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from paramserver import Asynchronous, BulkSynchronous, Job, Server, StaleSynchronous
+from paramserver.protocol.messages import Kind, Message
+from paramserver.running.serving import answer_requests
+from paramserver.running.supervise import join_servers, open_server, read_final_state
+from paramserver.transport.shared_memory import channel_pairs
+from test_zeromq import ONE, Vector, count
+
+zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
+
+
+def job_of(policy, servers):
+    return Job(count, Vector(2, 40), ONE, policy, workers=0, servers=servers, timeout=20.0)
+
+
+class Served:
+    """The servers of a job, in threads, with journals; and the messages that they receive."""
+
+    def __init__(self, job, folder):
+        self.job, self.folder, self.received = job, folder, []
+        self.servers = [
+            open_server(job, number, f"ipc://{folder}/s{number}", journal=folder / "state")
+            for number in range(job.servers)
+        ]
+        for number, server in enumerate(self.servers):
+            server._receive = partial(self._record, number, server._receive)
+        self.threads = [threading.Thread(target=server.serve) for server in self.servers]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error):
+        for server in self.servers:
+            server.stop()
+        for thread in self.threads:
+            thread.join()
+        for server in self.servers:
+            server.close()
+
+    @property
+    def addresses(self):
+        return [server.address for server in self.servers]
+
+    def _record(self, number, receive, frames):
+        self.received.append((number, [frame.bytes for frame in frames]))
+        return receive(frames)
+
+
+def train(job, addresses, rank, steps):
+    own = replace(job, module=copy.deepcopy(job.module))
+    with join_servers(own, rank, addresses) as worker:
+        count(worker, steps, 0.0)
+
+
+def recorded(job, folder):
+    """The messages of a run of two workers, by server."""
+    with Served(job, folder) as served:
+        workers = [
+            threading.Thread(target=train, args=(job, served.addresses, rank, 4)) for rank in (0, 1)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        read_final_state(job, served.addresses)
+    by_server = [[frames for n, frames in served.received if n == i] for i in range(job.servers)]
+    assert all({Kind.JOIN, Kind.BEAT} & kinds(frames) for frames in by_server)
+    return by_server
+
+
+def kinds(messages):
+    heads = [json.loads(head) for _, head, *_ in messages]
+    return {head[4] for head in heads if not head[3]}
+
+
+def fingerprint(server, *, waiting=False):
+    """All that a server knows and has written down, and who waits if that is asked.
+
+    A worker whose new request is refused waits for its last one no longer.
+    """
+    core, folder = server.core, server._journal.folder
+    replica = core.replica
+    held = hashlib.sha256(replica.state_dict()["parameters"].numpy().tobytes())
+    for name in sorted(replica._staged):
+        for gradient in replica._staged[name][0]:
+            held.update(gradient.numpy().tobytes())
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
+    joined = {worker: life for worker, (_, life, _) in server._joined.items()}
+    known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
+             replica.next, core.failure, core.lost, core.reports, held.hexdigest(), sizes,
+             sorted(core._last_seen), joined,
+             {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
+    if waiting:
+        known += sorted(core._waiting), sorted(server._waiting), sorted(server._incoming)
+    return copy.deepcopy(known)
+
+
+class Player:
+    """A server that is given messages one by one, and what it answers."""
+
+    def __init__(self, job, number, folder):
+        self.server = open_server(job, number, f"ipc://{folder}/p", journal=folder / "state")
+        self.server._send = lambda request, reply: self.answers.append(reply)
+        self.answers = []
+
+    def give(self, frames):
+        self.answers.clear()
+        # Writable, as the buffers of received frames are.
+        self.server._receive(
+            [SimpleNamespace(bytes=f, buffer=memoryview(bytearray(f))) for f in frames]
+        )
+        self.server._retry_waiting(0.0)
+
+    def was_refused(self, frames):
+        """Whether the message had no effect, by what was answered, or by its kind."""
+        if self.answers:
+            return all(answer.kind is Kind.FAILED for answer in self.answers)
+        return not (self.server._waiting or self.server._incoming) and not is_abort(frames)
+
+    def close(self):
+        self.server.close()
+
+
+def is_abort(frames):
+    try:
+        return json.loads(frames[1])[4] == Kind.ABORT
+    except (ValueError, IndexError, TypeError, KeyError, RecursionError):
+        return False
+
+
+NUMBERS = [-1, -(2**63), 0, 1, 2, 3, 5, 17, 19, 2**31, 2**53, 2**62, 2**63, 2**64, 10**40]
+OTHERS = [True, False, None, 0.5, 1e300, float("nan"), float("inf"), "", "7", [], [1], {}, {"a": 1}]
+TEXTS = [
+    "", "[]", "null", "{", "[0]", '[1000000,["leave",0]]', '[0,["leave",0]]', '[0,["after","x"]]',
+    '[0,["join",0,1,0,5]]', '[0,["fly",1]]', '[0,["write",[[0,1,0]],[0]]]', "[" * 100_000, "[3",
+    '[0,["accept",[0,1,0]]]', '[0,["read",0,1,10000000000000000000000]]', "[1e999,-5]", "\ud800",
+    '[Infinity,Infinity]', '[-1,["leave",0]]', '[0,["write",[],[]]]', "x" * 10_000,
+]  # fmt: skip
+
+
+def mutated(chance, frames, others):
+    """A message with one or two changes."""
+    frames = list(frames)
+    try:
+        head = json.loads(frames[1])
+    except ValueError:
+        head = [0, 0, 0, 0]
+    for _ in range(chance.choice((1, 1, 2))):
+        change = chance.randrange(11)
+        if change < 4:
+            head[chance.randrange(len(head))] = chance.choice(NUMBERS)
+        elif change == 4:
+            head[chance.randrange(len(head))] = copy.deepcopy(chance.choice(OTHERS))
+        elif change == 5:
+            head[4:5] = [chance.randrange(20)]
+        elif change == 6:
+            head[-1] = chance.choice(TEXTS)
+        elif change == 7 and isinstance(head[-1], str) and head[-1]:
+            at = chance.randrange(len(head[-1]))
+            digit = chance.choice('0123456789,[]"al')
+            head[-1] = head[-1][:at] + digit + head[-1][at + 1 :]
+        elif change == 8:
+            at = chance.randrange(len(head) + 1)
+            head[at : at + chance.choice((0, 1))] = chance.choice(([], [0], [7]))
+            head = head or [0]
+        elif change == 9:
+            other = json.loads(chance.choice(others)[1])
+            at = chance.randrange(min(len(head), len(other)))
+            head[at] = other[at]
+        elif change == 10:
+            data = bytearray(frames[2] if len(frames) > 2 else b"x" * 64)
+            if chance.random() < 0.5:
+                del data[chance.randrange(len(data)) :]
+            else:
+                at = chance.randrange(len(data))
+                data[at : at + 8] = b"\xff" * len(data[at : at + 8])
+            frames[2:] = [bytes(data)] * chance.choice((0, 1, 1, 1, 2))
+    frames[1] = json.dumps(head).encode()
+    if chance.random() < 0.05:
+        raw = bytearray(frames[1])
+        raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+        frames[1] = bytes(raw)
+    return frames
+
+
+def of_a_stranger(chance, frames):
+    """Let somebody send it who knows no life of a worker; not if it asks to join, or to observe."""
+    try:
+        head = json.loads(frames[1])
+        head[1] = chance.randrange(2**40)
+        if head[4:5] == [Kind.JOIN]:
+            # Who has the right layout may join, and then a worker's last life is over.
+            head[-1] = f"{head[-1]} x"
+    except (ValueError, IndexError, TypeError, KeyError):
+        return False
+    frames[1] = json.dumps(head).encode()
+    return head[0] != -1
+
+
+def restarted(job, number, folder):
+    """What another server makes of the journal."""
+    server = open_server(job, number, f"ipc://{folder}/r", journal=folder / "state")
+    replica = server.core.replica
+    members = {w: (m.active, m.epoch, m.clock) for w, m in server.core.ledger.members.items()}
+    known = replica.version, replica.position, replica.state_dict()["parameters"], members
+    server.close()
+    return known
+
+
+def play(job, messages, number, folder, seed, tries):
+    """Mutated messages after a part of a run; then the server is started again from its journal."""
+    chance = random.Random(seed)
+    player = Player(job, number, folder)
+    refused = 0
+    for frames in messages[: chance.randrange(len(messages))]:
+        player.give(frames)
+    for i in range(tries):
+        frames = mutated(chance, chance.choice(messages), messages)
+        stranger = i % 3 == 0 and of_a_stranger(chance, frames)
+        before = fingerprint(player.server, waiting=stranger)
+        player.give(frames)
+        if stranger or player.was_refused(frames):
+            refused += 1
+            assert fingerprint(player.server, waiting=stranger) == before, frames
+        assert not player.server.core.failure
+    core = player.server.core
+    player.close()
+    version, position, parameters, members = restarted(job, number, folder)
+    assert (version, position) == (core.replica.version, core.replica.position)
+    assert torch.equal(parameters, core.replica.state_dict()["parameters"])
+    known = core.ledger.copy()
+    for worker, member in known.members.items():
+        written = members.get(worker, (False, 0, 0))
+        assert written[1:] == (member.epoch, member.clock)
+    return refused
+
+
+POLICIES = [Asynchronous(), StaleSynchronous(1), BulkSynchronous()]
+
+
+def fuzz(tmp_path, tries):
+    runs = []
+    for i, (policy, servers) in enumerate((p, s) for p in POLICIES for s in (1, 2)):
+        (tmp_path / f"run{i}").mkdir()
+        job = job_of(policy, servers)
+        runs.append((job, recorded(job, tmp_path / f"run{i}")))
+    refused = played = seed = 0
+    while played < tries:
+        for job, by_server in runs:
+            for number, messages in enumerate(by_server):
+                seed, folder = seed + 1, tmp_path / f"p{seed}"
+                folder.mkdir()
+                refused += play(job, messages, number, folder, seed, 50)
+                played += 50
+    assert refused > played / 2  # the mutations are of a kind that shows
+
+
+def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
+    fuzz(tmp_path, 3_000)
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_thousand_mutated_messages(tmp_path):
+    fuzz(tmp_path, 100_000)
+
+
+INVALID = [
+    b"garbage",
+    b"[" * 100_000,
+    Message(Kind.OK).to_text().encode(),
+    b'[3,0,0,0,0,-5,-1,""]',
+    b'[8,0,0,0,0,0,-1,"[1000000,[\\"leave\\",0]]"]',
+]
+
+
+@pytest.mark.parametrize("raw", INVALID)
+def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
+    parameters = dict(nn.Linear(4, 1).named_parameters())
+    server = Server(parameters, ONE, Asynchronous(), workers=2)
+    before = state_of(server)
+    ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
+    worker._pipe.send_bytes(raw)
+    worker._pipe.close()
+    answer_requests(server, 0, channel)
+    assert state_of(server) == before
+    assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
+    assert raw == INVALID[-1] or "sent an invalid message" in server.core.failure
+    channel.close()
+
+
+def state_of(server):
+    return server.core.ledger.state(), server.state_dict()["parameters"].tolist()
+
+
+def nasty(layout, position):
+    """Requests that no worker of the job sends."""
+    log = json.dumps([position, ["leave", 0]])
+    for kind in range(30):
+        yield [kind, 0, 0, 0, 0, 0, -1, ""]
+        yield [kind, 1, 3, 2, 0, 0, -1, '[1000000,["leave",0]]']
+        yield [kind, 1, 3, 2, 0, 0, -1, log]
+        yield [kind, 1, 3, 2, 10**9, 0, -1, ""]
+        yield [kind, 1, 3, 2, 2**200, -7, -1, []]
+    for kind in (Kind.PUSH, Kind.STAGE):
+        yield from ([kind, 1, 0, 0, 0, size, -1, ""] for size in (-1, 1, 2**40, 2**70, True, 0.5))
+    yield [Kind.JOIN, 0, 5, 0, 0, 0, -1, layout + "x"]
+    yield [Kind.JOIN, 0, 5, 9, 0, 0, -1, layout]
+    yield [Kind.FOLLOW, 0, 0, 0, 0, 0, -1, "[" * 200_000]
+    yield {"kind": "push"}
+    yield []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("joined", [False, True])
+def test_no_sender_disturbs_a_job_that_runs(tmp_path, servers, joined):
+    """A stranger, or one who has joined as worker 9, says everything that is wrong for others."""
+    job = job_of(Asynchronous(), servers)
+    with Served(job, tmp_path) as served:
+        context = zmq.Context()
+        with join_servers(job, 0, served.addresses) as worker:
+            count(worker, 3, 0.0)
+            for number, server in enumerate(served.servers):
+                disturb(context, server, number, joined=joined)
+                count(worker, worker.pushes + 3, 0.0)
+            with join_servers(replace(job, module=Vector(2, 40)), 1, served.addresses) as another:
+                count(another, 4, 0.0)
+                another.leave()
+                another.finish = lambda: None
+            if joined:  # it never leaves, and would be waited for
+                for server in served.servers[:1]:
+                    server.core.lose(9, "the test ends")
+        context.term()
+        reports = read_final_state(job, served.addresses)
+        pushes = 3 + 3 * servers + 4
+        assert [report.version for report in reports] == [pushes] * servers
+        assert not any(server.core.failure for server in served.servers)
+        assert 0 not in served.servers[0].core.lost
+    for number in range(servers):  # and the journals are those of a good run
+        folder = tmp_path / f"again{number}"
+        folder.mkdir()
+        server = open_server(job, number, f"ipc://{folder}/s", journal=tmp_path / "state")
+        assert server.core.replica.version == pushes
+        server.close()
+
+
+def disturb(context, server, number, *, joined):
+    socket = context.socket(zmq.DEALER)
+    socket.connect(server.address)
+    layout, answers = server.core.replica.layout, 0
+
+    def ask(rank, life, name, fields, *data):
+        socket.send_multipart([json.dumps([rank, life, name, 0, *fields]).encode(), *data])
+
+    if joined:
+        ask(9, 77, 1, [Kind.JOIN, 0, 4, number, 0, 0, -1, layout])
+        assert socket.poll(5000)
+        assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
+    requests = [*nasty(layout, server.core.replica.position)]
+    for i, fields in enumerate(requests):
+        for rank in (0, 1, 7, 2**31, -2, "0", None):
+            if isinstance(fields, dict):
+                socket.send_multipart([json.dumps(fields).encode()])
+            else:
+                data = [bytes(640)] if i % 3 else []
+                ask(rank, 77, 2 + i, fields, *data)
+    if joined:  # as worker 9 it may not join as another one, nor accept what was not staged
+        ask(0, 78, 5000, [Kind.JOIN, 0, 6, number, 0, 0, -1, layout])
+        ask(9, 77, 5001, [Kind.COMMIT, 1, 0, 0, 0, 0, -1, ""])
+        ask(9, 77, 5002, [Kind.SYNC, 1, 0, 0, 10**12, 0, -1, ""])
+        log = json.dumps([server.core.replica.position, ["write", [[0, 1, 3]], [0]]])
+        ask(9, 77, 5003, [Kind.FOLLOW, 1, 0, 0, 0, 0, -1, log])
+    names = []
+    while socket.poll(1000):
+        head = json.loads(socket.recv_multipart()[0])
+        names.append(head[1])
+        assert head[3] == Kind.FAILED, head
+        answers += 1
+    assert answers > 100
+    assert not joined or {5000, 5001, 5002, 5003} <= set(names)
+    socket.close(linger=0)
