@@ -391,6 +391,35 @@ def test_half_precision_is_saved_and_loaded_in_the_models_dtype(tmp_path):
     assert all(run_ranks(half, 2, str(tmp_path / "half"), timeout=DEADLINE))
 
 
+def refuse_other_formats(folder):
+    """Load folders with the files of DeepSpeed's and Megatron's checkpoints."""
+    step = Path(folder, "deepspeed", "global_step10")
+    megatron = Path(folder, "megatron")
+    if dist.get_rank() == 0:
+        step.mkdir(parents=True)
+        torch.save({"module": make().state_dict()}, step / "mp_rank_00_model_states.pt")
+        partition = {"optimizer_state_dict": {"fp32_flat_groups": [torch.zeros(8)]}}
+        torch.save(partition, step / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        (step.parent / "latest").write_text("global_step10")
+        dcp.save({"model.decoder.weight": torch.zeros(2)}, checkpoint_id=megatron, no_dist=True)
+        torch.save({"iteration": 10}, megatron / "common.pt")
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (megatron / "metadata.json").write_text(json.dumps(backend))
+    dist.barrier()
+    for path, tool in (
+        (step, "zero_to_fp32"),
+        (step.parent, "zero_to_fp32"),
+        (megatron, "convert"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{tool}\.py"):
+            load_checkpoint(path, make())
+    return True
+
+
+def test_checkpoints_of_deepspeed_and_megatron_are_refused_with_the_tool_that_converts(tmp_path):
+    assert all(run_ranks(refuse_other_formats, 2, str(tmp_path), timeout=DEADLINE))
+
+
 class Buffers(nn.Module):
     """A layer, and a buffer of each dtype of the format."""
 

@@ -29,6 +29,7 @@ from torch import nn
 from zero.checkpoint.contents import HEADER, VERSION, read_contents
 from zero.checkpoint.draft import PathLock, current
 from zero.checkpoint.loading import Loading
+from zero.checkpoint.other_formats import check_format
 from zero.checkpoint.ownership import (
     Part,
     Slot,
@@ -310,6 +311,7 @@ def _open(
     prefix: str | None,
 ) -> Loading:
     """Match the checkpoint with the model and the optimizer, and verify the stored bytes."""
+    check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
     names = [*(part.name for part in model_parts(model)[0]), *tied_names(model)]
     contents = read_contents(weights or find(path), names, prefix)
