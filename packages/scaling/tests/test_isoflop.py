@@ -180,6 +180,18 @@ def test_isoflop_interval_covers_the_truth_at_its_level(sets, least, most):
     assert least <= coverage(CHINCHILLA, sets)[0] <= most
 
 
+def test_exponent_interval_covers_the_truth():
+    """At a coverage of 95 %, 33 of 40 is the 0.3 % quantile."""
+    covered = 0
+    for seed in range(40):
+        fit = quiet(isoflop_runs(CHINCHILLA, noise=3e-3, seed=seed))
+        assert fit.exponent in fit.exponent_interval
+        covered += CHINCHILLA.exponent in fit.exponent_interval
+    assert 33 <= covered <= 39
+    two = quiet(isoflop_runs(budgets=[1e19, 1e20]))
+    assert (two.exponent_interval.low, two.exponent_interval.high) == (-np.inf, np.inf)
+
+
 SKEWED = Law(1.8, 300, 900, 0.25, 0.45)
 
 

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from scaling import (
+    Interval,
     ScalingWarning,
     backtest,
     fit_isoflop,
@@ -99,6 +101,16 @@ def test_figures_repeat_neither_labels_nor_colors():
                 assert len(set(labels)) == len(labels)
     dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
     assert len({tuple(line.get_color()) for line in dots}) == 14
+
+
+def test_missed_intervals_of_a_backtest_are_crossed_out():
+    row = backtest(isoflop_runs(noise=2e-3, per_budget=5), methods=["isoflop"])[0]
+    covered = dataclasses.replace(row, size_interval=Interval(1.0, np.inf))
+    missed = dataclasses.replace(row, size_interval=Interval(1.0, 2.0))
+    for rows, count in (([covered], 0), ([covered, missed], 1)):
+        crosses = [line for line in plot(rows).axes[0].lines if line.get_label() == "missed"]
+        assert len(crosses) == count
+    assert crosses[0].get_xdata().tolist() == [row.cut]
 
 
 def test_command_plans(tmp_path, capsys):

@@ -153,8 +153,11 @@ def _fit(arguments: argparse.Namespace) -> Output:
         fit = fit_isoflop(runs, nearest=arguments.nearest)
         best = [fit.optimal(c) for c in at]
         lines = [runs.explanation]
-        lines += [f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)"]
+        interval = fit.exponent_interval
+        lines.append(f"N_opt = {fit.scale:.4g} C^{fit.exponent:.4f}, D_opt = C / (6 N_opt)")
+        lines.append(f"  exponent    {fit.exponent:<12.4f}{_range(interval)} of noise alone")
         result = {"law": {"scale": fit.scale, "exponent": fit.exponent}}
+        result["intervals"] = {"exponent": asdict(interval)}
     for optimum in best:
         lines.append(f"at {optimum.compute:.4g} FLOPs")
         for name, interval in (optimum.intervals or {}).items():

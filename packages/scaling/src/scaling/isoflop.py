@@ -79,6 +79,16 @@ class IsoflopFit(ComparesArrays):
         warn_of_optimum(best, self.runs, other)
         return best
 
+    @property
+    def exponent_interval(self) -> Interval:
+        """The interval of `exponent` by the scatter of the valleys, without drift."""
+        freedom = len(self.valleys) - 2
+        if freedom <= 0:
+            return Interval(-math.inf, math.inf, self.level)
+        student = float(stdtrit(freedom, 0.5 + self.level / 2))
+        half = student * math.sqrt(float(self.covariance[1, 1]))
+        return Interval(self.exponent - half, self.exponent + half, self.level)
+
     def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
         """Return the ends of the interval of the best size `n` at a compute."""
         freedom = len(self.valleys) - 2
