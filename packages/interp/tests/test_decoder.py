@@ -304,7 +304,7 @@ def test_patterns_are_weighted_by_value_norms(name: str, attention: str) -> None
         torch.testing.assert_close(weighted[key].to(expected), expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
     patterns.norms.clear()
-    with pytest.raises(RuntimeError, match="was not seen"):
+    with pytest.raises(RuntimeError, match="were not seen"):
         patterns.value_weighted()
 
 
@@ -783,5 +783,5 @@ def test_record_patterns_removes_hooks_after_an_exception() -> None:
     with record_patterns(model) as outer, record_patterns(model) as inner:
         model(TOKENS)
     assert all(torch.equal(outer[name], inner[name]) for name in outer)
-    with pytest.raises(KeyError, match=r"did not attend; those that did: model\.layers\.0"):
+    with pytest.raises(KeyError, match=r"computed no attention; modules that did: model\.layers\.0"):
         outer["attention"]
