@@ -13,9 +13,10 @@ from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject
 
 SECTIONS = [
     "Install",
-    "Use",
-    "Measured",
+    "Quick start",
+    "API",
     "How it works",
+    "Results",
     "Guarantees",
     "Limits",
     "References",
