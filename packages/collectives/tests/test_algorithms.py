@@ -41,7 +41,7 @@ def small_values(generator, shape, dtype):
 
 
 def reference(op, parts):
-    """The reduction in float64 (or complex128), in the plainest way."""
+    """Return the reduction in float64 or complex128, in rank order."""
     wide = torch.complex128 if parts.is_complex() else torch.float64
     dtype, parts = parts.dtype, parts.to(wide)
     result = {
@@ -55,7 +55,7 @@ def reference(op, parts):
 
 
 def laid_out(tensor, how, group):
-    """The same values in another layout, or in memory that the ranks share."""
+    """Return the same values in another layout, or in memory that the ranks share."""
     if how == "strided":
         return torch.stack([tensor, tensor], dim=-1)[..., 0]
     if how == "transposed" and tensor.dim() == 1 and tensor.numel() % 2 == 0:

@@ -218,7 +218,7 @@ def test_device_without_backend_is_refused():
 
 
 def without_options():
-    """The group's own methods, with torch's several signatures."""
+    """Call the group's methods with every signature of torch."""
     group = begin()
     rank, world = dist.get_rank(), dist.get_world_size()
     everyone = world * (world + 1) / 2
@@ -358,7 +358,7 @@ def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
 
 
 def from_two_threads():
-    """The first calls of a group, at once: one group is set up, and both are served."""
+    """Make a group's first two calls from two threads at the same time."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     gate, tensors = threading.Barrier(2), [torch.full((100,), rank + 1.0) for _ in range(2)]
@@ -380,7 +380,7 @@ def test_first_calls_can_come_from_two_threads():
 
 
 def groups_from_two_threads():
-    """The ranks make their groups' first calls in opposite orders, each group on its thread."""
+    """Make the first calls of two groups in opposite orders, each group on its own thread."""
     rank, groups = dist.get_rank(), [dist.new_group() for _ in range(2)]
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
 
@@ -443,7 +443,7 @@ def profiled():
 
 
 def profiled_too_shortly():
-    """The profiler may end while calls are under way; and while many threads are at it."""
+    """Stop the profiler while calls of many threads are in progress."""
     begin()
     for _ in range(20):
         with torch.profiler.profile():

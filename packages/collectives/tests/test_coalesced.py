@@ -195,7 +195,7 @@ def test_nan_in_any_coalesced_tensor_is_raised():
 
 
 def first_error():
-    """The second of three calls fails, so the third one is skipped, although it would fail too."""
+    """Fail the second of three calls, so that the third one, which would also fail, is skipped."""
     rank, world = begin()
     dtype = [torch.int32, torch.int64][rank]
     batch = [torch.ones(2), torch.ones(3 + rank), torch.ones(4, dtype=dtype)]
@@ -245,7 +245,7 @@ def test_coalescing_different_numbers_of_tensors_is_an_error():
 
 
 def messages():
-    """Sends and receives in a batch, and other collectives inside a manager."""
+    """Run sends and receives in a batch, and other collectives inside a manager."""
     rank, world = begin()
     after, before = (rank + 1) % world, (rank - 1) % world
     for managed in (False, True):

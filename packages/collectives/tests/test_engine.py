@@ -233,7 +233,7 @@ TIMEOUT = 4.0
 
 
 def fails_beside_python(compiled, how):
-    """The last rank fails while the others compute beside their calls; they say so in time."""
+    """Lose the last rank while the other ranks compute during their calls."""
     if not compiled:
         without_engine()
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -284,7 +284,7 @@ def test_fault_is_reported_in_time_while_the_caller_computes(compiled, how):
 
 
 def interrupted():
-    """A rank that waits in the engine still hears that its own group was given up."""
+    """Abort the group while the engine waits for another rank."""
     from collectives.communicator import communicator
 
     comm, store = communicator(), dist.distributed_c10d._get_default_store()

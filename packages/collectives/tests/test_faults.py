@@ -419,7 +419,7 @@ def test_nan_is_traced_to_its_rank(where):
 
 
 def late_error():
-    """An asynchronous failure is raised by wait, on the thread that waits."""
+    """Wait for a call that fails; the error is raised on the thread that waits."""
     collectives.all_reduce(torch.ones(10))
     if dist.get_rank() == 1:
         os._exit(0)

@@ -125,7 +125,7 @@ def test_list_collectives_run_on_the_registered_backend(where):
 
 
 def differing(where):
-    """The odd rank is named by all of them, and no data has moved."""
+    """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
