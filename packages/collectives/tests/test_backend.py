@@ -78,7 +78,7 @@ def train_and_checkpoint(folder):
 
 
 def train_hybrid():
-    """Shards in one dimension of a mesh, copies in the other."""
+    """Train FSDP2 with shards in one dimension of a mesh and copies in the other."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
     network = model()
@@ -188,7 +188,7 @@ def other_devices():
         dist.all_gather([tensor.new_empty(1) for _ in range(world)], tensor[:1])
         dist.barrier()
     assert cpu_tensor.tolist() == [world**2.0] * world
-    # The names of two of them changed with torch 2.12.
+    # torch 2.12 renamed these methods.
     kinds = [name.strip("_").replace("allgather_base", "all_gather_single") for name in seen]
     kinds = [k.replace("reduce_scatter_base", "reduce_scatter_single") for k in kinds]
     kinds = [k.replace("alltoall_base", "all_to_all_single") for k in kinds]
@@ -266,7 +266,7 @@ def test_polled_handle_reports_completion():
 
 
 def nested():
-    """Callbacks that start collectives, and wait for them in each of the ways there are."""
+    """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)
     ones = [torch.ones(1000) for _ in range(4)]
 
@@ -328,7 +328,7 @@ def hooks():
 
 
 def hooked(backend):
-    """Parameters after three steps with each hook."""
+    """Return the parameters after three steps with each hook."""
     begin(backend)
     values = {}
     for name, (state, hook) in hooks().items():
@@ -385,7 +385,7 @@ def groups_from_two_threads():
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
 
     def go(i):
-        # The other thread's call has begun, and waits for the other rank's.
+        # The other thread's call has started, and waits for the other rank.
         time.sleep(0.5 * (i != rank))
         collectives.all_reduce(tensors[i], group=groups[i])
 

@@ -1,4 +1,4 @@
-"""Shared memory: in-place tensors, mixtures of shared and private ones, nothing left behind."""
+"""Shared memory: tensors in place, mixtures of shared and private tensors, and cleanup."""
 
 import ctypes
 import dataclasses
@@ -47,7 +47,7 @@ def test_shared_tensors_and_their_views_are_reduced(world):
 
 
 def mixture():
-    """Shared on one rank, private on the others; or different parts of one allocation."""
+    """Reduce a tensor that is shared on one rank only, and different parts of an allocation."""
     rank, world = dist.get_rank(), dist.get_world_size()
     numel = 200_000
     shared = collectives.shared_empty(2 * numel)
