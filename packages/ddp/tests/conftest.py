@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-ON_BOTH = {"test_ddp", "test_faults", "test_torch_members", "test_uneven"}
+ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
 
 
 START = ("run_ranks", "try_ranks")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, busy_transformer, designs, transformer
-from ddp.bench.measure import SIZES_MB, _cores_per_rank, _usual_workloads, bench
+from ddp.bench.measure import SIZES_MB, _cores_per_rank, _default_workloads, bench
 from ddp.bench.rows import Link, Measured
 from torch import nn
 from worker_pool import run_ranks
@@ -38,7 +38,7 @@ def rows(wanted: str) -> list[dict]:
 
 
 @pytest.mark.filterwarnings("default")
-def test_every_design_has_a_row_with_what_it_sent() -> None:
+def test_every_design_has_a_row_with_bytes_and_calls() -> None:
     sizes = ",".join(f"{size:g} MB" for size in SIZES_MB)
     ours = f"none,naive,flat,overlapped,{sizes},predicted,given 25 MB,PowerSGD 10 MB,{LEFT_OUT}"
     first, second = run_ranks(rows, 2, ours, timeout=300)
@@ -67,7 +67,7 @@ def test_every_design_has_a_row_with_what_it_sent() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_torchs_own_wrapper_takes_turns_with_ours() -> None:
+def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
     (measured,) = run_ranks(rows, 1, "10 MB,torch,torch tuned", timeout=300)
     ours, default, tuned = measured
     assert (ours["design"], default["design"], tuned["design"]) == ("10 MB", "torch", "torch tuned")
@@ -91,7 +91,7 @@ def bound(**seconds: tuple[float, float, float, float]) -> dict:
     return row
 
 
-def test_the_bound_is_that_of_the_link_or_of_the_processor() -> None:
+def test_bound_is_the_larger_of_link_and_processor_bound() -> None:
     # 80 bytes at 20 a second take 4 s; 3 s of backward pass hide three of them.
     steps = {"none": (5.0, 3.0, 0.0, 5.0), "flat": (9.5, 3.0, 4.5, 5.5), "torch": (8.0, 6.0, 0, 6)}
     row = bound(**steps)
@@ -110,9 +110,9 @@ def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
 
 
 def hosts() -> tuple:
-    usual = _usual_workloads()
+    usual = _default_workloads()
     socket.gethostname = lambda: f"host {dist.get_rank()}"
-    return usual, _usual_workloads(), _cores_per_rank()
+    return usual, _default_workloads(), _cores_per_rank()
 
 
 def test_over_a_network_the_bench_adds_a_batch_that_can_hide_the_wire() -> None:
@@ -133,5 +133,5 @@ def is_the_one(model: nn.Module, loss) -> None:
 
 
 def test_an_unknown_design_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ValueError, match=r"no design is called \['warp'\].*'1 MB'"):
+    with pytest.raises(ValueError, match=r"out of .*'1 MB'.*got \['warp'\]"):
         designs(nn.Linear(2, 2), [1.0], ["warp"], {})

@@ -32,12 +32,12 @@ def both(bucket_bytes: int) -> list:
 
 
 @pytest.mark.parametrize("bucket_bytes", [40, 200, 10**6])
-def test_the_real_thing_equals_the_plain_one(bucket_bytes: int) -> None:
+def test_ddp_trains_bit_equal_to_the_minimal_implementation(bucket_bytes: int) -> None:
     first, second = run_ranks(both, 2, bucket_bytes)
     assert first == second
 
 
-def test_the_plain_file_is_short() -> None:
+def test_minimal_implementation_is_short_and_imports_only_torch() -> None:
     source = Path(ddp.plain.__file__).read_text()
     assert len(source.splitlines()) <= 120
     imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]
