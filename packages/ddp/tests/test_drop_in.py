@@ -677,10 +677,10 @@ def test_copies_whose_weights_differ_are_refused() -> None:
         assert "rank 1 has '2.bias' with checksum" in str(outcome.error)
 
 
-# ----- an extra pass or step on one rank -----
+# ----- an extra pass or a skipped step on one rank -----
 
 
-def one_more(what: str) -> None:
+def train_unevenly(what: str) -> None:
     model = DDP(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -693,8 +693,8 @@ def one_more(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["backward", "step"])
-def test_extra_backward_pass_or_step_on_one_rank_fails_on_every_rank(what: str) -> None:
-    for outcome in try_ranks(one_more, 2, what, timeout=60):
+def test_extra_backward_pass_or_skipped_step_on_one_rank_fails_on_every_rank(what: str) -> None:
+    for outcome in try_ranks(train_unevenly, 2, what, timeout=60):
         assert "on ranks [0], but not on ranks [1]" in str(outcome.error)
 
 

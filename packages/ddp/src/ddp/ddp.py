@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,14 +168,18 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._replica.prepare_forward()
         with self.meter.forward():
             output = call_module(self.module, self.mixed_precision, self._ignored, args, kwargs)
-        if self.require_backward_grad_sync or self._options.average != "ranks":
-            for node in graph_nodes(output):
-                node.register_prehook(self._replica.queue_finish)
+        enter_backward = partial(self._replica.enter_backward, self.require_backward_grad_sync)
+        for node in graph_nodes(output):
+            node.register_prehook(enter_backward)
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank: backward passes in the context are not synchronized.
+
+        Run the forward pass in the context too. torch's DDP decides in the forward pass if
+        gradients are synchronized. This class decides in the backward pass, and warns if only one
+        of them is in the context.
 
         If the block raises an exception, its gradients are incomplete. The failure is reported to
         the other ranks, and every rank refuses to continue.

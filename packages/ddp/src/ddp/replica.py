@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection
 from typing import Any, Protocol, cast
@@ -83,6 +84,8 @@ class Replica:
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
         self._is_finish_queued = False
+        #: True after the warning about `no_sync` around one of two passes.
+        self._has_warned = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
 
@@ -243,13 +246,29 @@ class Replica:
 
     # ----- backward pass -----
 
-    def queue_finish(self, _: Any = None) -> None:
-        """Queue `_end_backward` for the end of the current backward pass.
+    def enter_backward(self, was_synchronized: bool, _: Any = None) -> None:
+        """Handle the start of a backward pass; this is a hook on the outputs of the module.
 
-        This is also a hook on the outputs of the module, where the backward pass enters it. A
-        reentrant checkpoint runs an inner pass. If one of its gradients queued the callback, it
-        would run at the end of the inner pass, before most gradients are ready.
+        A reentrant checkpoint runs an inner pass. If one of its gradients queued the end of the
+        step, the step would end together with the inner pass, before most gradients are ready.
         """
+        ddp = self._wrapper()
+        is_synchronized = ddp is not None and ddp.require_backward_grad_sync
+        if ddp is not None and was_synchronized != is_synchronized and not self._has_warned:
+            self._has_warned = True
+            forward = "outside" if was_synchronized else "inside"
+            backward = "outside" if is_synchronized else "inside"
+            action = "synchronized" if is_synchronized else "not synchronized"
+            warnings.warn(
+                f"the forward pass ran {forward} no_sync() and the backward pass {backward}; "
+                f"gradients are {action} here, unlike with torch's DDP; run both passes inside "
+                "no_sync() or both outside",
+                stacklevel=2,
+            )
+        self.queue_finish()
+
+    def queue_finish(self, _: Any = None) -> None:
+        """Queue `_end_backward` for the end of the current backward pass."""
         ddp = self._wrapper()
         if ddp is None or self.hooks.are_replaced or self._is_finish_queued:
             return
