@@ -47,7 +47,7 @@ from paramserver import (
     run,
 )
 from paramserver.bench import bench, table
-from paramserver.bench.rows import _exchanges, _medians, _time_rpc
+from paramserver.bench.rows import median_times, time_exchanges, time_rpc
 from torch import nn
 
 CONTEXT, ROWS, WORKERS, LOCAL_STEPS = 128, 4, 2, 50  # rows a worker
@@ -134,20 +134,20 @@ def data_parallel_bytes(model: Decoder, steps: int) -> int:
 
 def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int) -> dict:
     """Of the slowest worker, when all exchange at the same time."""
-    found = _exchanges(mebibytes, rounds, workers=workers, servers=servers)
+    found = time_exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
-    return row | _medians(max(found, key=lambda pairs: sum(map(sum, pairs))))
+    return row | median_times(max(found, key=lambda pairs: sum(map(sum, pairs))))
 
 
 def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
     """The same bytes there and back, nothing computed, in turns with all of an exchange and RPC."""
     measured = {
-        "shared_memory": lambda: _exchanges(mebibytes, rounds, transport="shared_memory")[0],
+        "shared_memory": lambda: time_exchanges(mebibytes, rounds, transport="shared_memory")[0],
         "copies": lambda: _time_copies(mebibytes, rounds),
-        "zeromq": lambda: _exchanges(mebibytes, rounds, transport="zeromq")[0],
+        "zeromq": lambda: time_exchanges(mebibytes, rounds, transport="zeromq")[0],
         "bare zeromq": lambda: _time_peer(_ZeroMQPeer, mebibytes, rounds),
         "socket": lambda: _time_peer(_SocketPeer, mebibytes, rounds),
-        "rpc": lambda: _time_rpc(mebibytes, rounds),
+        "rpc": lambda: time_rpc(mebibytes, rounds),
     }
     found: dict = {name: [] for name in measured}
     for _ in range(2):
@@ -155,7 +155,7 @@ def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
             found[name] += measure()
     return [
         {"case": "bound", "transport": name, "model_mib": mebibytes}
-        | _medians(pairs)
+        | median_times(pairs)
         | {"rpc_over_this_p50": statistics.median(
             sum(theirs) / sum(ours) for theirs, ours in zip(found["rpc"], pairs, strict=True)
         )}
@@ -276,7 +276,7 @@ def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
     found = {"ray": [], "ray_pattern": []}
     try:
         for _ in range(2):  # in turns
-            found["ray"] += _exchanges(mebibytes, rounds, transport="ray")[0]
+            found["ray"] += time_exchanges(mebibytes, rounds, transport="ray")[0]
             server = ray.remote(_Weights).remote(mebibytes)
             found["ray_pattern"] += ray.get(ray.remote(_ray_pattern).remote(server, rounds))
             ray.kill(server)
@@ -285,7 +285,7 @@ def ray_rows(mebibytes: int, rounds: int) -> list[dict]:
     pattern = found["ray_pattern"]
     return [
         {"case": "ray", "transport": name, "model_mib": mebibytes}
-        | _medians(pairs)
+        | median_times(pairs)
         | {"pattern_over_this_p50": statistics.median(
             sum(theirs) / sum(ours) for theirs, ours in zip(pattern, pairs, strict=True)
         )}

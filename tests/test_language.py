@@ -53,9 +53,14 @@ IDIOMS = (
 
 
 def areas() -> dict[str, list[Path]]:
-    """Return the files of each area: one per package, and the files of the root."""
-    files = {package: ROOT / "packages" / package for package in PACKAGES}
-    found = {name: sorted((*top.rglob("*.py"), *top.rglob("*.md"))) for name, top in files.items()}
+    """Return the files of each area: two per package, its tests apart, and those of the root."""
+    found = {}
+    for package in PACKAGES:
+        top = ROOT / "packages" / package
+        files = sorted((*top.rglob("*.py"), *top.rglob("*.md")))
+        tests = top / "tests"
+        found[package] = [path for path in files if not path.is_relative_to(tests)]
+        found[f"{package}/tests"] = [path for path in files if path.is_relative_to(tests)]
     tests = [ROOT / "conftest.py", *(ROOT / "tests").rglob("*.py")]
     docs = [ROOT / "README.md", *(ROOT / "docs").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
     found["tests"] = [path for path in tests if path != Path(__file__)]

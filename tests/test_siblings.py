@@ -194,7 +194,7 @@ with tempfile.TemporaryDirectory() as folder:
 torch.distributed.destroy_process_group()
 """,
     "llmsys-suite": """
-from llmsys_suite.worker import make_autograds_threads
+from llmsys_suite.ranks.worker import make_autograds_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
 make_autograds_threads()
 with FakeTensorMode():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.logging_data import logging_data
+from ddp.metering.logging_data import logging_data
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 

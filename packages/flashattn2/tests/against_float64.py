@@ -4,7 +4,7 @@ from statistics import median
 
 import torch
 from flashattn2 import attention_reference
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 NAMES = ("output", "lse", "dq", "dk", "dv")
 
@@ -17,13 +17,13 @@ def textbook(
 
     It is more exact than the reference, which makes P from a rounded log-sum-exp.
     """
-    score = make_score(q.shape[-1], is_causal, scale, window, softcap)
+    spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    s = (q @ k.mT) * score.scale
+    s = (q @ k.mT) * spec.scale
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-    hidden = score.hidden(queries, keys, len(keys) - len(queries))
+    hidden = spec.hidden(queries, keys, len(keys) - len(queries))
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)), -1)
         hidden = torch.nn.functional.pad(hidden, (0, 1))

@@ -21,7 +21,7 @@ def jobs(paged, kind):
     yield decode.decode_kernel, {
         **dict.fromkeys(("q", "k", "v"), cell), "out": "*fp32", "lse": "*fp32", "lengths": "*i32",
         "table": table, "strides": (THREE,) * 4, "table_shape": ("i32", "i32"),
-        "sizes": ("i32",) * 6, "score": SCORE, "meta": "constexpr",
+        "sizes": ("i32",) * 6, "spec": SCORE, "meta": "constexpr",
     }, {"meta": meta}  # fmt: skip
     yield decode.append_kernel, {
         "cache": cell, "rows": cell, "lengths": "*i32", "table": table, "cache_strides": FOUR,

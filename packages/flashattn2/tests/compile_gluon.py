@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import triton
 from compile_kernels import issued_flops, resources
-from flashattn2.gluon import backward, forward
-from flashattn2.kernels import rows
-from flashattn2.problem import Score
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
+from flashattn2.kernels import row_sums
+from flashattn2.spec import AttentionSpec
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
@@ -59,7 +60,7 @@ driver.set_active(Hopper())
 LAUNCH = forward.forward_kernel = Launch(forward.forward_kernel)
 LAUNCH_BACK = backward.backward_kernel = Launch(backward.backward_kernel)
 # A kernel of Triton's, and no GPU to run it on.
-rows.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
+row_sums.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
 
 
 def compile_job(job):
@@ -69,18 +70,18 @@ def compile_job(job):
     q = torch.zeros(batch, heads, seq_q, dim, dtype=DTYPES[job["dtype"]])
     k = v = torch.zeros(batch, kv_heads, seq_k, dim, dtype=q.dtype)
     side = job.get("side", 100)
-    score = Score(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
+    spec = AttentionSpec(dim**-0.5, side if job["left"] else -1, side if job["right"] else -1)
     if "deterministic" in job:
         lse = torch.zeros(q.shape[:-1])
-        backward.backward(q, k, v, q, lse, q, None, score, job["deterministic"])
+        backward.backward(q, k, v, q, lse, q, None, spec, job["deterministic"])
         while LAUNCH_BACK.launched:
             compiled, options = LAUNCH_BACK.launched.pop(0)
             products = 5 if options["ATOMIC"] else 4 if options["BY_KEY"] else 3
-            tile = options["HELD"] * options["ROWS"]
+            tile = options["RESIDENT"] * options["ROWS"]
             code = made(compiled, 2, products * tile * dim)
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
-        forward.forward(q, k, v, score)
+        forward.forward(q, k, v, spec)
         tile = forward.TILES[dim]
         # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
         loops = 3 if job["left"] else 2

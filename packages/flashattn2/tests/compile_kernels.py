@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 
 import triton
-from flashattn2.kernels import configs, dkdv, dq, forward, launch, rows
+from flashattn2.kernels import configs, dkdv, dq, forward, launch, row_sums
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 KERNELS = {
     "forward": forward.forward_kernel,
-    "sums": rows.sums_kernel,
+    "sums": row_sums.sums_kernel,
     "dq": dq.dq_kernel,
     "dkdv": dkdv.dkdv_kernel,
     "atomic": dkdv.dkdv_kernel,
@@ -119,7 +119,7 @@ def types(job, meta):
         "strides": (("i32",) * 3,) * tensors,
         "cuts": ("*i32",) * 2 if meta.PACKED else "constexpr",
         "sizes": ("constexpr" if job.get("of_one") else "i32",) * 5,
-        "score": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
+        "spec": ("fp32",) * 3 + ("i32",) * 2, "meta": "constexpr",
     }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ import threading
 from types import FunctionType, SimpleNamespace
 
 import torch
-from flashattn2.gluon import backward, forward
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
 from flashattn2.kernels import tiles
 from gluon_schedules import after
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -19,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # What each kernel allocates, in this order.
 NAMES = {
     "forward_kernel": "q k v q_ready k_ready k_free v_ready v_free",
-    "backward_kernel": "a b x y lse delta numbers held_ready x_ready y_ready free ds dq",
+    "backward_kernel": "a b x y lse delta numbers resident_ready x_ready y_ready free ds dq",
 }
 PATIENCE_SECONDS = 60.0
 # As they were before a machine stands in a kernel's place.

@@ -5,7 +5,7 @@ import random
 import torch
 from against_float64 import textbook
 from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
 
@@ -136,11 +136,11 @@ def plainly(case):
     """Matrix product, softmax, matrix product, for each packed sequence by itself."""
 
     def one(q, k, v, **options):
-        score = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
-        out, lse = textbook(q, k, v, **score, sinks=options["sinks"])
+        spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
+        out, lse = textbook(q, k, v, **spec, sinks=options["sinks"])
         if not case["largest"]:
             return out, lse
-        return out, lse, largest(q, k, score)
+        return out, lse, largest(q, k, spec)
 
     def run(q, k, v, **options):
         if case["kind"] != "packed":
@@ -157,16 +157,16 @@ def plainly(case):
     return run
 
 
-def largest(q, k, score):
+def largest(q, k, spec):
     """Each head's largest score that any query sees."""
     if not (q.numel() and k.numel()):
         return torch.full((q.shape[1],), -torch.inf, dtype=q.dtype)
-    band = make_score(q.shape[-1], score["is_causal"], None, score["window"], None)
+    band = make_spec(q.shape[-1], spec["is_causal"], None, spec["window"], None)
     rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[2])
     s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-    s = s * (q.shape[-1] ** -0.5 if score["scale"] is None else score["scale"])
-    if score["softcap"]:
-        s = score["softcap"] * torch.tanh(s / score["softcap"])
+    s = s * (q.shape[-1] ** -0.5 if spec["scale"] is None else spec["scale"])
+    if spec["softcap"]:
+        s = spec["softcap"] * torch.tanh(s / spec["softcap"])
     hidden = band.hidden(rows, keys, len(keys) - len(rows))
     return s.masked_fill(hidden, -torch.inf).amax((0, 2, 3))
 

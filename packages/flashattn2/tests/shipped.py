@@ -77,7 +77,7 @@ def sample():
 
 def can_occur(path, block_d, options):
     """Packed sequences have a path by TMA of their own; the narrowest head dim is 16."""
-    if path in configs.BY_TMA and bool(options.get("packed")) != (path == "packed"):
+    if path in configs.TMA_PATHS and bool(options.get("packed")) != (path == "packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 
@@ -93,7 +93,7 @@ def serving(key, block_d, options):
     if block_d not in configs.TILES.get(key, {}):
         key = ("tma", *key[1:])
     # In order, each once.
-    tiles = dict.fromkeys(configs.sizes(key, block_d, kind) for kind in kinds)
+    tiles = dict.fromkeys(configs.find_sizes(key, block_d, kind) for kind in kinds)
     return [tile for tile in tiles if tile is not None]
 
 
@@ -107,7 +107,7 @@ def jobs(key, block_d, tile, options):
     for kernel, arch in itertools.product(kernels, ARCHITECTURES[path, kind == "half"]):
         yield {
             "kernel": kernel, "tile": tile, "dim": dim, "arch": arch,
-            "tma": path in configs.BY_TMA,
+            "tma": path in configs.TMA_PATHS,
             "kind": kind, "precision": "ieee" if half else kind,
             "dtype": "bf16" if half else "fp32", **options,
         }  # fmt: skip

@@ -13,7 +13,7 @@ import shipped
 import torch
 import tune
 from flashattn2.kernels import configs, launch
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 
 # The opt-in limit a block has: 227 KiB on sm_90, 163 KiB on sm_80.
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
@@ -118,7 +118,7 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
         tile, by_tma, _ = configs.choose(kernel, "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
-        assert tile == configs.Tile(*configs.sizes((path, "half", kernel), 128, rich))
+        assert tile == configs.Tile(*configs.find_sizes((path, "half", kernel), 128, rich))
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]
@@ -133,7 +133,8 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
 
     def by_tma():
         plans = [
-            launch.plan(kernel, "ieee", Score(0.1), x, x, x, packed=True) for kernel in kernels
+            launch.plan(kernel, "ieee", AttentionSpec(0.1), x, x, x, packed=True)
+            for kernel in kernels
         ]
         return [plan.tma for plan in plans]
 
@@ -164,7 +165,7 @@ def narrow_tiles():
     for kernel in ("forward", "dq", "dkdv", "atomic"):
         key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1
         for block_d, rich in itertools.product((64, 128), (False, True)):
-            tile = configs.sizes(key, block_d, rich)
+            tile = configs.find_sizes(key, block_d, rich)
             if tile is not None and tile[side] < 64:
                 yield key, block_d, rich, tile, side
 

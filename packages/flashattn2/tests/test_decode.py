@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention_with_kvcache
-from flashattn2.decode import _assert_values
-from flashattn2.problem import make_score
+from flashattn2 import aten, attention_reference, flash_attention_with_kvcache
+from flashattn2.kvcache.eager import attend_sequences
+from flashattn2.kvcache.validation import assert_values
+from flashattn2.spec import AttentionSpec, make_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def paged(cache, page_size, spare=3):
@@ -126,8 +128,8 @@ def test_autocast_lowers_nothing_within(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
     exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
-    assert torch.equal(exact, lowered)
+        cast_for_autocast = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    assert torch.equal(exact, cast_for_autocast)
 
 
 def test_it_compiles_in_one_graph(interpreter):
@@ -185,7 +187,7 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
     for _ in range(2):
         with (
             torch.no_grad(),
-            pytest.raises(ValueError, match=r"block_table names|cache_seqlens is"),
+            pytest.raises(ValueError, match=r"block_table must name|cache_seqlens must be"),
         ):
             run(q, k, v, new, lengths, table)
     assert torch.equal(k, before[0])
@@ -196,10 +198,10 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
 def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
     _, k, _, _ = pages_of_four()
     good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
-    _assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
+    assert_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     with pytest.raises(RuntimeError, match=r"block_table must name|cache_seqlens must be"):
-        _assert_values(lengths, 0, k, table)
+        assert_values(lengths, 0, k, table)
 
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
@@ -209,8 +211,8 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
 
     q, k, v, new = pages_of_four()
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
-    score = make_score(16, False, None, None, None)
-    out, lse = decode.decode(q, k, v, lengths, table, score, "ieee", 0)
+    spec = make_spec(16, False, None, None, None)
+    out, lse = decode.decode(q, k, v, lengths, table, spec, "ieee", 0)
     wrong = [not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
              for t, n in zip(table.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
     assert any(wrong)
@@ -272,22 +274,30 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"q": None}, TypeError, "q is a NoneType"),
-        ({"q": Q[0]}, ValueError, r"q has shape \(4, 1, 16\); give four"),
-        ({"q": Q[:1]}, ValueError, "q has batch 1 and k_cache 2; .* block_table"),
-        ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide among 2"),
-        ({"q": Q.half()}, ValueError, "q is torch.float16 and k_cache torch.float32"),
-        ({"v_cache": CACHE[:, :, :7]}, ValueError, "do not belong together"),
-        ({"k": CACHE}, ValueError, "k and v go together"),
-        ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k is .* give .* \(batch 2, kv_heads 2"),
-        ({"cache_seqlens": 9}, ValueError, r"cache_seqlens is \[9, 9\]; .* from 0 to 8"),
+        ({"q": None}, TypeError, "q to be a torch.Tensor, got NoneType"),
+        ({"q": Q[0]}, ValueError, r"four dimensions, got shape \(4, 1, 16\)"),
+        ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
+        ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
+        ({"q": Q.half()}, ValueError, "k_cache, torch.float32, got torch.float16"),
+        ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache the shape of k_cache"),
+        ({"k": CACHE}, ValueError, "both k and v to append"),
+        ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
+        ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got \[9, 9\]"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
-        ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is list; give an int"),
-        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "give int32 of shape"),
-        ({"block_table": TABLE.long()}, ValueError, "block_table is torch.int64"),
-        ({"block_table": TABLE + 2}, ValueError, "names page 2; there are pages 0 to 1"),
-        ({"split_size": 4}, ValueError, "split_size 4 is for the Triton kernels"),
+        (
+            {"cache_seqlens": [1, 2]},
+            TypeError,
+            "cache_seqlens to be an int or an int32 tensor, got list",
+        ),
+        ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
+        ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),
+        ({"block_table": TABLE + 2}, ValueError, "must name pages 0 to 1, got page 2"),
+        (
+            {"split_size": 4},
+            ValueError,
+            "split_size applies to the Triton kernels, got split_size=4",
+        ),
     ],
 )
 def test_wrong_input(change, error, message):
@@ -299,3 +309,16 @@ def test_wrong_input(change, error, message):
 def test_it_has_no_gradient():
     with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
         flash_attention_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=3)
+
+
+@pytest.mark.parametrize("seq_q", [1, 2])
+def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq_q):
+    """Float64, other head dims and GPUs without Triton run tiled PyTorch on their device."""
+    monkeypatch.setattr(aten, "kernel", None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 2, n, 20, device="cuda") for n in (seq_q, 4, 4))
+        for spec in (AttentionSpec(1.0), AttentionSpec(1.0, 2, 0), AttentionSpec(1.0, softcap=2.0)):
+            for counts in ([4, 4], [3, 4]):
+                out, lse = attend_sequences(q, k, v, counts, None, spec)
+                assert out.shape == q.shape
+                assert out.device == lse.device == q.device

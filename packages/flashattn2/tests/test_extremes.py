@@ -136,13 +136,15 @@ def test_on_amd_nothing_is_asked_for_that_triton_has_only_for_nvidia(monkeypatch
     launch.device_of.cache_clear()
     assert not gpu.has_tma
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
-    from flashattn2.problem import Score
+    from flashattn2.spec import AttentionSpec
 
     for (_, kind, kernel), dims in configs.TILES.items():
         dtype = torch.bfloat16 if kind == "half" else torch.float32
         for dim in dims:
             x = torch.empty(1, 1, 512, dim, dtype=dtype)
-            plan = launch.plan(kernel, kind, Score(1.0, left=9, softcap=2.0), x, x, x, packed=False)
+            plan = launch.plan(
+                kernel, kind, AttentionSpec(1.0, left=9, softcap=2.0), x, x, x, packed=False
+            )
             assert not plan.tma
             assert dtype == torch.bfloat16 or plan.precision == "ieee"
             assert "maxnreg" not in plan.tile.compiler_options

@@ -37,8 +37,8 @@ def judged(q, k, v, *, softcap=None, mask=None, **options):
             mask, None, None, q.shape[2], k.shape[2], device="cpu", BLOCK_SIZE=32
         )
 
-    def cap(score, b, h, i, j):
-        return softcap * torch.tanh(score / softcap)
+    def cap(spec, b, h, i, j):
+        return softcap * torch.tanh(spec / softcap)
 
     out, aux = flex_attention(
         q, k, v, score_mod=cap if softcap else None, block_mask=block_mask,

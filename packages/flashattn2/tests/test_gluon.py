@@ -19,7 +19,8 @@ from flashattn2 import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from flashattn2.gluon import backward, forward
+from flashattn2.experimental import gluon_backward as backward
+from flashattn2.experimental import gluon_forward as forward
 from gluon_machine import Machine
 from gluon_schedules import explore
 from triton.experimental.gluon import language as gl
@@ -30,7 +31,7 @@ def machine(monkeypatch):
     """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
     found = Machine("forward_kernel")
     monkeypatch.setattr(forward, "forward_kernel", found)
-    monkeypatch.setattr(dispatch, "_why_no_gluon_on", lambda _: None)
+    monkeypatch.setattr(dispatch, "_find_gluon_device_obstacle", lambda _: None)
     return found
 
 
@@ -386,10 +387,10 @@ def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
     ("change", "reason"),
     [
         ({"softcap": 2.0}, "it has no softcap"),
-        ({"return_max_logits": True}, "it does not keep the largest scores"),
-        ({"dim": 80}, "it is for head dims 64 and 128, the values' too, not 80 and 80"),
-        ({"dtype": torch.float32}, "it is for bfloat16 and float16, not torch.float32"),
-        ({"split_size": 64}, "split_size 64 is for the Triton kernels"),
+        ({"return_max_logits": True}, "it does not return the largest scores"),
+        ({"dim": 80}, "head dims of 64 or 128, equal for q and v, got 80 and 80"),
+        ({"dtype": torch.float32}, "expected bfloat16 or float16, got torch.float32"),
+        ({"split_size": 64}, "split_size applies to the Triton kernels, got split_size=64"),
     ],
 )
 def test_what_it_cannot_take_is_refused_with_the_reason(machine, change, reason):
@@ -403,9 +404,9 @@ def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch)
     x = torch.randn(1, 1, 4, 64).bfloat16()
     cu = torch.tensor([0, 4], dtype=torch.int32)
     flat = x[0].transpose(0, 1)
-    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+    with pytest.raises(ValueError, match="it supports neither packed sequences nor a cache"):
         flash_attention_varlen(flat, flat, flat, cu, cu, backend="gluon")
-    with pytest.raises(ValueError, match="it takes neither packed sequences nor a cache"):
+    with pytest.raises(ValueError, match="it supports neither packed sequences nor a cache"):
         flash_attention_with_kvcache(x, x, x, cache_seqlens=4, backend="gluon")
     assert explain(x, x, x).backend == "aten"
     explanation = explain(x, x, x, backend="gluon")
@@ -415,7 +416,7 @@ def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch)
     assert [tile.split(":")[0] for tile in explanation.tiles] == ["forward", "atomic"]
     assert "128 queries by 128 keys" in explanation.tiles[0]
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"GPUs of compute capability 9\.0; got cpu"):
+    with pytest.raises(ValueError, match=r"GPU of compute capability 9\.0, got cpu"):
         flash_attention(x, x, x, backend="gluon")
 
 

@@ -10,7 +10,7 @@ from flashattn2 import (
     flash_attention_with_kvcache,
     sdpa,
 )
-from flashattn2.problem import make_score
+from flashattn2.spec import make_spec
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Fewer keys than a vector register holds, exactly as many, and a remainder.
@@ -31,9 +31,9 @@ def poison(tensors, name, row):
 def assert_keeps_nan(out, lse, q, k, v, **options):
     """Every number that depends on a NaN is NaN, and no row of another head is."""
     # The reference multiplies hidden values by 0, which leaves NaN: only what is seen counts here.
-    score = make_score(16, options.get("is_causal", False), None, options.get("window"), None)
+    spec = make_spec(16, options.get("is_causal", False), None, options.get("window"), None)
     seq_q, seq_k = q.shape[2], k.shape[2]
-    seen = ~score.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
+    seen = ~spec.hidden(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     row_is_nan = ((q.double() @ k.double().mT).isnan() & seen).any(-1)
     is_nan = row_is_nan[..., None] | (seen.double() @ v.isnan().double() > 0)

@@ -108,9 +108,9 @@ def test_autocast_lowers_what_sdpa_would(function):
 
     exact = run()
     with torch.autocast("cpu", torch.bfloat16):
-        lowered = run()
-    assert lowered.dtype == torch.bfloat16
-    torch.testing.assert_close(lowered.float(), exact, atol=0.02, rtol=0.02)
+        cast_for_autocast = run()
+    assert cast_for_autocast.dtype == torch.bfloat16
+    torch.testing.assert_close(cast_for_autocast.float(), exact, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
@@ -134,8 +134,8 @@ def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dty
     # Values that the lower precision holds exactly, and no sum of a gradient over casts.
     held = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype):
-        lowered = derivatives(*held)
-    for ours, expected in zip(lowered, by_hand, strict=True):
+        cast_for_autocast = derivatives(*held)
+    for ours, expected in zip(cast_for_autocast, by_hand, strict=True):
         assert torch.equal(ours.to(expected.dtype), expected)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flashattn2 import flash_attention, flash_attention_with_kvcache, sdpa
-from flashattn2.attention import PLANS
+from flashattn2.plan_cache import PLANS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import laid_out

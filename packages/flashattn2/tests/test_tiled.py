@@ -4,7 +4,7 @@ import pytest
 import torch
 from against_float64 import assert_as_good_as_plain, results
 from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention, tiled
-from flashattn2.problem import Score
+from flashattn2.spec import AttentionSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from option_pairs import OPTIONS, pairwise, sinks, tensors
@@ -103,9 +103,9 @@ def test_the_paper_s_function_saves_one_tensor_a_row():
 @pytest.mark.usefixtures("small_tiles")
 def test_the_tiled_backward_compiles_to_the_same_gradients():
     q, k, v = (torch.randn(1, 1, 16, 4) for _ in "qkv")
-    score = Score(0.5, right=0)
-    out, lse, _ = tiled.forward(q, k, v, score)
-    arguments = (q, k, v, out, lse, torch.randn_like(out), None, score)
+    spec = AttentionSpec(0.5, right=0)
+    out, lse, _ = tiled.forward(q, k, v, spec)
+    arguments = (q, k, v, out, lse, torch.randn_like(out), None, spec)
     compiled = torch.compile(tiled.backward, fullgraph=True)
     for ours, theirs in zip(compiled(*arguments), tiled.backward(*arguments), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -23,7 +23,7 @@ MASK_READERS = """
 REFUSED = {
     **dict.fromkeys(MASK_READERS.split(), READS_MASK),
     **dict.fromkeys(("falcon", "gpt_neo", "gptj"), OWN_CLASSES),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "takes no position_bias"),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "does not support position_bias"),
     "recurrent_gemma": "read the padding before a sequence",
 }
 

@@ -165,7 +165,7 @@ def best(key, block_d, rich, arch, compiled, speed):
 def beats_pointers(key, block_d, rich, tile, speed):
     """Whether packed sequences are faster by TMA in this tile than by pointers in theirs."""
     paths = {path: (path, *key[1:]) for path in ("packed", "hopper")}
-    tiles = {"packed": tile, "hopper": configs.sizes(paths["hopper"], block_d, rich)}
+    tiles = {"packed": tile, "hopper": configs.find_sizes(paths["hopper"], block_d, rich)}
     first = options("packed", rich)[0]
     times = [speed(*shipped.jobs(paths[path], block_d, tiles[path], first)) for path in paths]
     return times[0] < times[1]

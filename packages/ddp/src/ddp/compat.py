@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.logging_data import logging_data
+from ddp.metering.logging_data import logging_data
 from ddp.options import Options
 from ddp.replica import Replica
 

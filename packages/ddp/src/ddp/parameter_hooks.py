@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from ddp.weighting import GradientWeighting
 
-if TYPE_CHECKING:
-    from ddp.replica import Replica
+#: A `ddp.replica.Replica`, whose module imports this one.
+Replica = Any
 
 
 class GradientHook(partial[None]):

@@ -365,5 +365,5 @@ class Replica:
             return
         source = 0
         if self._ddp._join_config.enable:
-            source = highest_rank(self, is_candidate=is_participating)
+            source = highest_rank(self.group, self.device, is_candidate=is_participating)
         broadcast_buffers(buffers, self.group, self.failures, source)

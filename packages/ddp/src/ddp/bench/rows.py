@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from ddp.bench.designs import Design, Timing
-from ddp.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
+from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
 
 Row = dict[str, float | int | str]
 

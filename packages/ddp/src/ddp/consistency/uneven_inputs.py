@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from ddp.consistency.model_agreement import broadcast_state
+from ddp.process_group import ReduceGroup
 
-if TYPE_CHECKING:
-    from ddp.replica import Replica
+#: A `ddp.replica.Replica`, whose module imports this one.
+Replica = Any
 
 
 class ZeroContribution(JoinHook):
@@ -31,7 +32,7 @@ class ZeroContribution(JoinHook):
         """Copy weights and buffers from a rank that took all steps."""
         ddp = self._ddp
         replica = self._replica
-        source = highest_rank(replica, is_candidate=is_last_joiner)
+        source = highest_rank(replica.group, replica.device, is_candidate=is_last_joiner)
         process_group = replica.group.process_group
         broadcast_state(replica.module, process_group, source, ignored=replica.ignored)
         replica.agreement.forget_versions()
@@ -39,9 +40,8 @@ class ZeroContribution(JoinHook):
         ddp._join_config = ddp._join_config._replace(enable=False)
 
 
-def highest_rank(replica: Replica, *, is_candidate: bool) -> int:
+def highest_rank(group: ReduceGroup, device: torch.device, *, is_candidate: bool) -> int:
     """Return the highest rank that is a candidate. A collective."""
-    group = replica.group
-    rank = torch.tensor([group.rank if is_candidate else -1], device=replica.device)
+    rank = torch.tensor([group.rank if is_candidate else -1], device=device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group.process_group)
     return int(rank)

@@ -1,1 +1,1 @@
-"""Bytes, calls and times of each step, and charts of them."""
+"""Bytes, calls and times of each step, charts of them, and a model of the overhead."""

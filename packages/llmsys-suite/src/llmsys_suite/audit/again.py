@@ -13,7 +13,7 @@ from llmsys_suite.audit.check import Check, closest
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.turns import Turns
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 #: Sums of two to sixteen numbers in float32 beside float64: 1e-7. Times ten.
 SUMS = 1e-6

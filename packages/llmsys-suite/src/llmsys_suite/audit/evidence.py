@@ -18,7 +18,7 @@ from llmsys_suite.audit.training import text_evidence
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import network, yardstick
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 
 def gather_evidence(run: Run) -> dict[str, Any]:

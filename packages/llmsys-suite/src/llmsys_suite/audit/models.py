@@ -33,7 +33,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, near
 from llmsys_suite.audit.training import GRADIENT, LOSS, REPLAYED_LOSS
 from llmsys_suite.data import read_text
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import compress as compress_stage
 from llmsys_suite.stages import inspect as inspect_stage
 from llmsys_suite.stages import learn as learn_stage

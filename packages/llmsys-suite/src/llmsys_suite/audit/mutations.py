@@ -32,7 +32,7 @@ from llmsys_suite.measure import samples
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import LOCAL, PEER, SINGLE
 from llmsys_suite.measure.turns import Turns
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import (
     attention,
     compress,

@@ -20,7 +20,7 @@ from llmsys_suite.audit.again import global_batch, initial_weights, on_device
 from llmsys_suite.data import read_text
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import LOCAL
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.server import DiLoCo
 from llmsys_suite.variants.single import Variant

@@ -10,7 +10,7 @@ from llmsys_suite.audit import training
 from llmsys_suite.audit.check import Check, none
 from llmsys_suite.audit.evidence import gather_evidence
 from llmsys_suite.audit.stages import COLLECTIVE, STAGES
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Audit
 
 

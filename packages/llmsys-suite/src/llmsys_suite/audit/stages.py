@@ -31,7 +31,7 @@ from llmsys_suite.audit.check import Check, closest, equal, furthest, none
 from llmsys_suite.audit.training import GRADIENT, LOSS, MOVED, REPLAYED_LOSS
 from llmsys_suite.config import SIZES
 from llmsys_suite.data import read_text
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import TRAINED
 from llmsys_suite.stages import attention as attention_stage
 from llmsys_suite.stages import memory as memory_stage

@@ -15,7 +15,7 @@ from llmsys_suite.report.findings import Row, Section, evidence_of, fastest, pla
 from llmsys_suite.stages import results as of
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2330; --soft: #596275; --line: #dfe3ea; --paper: #fff;

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split import Split, whole_model
 
 

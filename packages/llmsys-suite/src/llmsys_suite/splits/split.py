@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 
 #: Steps of AdamW that each split trains, on the run's first batches.
 TRAINED = 3

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import plain_attention
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Attention
 
 ROUNDS = 7

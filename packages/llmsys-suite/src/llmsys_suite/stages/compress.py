@@ -12,7 +12,7 @@ from torch import nn
 
 from llmsys_suite.measure.turns import take_turns
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Compress
 
 HELDOUT_ROWS = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 import interp
 import torch
 from interp.circuits import induction as circuits
-from interp.patching.streams import drop_heads
+from interp.patching import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Inspect
 
 INDUCTION_STEPS = 500

@@ -26,7 +26,7 @@ from llmsys_suite.config import RunConfig, UsageError, restarts
 from llmsys_suite.data import load_corpus
 from llmsys_suite.measure.samples import LOCAL, PEER, SERVER, SINGLE
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.writing import MODEL, text, write
 from llmsys_suite.stages.results import Learn
 from llmsys_suite.variants import VARIANTS

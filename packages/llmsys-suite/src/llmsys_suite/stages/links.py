@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collectives.bench
 
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Links, Skipped
 
 #: Bytes: where latency decides, where both do, where bandwidth does.

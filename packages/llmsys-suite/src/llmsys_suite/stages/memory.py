@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Memory
 
 ROWS = 4

@@ -19,7 +19,7 @@ from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.stages.results import Plan, Prediction
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 # Python, torch and its libraries, per process.
 PROCESS_BYTES = 700 * 2**20

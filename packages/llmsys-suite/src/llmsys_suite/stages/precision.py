@@ -10,7 +10,7 @@ from torch import nn
 
 from llmsys_suite.measure.turns import Turns, take_turns
 from llmsys_suite.model import Decoder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Precision, Rows
 
 ROUNDS = 7

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.config import SIZES
 from llmsys_suite.measure.turns import now
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Profile, Rows
 from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case

@@ -12,7 +12,7 @@ import torch
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Scale
 
 # FLOPs for each measured step of the run's variants, and widths on both sides of the best: a valley

@@ -28,7 +28,7 @@ from llmsys_suite.measure.samples import (
     utilization,
 )
 from llmsys_suite.measure.shallow import Shallow
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages.results import Plan, Train
 from llmsys_suite.variants import VARIANTS, variants_here
 from llmsys_suite.variants.single import Variant

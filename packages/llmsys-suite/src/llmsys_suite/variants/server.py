@@ -14,7 +14,7 @@ from llmsys_suite.model import ModelConfig
 from llmsys_suite.variants.single import Variant
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 
 class ParameterServer(Variant):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from llmsys_suite.model import Decoder, ModelConfig
 
 if TYPE_CHECKING:
-    from llmsys_suite.rank import Run
+    from llmsys_suite.ranks.rank import Run
 
 
 class CountedAllReduce:

@@ -1,10 +1,11 @@
-"""What the backward pass needs of each row: D = rowsum(dO ∘ O) - dL.
+"""The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Notable: two roundings here show beside those of whole float32 products.  A log-sum-exp above 4 is
-rounded by up to 2.4e-7, and every entry of its row of P errs by that; and dO · O does not err as
-the dP does that it is taken from, of which dS may be the small rest.  So where products are EXACT a
-pass over the keys makes the P and dP that the later kernels make and sums them: P is divided by its
-sum, and D = rowsum(P ∘ dP) - dL.  All else errs more in its products, and spares two of nine.
+Two rounding errors are larger than those of EXACT float32 products.  First, a log-sum-exp above 4
+is rounded by up to 2.4e-7, a relative error of every entry in its row of P.  Second, D = dO · O is
+subtracted from dP, but its rounding error is not that of dP, which matters if their difference is
+small.  Therefore, for EXACT products, `sums_kernel` sums the same P and dP that the later kernels
+compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors
+in their products and skip this kernel, which saves two of nine products.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -15,12 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import key_ranges, load_tile, place, power, program, seen, tanh
-from flashattn2.problem import Score
+from flashattn2.kernels.tiles import (
+    exponential,
+    is_visible,
+    key_ranges,
+    load_tile,
+    locate_tile,
+    program,
+    tanh,
+)
+from flashattn2.spec import AttentionSpec
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
-    """D from the output."""
+    """Return D = rowsum(dO ∘ O) - dL."""
     batch, heads, rows, dim = out.shape
     d = torch.empty_like(lse)
     tiles = launch.cdiv(rows, 32)
@@ -34,13 +43,13 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 
 def norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    cu_q: Tensor | None, cu_k: Tensor | None, score: Score, precision: str, split_size: int,
+    cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str, split_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What makes each row of P sum to one, and D, both from the sums over P and dP."""
+    """Return 1 / rowsum(P) and D, both from sums over P and dP."""
     plan = launch.plan(
         "dq",
         precision,
-        score,
+        spec,
         q,
         k,
         v,
@@ -54,12 +63,12 @@ def norm_and_delta(
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
     sums_kernel[launch.grid(tiles, batch * heads, splits)](
         q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
-        launch.cuts(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.numbers(score, True), plan.meta(q, v, score, cu_q is not None),
+        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.score_factors(spec, True), plan.meta(q, v, spec, cu_q is not None),
         **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)
-    # A row that sees no key has P = 0, whatever it is multiplied by.
+    # A row that sees no key has P = 0, so any finite factor is valid.
     norm = torch.where(total == 0.0, 1.0, 1.0 / total)
     d = norm * dp_sums.sum(0)
     return norm, d if grad_lse is None else d - grad_lse
@@ -70,7 +79,7 @@ def delta_kernel(
     out, grad_out, grad_lse, delta, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """D = rowsum(dO · O) - dL.  Grid: (row tiles · batch · heads)."""
+    """Compute D = rowsum(dO ∘ O) - dL.  Grid: (row tiles · batch · heads)."""
     out_strides, grad_out_strides = strides
     tiles, heads, rows = sizes
     tile, batch, head, at, _ = program(tiles, heads, False)
@@ -87,16 +96,19 @@ def delta_kernel(
 
 @triton.jit
 def sums_kernel(
-    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, score,
+    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, spec,
     meta: tl.constexpr,
 ):  # fmt: skip
-    """Rowsums of P and of P ∘ dP.  Grid: (query tiles · batch · heads, splits of the keys)."""
+    """Compute the row sums of P and P ∘ dP.
+
+    Grid: (query tiles · batch · heads, splits of the keys).
+    """
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, inner, outer, left, right = score
-    tile, batch, head, at, every = program(tiles, heads, True)
+    _, inner, outer, left, right = spec
+    tile, batch, head, at, num_lines = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
-    first, q_begin, k_begin, seq_q, seq_k = place(
+    first, q_begin, k_begin, seq_q, seq_k = locate_tile(
         tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
@@ -119,7 +131,7 @@ def sums_kernel(
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
     positions = (lines + seq_k - seq_q)[:, None]
-    # Beside products of this kind a mask costs little: one loop for all tiles.
+    # Products without matrix units are slow enough to hide a mask: one loop serves all tiles.
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
             k, k_strides, keys_of, start, meta.BLOCK_N, meta.D, meta.BLOCK_D
@@ -131,11 +143,11 @@ def sums_kernel(
         if meta.SOFTCAP:
             raw = tanh(raw * inner)
         keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-        p = power(raw * outer - row_lse[:, None], True)  # [M, N]
-        visible = seen(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
+        p = exponential(raw * outer - row_lse[:, None], True)  # [M, N]
+        visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
         p = tl.where(visible, p, 0.0)
         total += tl.sum(p, 1)
         product += tl.sum(p * tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee"), 1)
-    part = (tl.cast(split, tl.int64) * every + at) * rows + q_begin
+    part = (tl.cast(split, tl.int64) * num_lines + at) * rows + q_begin
     tl.store(p_sums + part + lines, total, lines < seq_q)
     tl.store(dp_sums + part + lines, product, lines < seq_q)

@@ -28,11 +28,11 @@ from torch.distributed.rendezvous import rendezvous
 from llmsys_suite.config import RunConfig, UsageError, restarts
 from llmsys_suite.data import load_corpus, read_text
 from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
-from llmsys_suite.failure import FailureWatch, report_failure
 from llmsys_suite.folder import RunFolder, claim
-from llmsys_suite.launch import STORE
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.rank import Run
+from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from llmsys_suite.ranks.launch import STORE
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.report.progress import Progress
 
 #: Stages that are wings of their own.

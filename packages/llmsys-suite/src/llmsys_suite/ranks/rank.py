@@ -15,9 +15,9 @@ from torch import Tensor
 from llmsys_suite.config import RunConfig
 from llmsys_suite.data import Corpus
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.launch import STAMPS, WITNESS
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
+from llmsys_suite.ranks.launch import STAMPS, WITNESS
 from llmsys_suite.report.progress import Progress
 
 

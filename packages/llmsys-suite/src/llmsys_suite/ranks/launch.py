@@ -29,7 +29,7 @@ FAILURE_SECONDS = 5.0
 SAVING_SECONDS = 15.0
 
 
-def launch(config: RunConfig, module: str = "llmsys_suite.worker") -> int:
+def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
     """Run `module` as every rank to its end; the exit status is 0 only if all ended well."""
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
