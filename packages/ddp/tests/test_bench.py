@@ -1,4 +1,4 @@
-"""The bench runs every design, counts what it sends, and puts prediction beside measurement."""
+"""The benchmark runs every design, counts bytes and calls, and compares prediction and sweep."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def shared_alike(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
 
 
 def rows(wanted: str) -> list[dict]:
-    # The file is loaded under this name on the ranks.
+    # The ranks load this file under this module name.
     options = {"model": "ranks_test_bench:tiny", "all_reduce": "torch.distributed:all_reduce"}
     options["allocate"] = "ranks_test_bench:shared_alike"
     return bench(quick=True, designs=wanted, rounds=3, **options)
@@ -77,7 +77,7 @@ def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
 
 
 def measured(**seconds: tuple[float, float, float, float]) -> Measured:
-    """Two equal turns of designs whose (step, backward, after backward, cpu) are given."""
+    """Return two equal rounds of designs with these (step, backward, after backward, cpu)."""
     meter = Meter()
     meter.record([BucketRecord(("w",), 1, 80, 0, 0.0, 1.0, 1.0)], (0.0, 1.0))
     meters = {name: meter if name == "flat" else None for name in seconds}
@@ -92,13 +92,13 @@ def bound(**seconds: tuple[float, float, float, float]) -> dict:
 
 
 def test_bound_is_the_larger_of_link_and_processor_bound() -> None:
-    # 80 bytes at 20 a second take 4 s; 3 s of backward pass hide three of them.
+    # 80 bytes at 20 bytes per second take 4 s, of which 3 s are hidden by the backward pass.
     steps = {"none": (5.0, 3.0, 0.0, 5.0), "flat": (9.5, 3.0, 4.5, 5.5), "torch": (8.0, 6.0, 0, 6)}
     row = bound(**steps)
     assert (row["wire_ms"], row["overlap_bound_ms"], row["cpu_bound_ms"]) == (4000, 6000, 5500)
     assert row["bound_ratio_to_torch"] == 6 / 8
     assert row["bound_exposed_ratio_to_flat"] == 1 / 4.5
-    # Where communication itself takes the processor, that bounds the step.
+    # If communication uses the processor, the processor time bounds the step.
     row = bound(**steps | {"flat": (9.5, 3.0, 4.5, 7.5), "torch": (8.0, 6.0, 0.0, 7.0)})
     assert (row["cpu_bound_ms"], row["bound_ratio_to_torch"]) == (7000, 7 / 8)
 

@@ -1,4 +1,4 @@
-"""Buckets hold every parameter once, one dtype each, in order, and are as large as asked."""
+"""Buckets partition the parameters by dtype and size, in order."""
 
 import math
 

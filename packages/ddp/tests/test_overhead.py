@@ -1,4 +1,4 @@
-"""The overhead model: its formula, its optimum, and a fit that recovers what made the sweep."""
+"""The overhead model: formula, optimum, and a fit that recovers the parameters of a sweep."""
 
 import pytest
 from ddp import fit, optimal_bucket_bytes, overhead_seconds

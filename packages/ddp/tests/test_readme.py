@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The quick start of the README runs unchanged."""
 
 import os
 import re
