@@ -98,11 +98,10 @@ class TrackedParameters:
 
     def _snapshot(self) -> _Snapshot:
         # The snapshot references the tensors, so that their ids are not reused.
-        owned = []
-        for parameters in self._parameter_dicts:
-            owned += [p for p in parameters.values() if p is not None]
+        parameters = chain.from_iterable([owner.values() for owner in self._parameter_dicts])
+        owned = [p for p in parameters if p is not None]
         attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
-        children = list(chain.from_iterable(child.values() for child in self._child_dicts))
+        children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
         return _Snapshot(owned, attributes, children)
 
 
