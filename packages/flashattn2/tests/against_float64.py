@@ -1,4 +1,4 @@
-"""How far a result is from float64, beside how far plain PyTorch is in the same dtype."""
+"""Errors against float64, compared with those of plain PyTorch in the same dtype."""
 
 from statistics import median
 
@@ -10,9 +10,17 @@ NAMES = ("output", "lse", "dq", "dk", "dv")
 
 
 def textbook(
-    q, k, v, *, is_causal=False, scale=None, window=None, softcap=None, sinks=None,
+    q,
+    k,
+    v,
+    *,
+    is_causal=False,
+    scale=None,
+    window=None,
+    softcap=None,
+    sinks=None,
     return_lse=False,
-):  # fmt: skip
+):
     """Plain PyTorch: attention as anyone would write it, matrix product, softmax, matrix product.
 
     It is more exact than the reference, which makes P from a rounded log-sum-exp.

@@ -64,7 +64,7 @@ row_sums.delta = lambda out, grad_out, grad_lse, lse: torch.zeros_like(lse)
 
 
 def compile_job(job):
-    """What the compilers made of it: Triton's PTX, and of that ptxas's machine code."""
+    """Compile the kernels of a job with Triton and ptxas, and yield facts of the machine code."""
     dim = job["dim"]
     batch, heads, kv_heads, seq_q, seq_k = job.get("shape", (2, 4, 2, 300, 500))
     q = torch.zeros(batch, heads, seq_q, dim, dtype=DTYPES[job["dtype"]])
@@ -76,9 +76,11 @@ def compile_job(job):
         backward.backward(q, k, v, q, lse, q, None, spec, job["deterministic"])
         while LAUNCH_BACK.launched:
             compiled, options = LAUNCH_BACK.launched.pop(0)
-            products = 5 if options["ATOMIC"] else 4 if options["BY_KEY"] else 3
+            products = 4 if options["BY_KEY"] else 3
+            if options["ATOMIC"]:
+                products = 5
             tile = options["RESIDENT"] * options["ROWS"]
-            code = made(compiled, 2, products * tile * dim)
+            code = facts_of(compiled, 2, products * tile * dim)
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
         forward.forward(q, k, v, spec)
@@ -86,12 +88,12 @@ def compile_job(job):
         # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
         loops = 3 if job["left"] else 2
         products = (loops + 1) * 2 * forward.CONSUMERS * tile.rows * tile.keys * dim
-        # Each consumer is a copy of its own in the code, issued by one warpgroup.
-        yield {**job, **made(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
+        # The code contains each consumer separately, issued by one warpgroup.
+        yield {**job, **facts_of(LAUNCH.launched.pop()[0], 1, products), "stages": tile.stages}
 
 
-def made(compiled, warpgroups, products):
-    """Of one kernel, whose products add so many pairs of numbers."""
+def facts_of(compiled, warpgroups, products):
+    """Return facts of one compiled kernel, whose products need `products` multiplications."""
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     code = run(BIN / "cuobjdump", "-sass", cubin, ".cubin")
     return {
@@ -120,21 +122,21 @@ def unguarded_arrivals(ptx):
     `wgmma.wait_group` waits for the products of the warp that executes it: where one thread speaks
     for four warps, they have to meet after that.
     """
-    found, met = [], True
+    steps, met = [], True
     for line in ptx.splitlines():
         if "wgmma.wait_group" in line:
             met = False
         elif re.search(r"\bbar(rier)?\.sync|\bbarrier\.cta", line):
             met = True
         elif "mbarrier.arrive.shared" in line and not met:
-            found.append(line.strip())
-    return found
+            steps.append(line.strip())
+    return steps
 
 
 def stores(ptx):
-    """What happens to O from registers to global memory, in order, each run of one kind once.
+    """Return the steps of O from registers to global memory in order, without repetitions.
 
-    Every thread makes what it wrote visible to TMA, then all meet, then one orders the copy.
+    Every thread makes its writes visible to TMA, then all synchronize, then one issues the copy.
     """
     kinds = {
         "stmatrix": "write",
@@ -144,14 +146,14 @@ def stores(ptx):
         "cp.async.bulk.wait_group": "wait",
     }
     for piece in re.findall(r"stmatrix.*?cp\.async\.bulk\.wait_group", ptx, re.DOTALL):
-        found = re.findall("|".join(map(re.escape, kinds)), piece)
-        yield [kind for kind, _ in itertools.groupby(kinds[x] for x in found)]
+        steps = re.findall("|".join(map(re.escape, kinds)), piece)
+        yield [kind for kind, _ in itertools.groupby(kinds[x] for x in steps)]
 
 
 def exchanges(ptx):
-    """What happens to all that consumers write for TMA or a product to read, in the order of text.
+    """Return the steps of data that consumers write for TMA or a product, without repetitions.
 
-    From the first such write on, each run of one kind once.
+    The steps are in the order of the code, from the first such write on.
     """
     kinds = {
         "write": r"m8n8\.x4|st\.shared\.v2",
@@ -162,8 +164,8 @@ def exchanges(ptx):
         "product": r"wgmma\.mma_async[^;]*}, %rd\d+, %rd\d+, [^;]*, 1, 1;",
     }
     pattern = "|".join(f"(?P<{kind}>{text})" for kind, text in kinds.items())
-    found = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))
-    return [kind for kind, _ in itertools.groupby(found)]
+    steps = (match.lastgroup for match in re.finditer(pattern, ptx[ptx.index("m8n8.x4") :]))
+    return [kind for kind, _ in itertools.groupby(steps)]
 
 
 def under_products(code):

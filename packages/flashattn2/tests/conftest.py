@@ -1,4 +1,4 @@
-"""Where there is no GPU the Triton kernels run in Triton's interpreter, on CPU tensors."""
+"""Fixtures: without a GPU, the Triton kernels run in Triton's interpreter on CPU tensors."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-# What these tests share, importable by name.
+# Helper modules are importable by name.
 sys.path.append(str(Path(__file__).parent))
 
 # Triton reads this when a kernel is defined, so it is set before any test file is imported.
@@ -52,8 +52,8 @@ def interpreter(monkeypatch):
     def use(*, splits=1, tma=True, packed=False):
         paths = {"tma", "packed" if packed else "tma"}
 
-        def choose(*given):
-            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(given[4]), given[1]
+        def choose(*arguments):
+            return configs.Tile(16, 32, 4, 1), not paths.isdisjoint(arguments[4]), arguments[1]
 
         monkeypatch.setattr(launch, "choose", choose)
         monkeypatch.setattr(launch, "split_count", lambda *_: splits)
@@ -106,7 +106,7 @@ def _as_float32(handle):
 
 
 def pytest_collection_modifyitems(items):
-    """What torch 2.11 and triton 3.6 themselves warn of, in their own code."""
+    """Ignore warnings that torch 2.11 and triton 3.6 raise in their code."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             for message in ("Conversion of an array with ndim > 0", ".torch.jit.script"):

@@ -36,7 +36,7 @@ DROPOUTS = (
     "attention_dropout attn_pdrop resid_pdrop embd_pdrop dropout hidden_dropout activation_dropout "
     "attention_probs_dropout_prob hidden_dropout_prob"
 )
-# What a family needs beyond these sizes.
+# Options that some families need in addition to these sizes.
 DECODERS = (
     "bert roberta electra ernie megatron-bert roformer camembert xlm-roberta xlm-roberta-xl xmod "
     "data2vec-text rembert big_bird roberta-prelayernorm bert-generation reformer roc_bert"
@@ -113,7 +113,7 @@ def run(model, side):
 
 
 def outcome(family):
-    """What our attention does with a family: "equal", or the message with which it refuses."""
+    """Return "equal" if a family has its eager logits, or the message of the refusal."""
     try:
         eager = build(family, "eager")
         expected = {side: run(eager, side) for side in ("none", "left", "right")}
@@ -124,11 +124,11 @@ def outcome(family):
     try:
         model = build(family, "linear_memory")
         model.load_state_dict(eager.state_dict())
-        found = {side: run(model, side) for side in expected}
+        computed = {side: run(model, side) for side in expected}
     except ValueError as error:
         return str(error)
     for side, right in expected.items():
         torch.testing.assert_close(
-            found[side], right, atol=1e-4, rtol=1e-3, msg=f"{family}, padding on side {side}"
+            computed[side], right, atol=1e-4, rtol=1e-3, msg=f"{family}, padding on side {side}"
         )
     return "equal"

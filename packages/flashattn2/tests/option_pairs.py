@@ -49,9 +49,9 @@ def pairwise(options):
     return rows
 
 
-def sinks(asked, shape):
+def sinks(requested, shape):
     """A sink a head, some above every score and some below."""
-    return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if asked else {}
+    return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if requested else {}
 
 
 def tensors(shape, dim, dtype=torch.float32):

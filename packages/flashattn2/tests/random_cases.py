@@ -1,4 +1,4 @@
-"""Cases drawn from all options together, and what each of them is held against in float64."""
+"""Cases drawn from all options together, and their references in float64."""
 
 import random
 
@@ -71,11 +71,11 @@ def tensors(case):
         (batch, case["kv_heads"], seq_k, case["v_dim"]),
         (batch, heads, seq_q, case["v_dim"]),
     )
-    made = [
+    inputs = [
         laid_out(torch.randn(shape).to(case["dtype"]), layout)
         for shape, layout in zip(shapes, case["layouts"], strict=True)
     ]
-    return *made, torch.randn(heads) * 2 if case["sinks"] else None
+    return *inputs, torch.randn(heads) * 2 if case["sinks"] else None
 
 
 def laid_out(x, layout):
@@ -135,7 +135,7 @@ def ours(case):
 def plainly(case):
     """Matrix product, softmax, matrix product, for each packed sequence by itself."""
 
-    def one(q, k, v, **options):
+    def attend_dense(q, k, v, **options):
         spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
         out, lse = textbook(q, k, v, **spec, sinks=options["sinks"])
         if not case["largest"]:
@@ -144,11 +144,14 @@ def plainly(case):
 
     def run(q, k, v, **options):
         if case["kind"] != "packed":
-            return one(q, k, v, **options)
-        parts, at_q, at_k = [], 0, 0
+            return attend_dense(q, k, v, **options)
+        parts = []
+        at_q = at_k = 0
         for n_q, n_k in case["lengths"]:
             keys = slice(at_k, at_k + n_k)
-            parts.append(one(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options))
+            parts.append(
+                attend_dense(q[:, :, at_q : at_q + n_q], k[:, :, keys], v[:, :, keys], **options)
+            )
             at_q, at_k = at_q + n_q, at_k + n_k
         out, lse, *rest = zip(*parts, strict=True)
         maxima = [torch.stack(part).amax(0) for part in rest]
@@ -178,12 +181,17 @@ def check(case, options):
         return check_decode(case, options, leaves)
     exact = differentiated(plainly(case), case, options, leaves, torch.float64)
     plain = differentiated(plainly(case), case, options, leaves, case["dtype"])
-    given = [
+    arguments = [
         None if x is None else laid_out(x, layout)
         for x, layout in zip(leaves, (*case["layouts"], ""), strict=True)
     ]
-    assert_close(case, options, differentiated(ours(case), case, options, given, case["dtype"]),
-                 plain, exact)  # fmt: skip
+    assert_close(
+        case,
+        options,
+        differentiated(ours(case), case, options, arguments, case["dtype"]),
+        plain,
+        exact,
+    )
     return None
 
 
@@ -220,22 +228,31 @@ def check_decode(case, options, leaves):
         for x in (k, v)
     ]
     out, lse = flash_attention_with_kvcache(
-        q, *caches, *(added if new else ()), return_lse=True, block_table=table,
-        cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new, sinks=sinks,
-        backend=case["backend"], split_size=case["split_size"], precision="ieee", **options,
-    )  # fmt: skip
+        q,
+        *caches,
+        *(added if new else ()),
+        return_lse=True,
+        block_table=table,
+        cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new,
+        sinks=sinks,
+        backend=case["backend"],
+        split_size=case["split_size"],
+        precision="ieee",
+        **options,
+    )
     for b, count in enumerate(counts):
-        one = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
+        sequence = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
         results = [
             [
                 x.double().nan_to_num(neginf=0.0)
                 for x in textbook(
-                    *(x.to(dtype) for x in one), **options,
+                    *(x.to(dtype) for x in sequence),
+                    **options,
                     sinks=None if sinks is None else sinks.to(dtype),
                 )
             ]
             for dtype in (case["dtype"], torch.float64)
-        ]  # fmt: skip
+        ]
         mine = [x[b : b + 1].double().nan_to_num(neginf=0.0) for x in (out, lse)]
         assert_close(case, options, mine, *results)
 

@@ -59,8 +59,11 @@ def check(interpreter, sparse, strides, seq):
 
 
 def test_the_parts_of_many_splits_are_combined(sparse):
-    """Of 16 splits only 13 and 15 see keys, alike: the result is the mean of their outputs."""
-    splits, heads, rows, dim = 16, 32, 40960, 128
+    """Only splits 13 and 15 of 16 see keys, so the result is the mean of their outputs."""
+    splits = 16
+    heads = 32
+    rows = 40960
+    dim = 128
     part_rows = heads * rows
     assert splits * part_rows * dim >= FAR
     parts = sparse(splits * part_rows * dim, torch.float32)
@@ -71,7 +74,14 @@ def test_the_parts_of_many_splits_are_combined(sparse):
         lse[first : first + 32] = 0.0
     out, sums = sparse(part_rows * dim, torch.float32).view(1, heads, rows, dim), lse[:part_rows]
     combine_kernel[(1, 1)](
-        parts, lse, out, sums.clone(), out.stride()[:3],
-        (rows // 32, heads, rows, splits, part_rows), D=dim, BLOCK_D=dim, BLOCK_M=32,
-    )  # fmt: skip
+        parts,
+        lse,
+        out,
+        sums.clone(),
+        out.stride()[:3],
+        (rows // 32, heads, rows, splits, part_rows),
+        D=dim,
+        BLOCK_D=dim,
+        BLOCK_M=32,
+    )
     assert (out[0, 0, :32] == 14.0).all()

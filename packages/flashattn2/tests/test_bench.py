@@ -61,11 +61,11 @@ def test_a_dated_record_and_its_plots_are_written(rows, monkeypatch, tmp_path, c
     monkeypatch.setattr(bench, "bench", lambda **_: rows)
     bench.main(["--quick", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("*-cpu/flashattn2.json")
-    kept = json.loads(path.read_text())
-    assert kept["rows"] == rows
-    assert kept["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
-    assert path.parent.name == f"{kept['environment']['date'][:10]}-cpu"
-    assert kept["environment"]["gpus"] == []
+    recorded = json.loads(path.read_text())
+    assert recorded["rows"] == rows
+    assert recorded["command"] == f"python -m flashattn2.bench --quick --out {tmp_path}"
+    assert path.parent.name == f"{recorded['environment']['date'][:10]}-cpu"
+    assert recorded["environment"]["gpus"] == []
     plots = {p.name for p in path.parent.glob("*.png")}
     assert plots == {f"flashattn2-{x}.png" for x in ("flash", "train", "naive-memory")}
     assert capsys.readouterr().out.count(".png") == 3

@@ -1,4 +1,4 @@
-"""Every shipped tile, compiled for Hopper and Ampere where there is no GPU: see `shipped.py`."""
+"""Every shipped tile, compiled for Hopper and Ampere without a GPU: see `shipped.py`."""
 
 import itertools
 import json
@@ -32,10 +32,10 @@ def run_script(name, text=""):
 
 
 def compiled(jobs):
-    """What the compiler made of each job, by two processes."""
+    """Compile each job in one of two processes and return the facts."""
 
-    def work(share):
-        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(share))]
+    def work(part):
+        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(part))]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(work, (jobs[::2], jobs[1::2]))
@@ -125,7 +125,7 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
 
 
 def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
-    """Nowhere as shipped; and by keys never, whatever they say."""
+    """No shipped table loads them by TMA, and the kernels by key never do."""
     gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
     x = torch.empty(1, 4, 4096, 64, dtype=torch.bfloat16)

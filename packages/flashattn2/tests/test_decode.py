@@ -14,11 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 def paged(cache, page_size, spare=3):
     """The same rows in shuffled pages, and the table that finds them."""
     batch, heads, capacity, dim = cache.shape
-    each = -(-capacity // page_size)
-    table = torch.randperm(batch * each + spare)[: batch * each].view(batch, each).int()
-    rows = torch.nn.functional.pad(cache, (0, 0, 0, each * page_size - capacity))
-    pages = torch.full((batch * each + spare, heads, page_size, dim), torch.nan, dtype=cache.dtype)
-    pages[table.long()] = rows.unflatten(2, (each, page_size)).transpose(1, 2)
+    num_pages = -(-capacity // page_size)
+    table = (
+        torch.randperm(batch * num_pages + spare)[: batch * num_pages].view(batch, num_pages).int()
+    )
+    rows = torch.nn.functional.pad(cache, (0, 0, 0, num_pages * page_size - capacity))
+    pages = torch.full(
+        (batch * num_pages + spare, heads, page_size, dim), torch.nan, dtype=cache.dtype
+    )
+    pages[table.long()] = rows.unflatten(2, (num_pages, page_size)).transpose(1, 2)
     return pages, table
 
 
@@ -39,13 +43,14 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
     q = torch.randn(batch, heads, seq_q, dims[0]).to(dtype)
     k, v = (torch.randn(batch, kv_heads, capacity, d).to(dtype) for d in dims)
     truth = expected(
-        *(x.double() for x in (q, k, v)), [n + new for n in lengths],
+        *(x.double() for x in (q, k, v)),
+        [n + new for n in lengths],
         **{
             name: x.double() if isinstance(x, torch.Tensor) else x
             for name, x in options.items()
             if name != "split_size"
         },
-    )  # fmt: skip
+    )
     appended = [torch.stack([x[b, :, n : n + new] for b, n in enumerate(lengths)]) for x in (k, v)]
     for b, n in enumerate(lengths):
         k[b, :, n:] = v[b, :, n:] = torch.nan
@@ -56,9 +61,16 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
         torch.manual_seed(1)
         v, _ = paged(v, page_size)
     out, lse = flash_attention_with_kvcache(
-        q, k, v, *(appended if new else ()), block_table=table, return_lse=True, backend=backend,
-        cache_seqlens=torch.tensor(lengths, dtype=torch.int32), **options,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        *(appended if new else ()),
+        block_table=table,
+        return_lse=True,
+        backend=backend,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32),
+        **options,
+    )
     torch.testing.assert_close(out.double(), truth[0], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), truth[1], atol=tolerance, rtol=tolerance)
 
@@ -110,7 +122,8 @@ def test_new_keys_are_written_in_place_behind_the_old(interpreter):
 
 
 def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
-    q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+    q = torch.randn(3, 4, 1, 16)
+    k, v = torch.randn(2, 3, 2, 90, 16)
     lengths = torch.tensor([90, 41, 77], dtype=torch.int32)
 
     def run(rows):
@@ -213,8 +226,10 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     spec = make_spec(16, False, None, None, None)
     out, lse = decode.decode(q, k, v, lengths, table, spec, "ieee", 0)
-    wrong = [not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
-             for t, n in zip(table.tolist(), lengths.tolist(), strict=True)]  # fmt: skip
+    wrong = [
+        not 0 <= n <= 8 or not all(0 <= p < 6 for p in t[: -(-n // 4)])
+        for t, n in zip(table.tolist(), lengths.tolist(), strict=True)
+    ]
     assert any(wrong)
     assert out.isnan().flatten(1).all(1).tolist() == wrong
     assert lse.isnan().flatten(1).all(1).tolist() == wrong

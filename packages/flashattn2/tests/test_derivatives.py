@@ -81,7 +81,7 @@ def test_torch_func_differentiates_it_forward():
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
 @pytest.mark.parametrize("way", ["grad", "backward"])
-def test_a_third_derivative_is_an_error_and_no_part_of_one(backend, way):
+def test_a_third_derivative_is_an_error_and_no_part_of_one(backend, method):
     """`once_differentiable` leaves no path to the inputs, which ``grad`` takes for none needed."""
     q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
     out = flash_attention(q, q, q, backend=backend)
@@ -90,7 +90,7 @@ def test_a_third_derivative_is_an_error_and_no_part_of_one(backend, way):
     with pytest.raises(
         NotImplementedError, match="third derivatives are not supported; use attention_reference"
     ):
-        torch.autograd.grad(second.sum(), q) if way == "grad" else second.sum().backward()
+        torch.autograd.grad(second.sum(), q) if method == "grad" else second.sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])

@@ -1,4 +1,4 @@
-"""What lies at the edge: huge windows, many heads, no heads, no data, no NVIDIA."""
+"""Extreme inputs: huge windows, many heads, no heads, no data, no NVIDIA GPU."""
 
 import itertools
 import subprocess
@@ -61,7 +61,7 @@ def test_a_bound_may_be_numpy_s_integer_or_a_list_and_packed():
 def test_every_grid_is_within_cuda_s_limits(
     interpreter, monkeypatch, packed, splits, deterministic
 ):
-    """65,535 programs at most on all axes but the first, whatever the batch and the heads."""
+    """At most 65,535 programs on all axes but the first, for any batch and heads."""
     from triton.runtime import interpreter as of_triton
 
     interpreter(splits=1 if packed else splits)

@@ -87,26 +87,26 @@ NO_TENSORS = (None, [[1.0]], Q.numpy(), 3.0)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_what_is_no_tensor(function, name, given):
+def test_what_is_no_tensor(function, name, value):
     with pytest.raises(
-        TypeError, match=rf"{name} to be a .*, got .*{type(given).__name__}; .*as_tensor"
+        TypeError, match=rf"{name} to be a .*, got .*{type(value).__name__}; .*as_tensor"
     ):
-        function(**{"q": Q, "k": KV, "v": KV, name: given})
+        function(**{"q": Q, "k": KV, "v": KV, name: value})
 
 
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
-def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(given):
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
+def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(value):
     q, cu = torch.zeros(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
-    for place in range(5):
+    for index in range(5):
         arguments = [q, q, q, cu, cu]
-        arguments[place] = given
+        arguments[index] = value
         with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             flash_attention_varlen(*arguments)
-    for place in range(3):
+    for index in range(3):
         arguments = [Q[0], Q[0], Q[0]]
-        arguments[place] = given
+        arguments[index] = value
         with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             FlashAttentionTorch.apply(*arguments)
     with pytest.raises(TypeError, match=r"cu_seqlens_k to be a torch\.Tensor, got NoneType"):

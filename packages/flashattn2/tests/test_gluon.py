@@ -29,18 +29,18 @@ from triton.experimental.gluon import language as gl
 @pytest.fixture
 def machine(monkeypatch):
     """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
-    found = Machine("forward_kernel")
-    monkeypatch.setattr(forward, "forward_kernel", found)
+    kernel = Machine("forward_kernel")
+    monkeypatch.setattr(forward, "forward_kernel", kernel)
     monkeypatch.setattr(dispatch, "_find_gluon_device_obstacle", lambda _: None)
-    return found
+    return kernel
 
 
 @pytest.fixture
 def back(machine, interpreter, monkeypatch):
     """The same for the backward pass."""
-    found = Machine("backward_kernel")
-    monkeypatch.setattr(backward, "backward_kernel", found)
-    return found
+    kernel = Machine("backward_kernel")
+    monkeypatch.setattr(backward, "backward_kernel", kernel)
+    return kernel
 
 
 def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=1):
@@ -95,9 +95,12 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
     inputs = tensors(
         draw.choice([1, 64, 128, draw.randint(1, 300)]),
         draw.choice([1, 128, 256, draw.randint(1, 600)]),
-        draw.choice([64, 128]), dtype, kv_heads * draw.choice([1, 3]), kv_heads,
+        draw.choice([64, 128]),
+        dtype,
+        kv_heads * draw.choice([1, 3]),
+        kv_heads,
         draw.choice([1, 2]),
-    )  # fmt: skip
+    )
     window, scale = draw.choice([None, (side(), side())]), draw.choice([None, 0.3])
     ours, exact = errors(*inputs, is_causal=draw.random() < 0.4, window=window, scale=scale)
     assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -107,7 +110,7 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
 @pytest.mark.parametrize("lengths", [(129, 300), (200, 150)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
 def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
-    """Of queries that see no key too, and of the log-sum-exp."""
+    """Gradients of queries that see no key, and of the log-sum-exp, are included."""
 
     def run(*args, **options):
         return flash_attention(*args, backend="gluon", deterministic=deterministic, **options)
@@ -130,16 +133,21 @@ def test_its_gradients_are_as_good_as_plain_in_cases_drawn_at_random(back, seed)
     inputs = tensors(
         draw.choice([1, 64, 128, draw.randint(1, 300)]),
         draw.choice([16, 128, 256, draw.randint(16, 400)]),
-        draw.choice([64, 128]), draw.choice([torch.bfloat16, torch.float16]),
-        kv_heads * draw.choice([1, 3]), kv_heads, draw.choice([1, 2]),
-    )  # fmt: skip
+        draw.choice([64, 128]),
+        draw.choice([torch.bfloat16, torch.float16]),
+        kv_heads * draw.choice([1, 3]),
+        kv_heads,
+        draw.choice([1, 2]),
+    )
     assert_as_good_as_plain(
         lambda *args, **options: flash_attention(
             *args, backend="gluon", deterministic=deterministic, **options
         ),
-        inputs, is_causal=draw.random() < 0.4, window=draw.choice([None, (side(), side())]),
+        inputs,
+        is_causal=draw.random() < 0.4,
+        window=draw.choice([None, (side(), side())]),
         scale=draw.choice([None, 0.3]),
-    )  # fmt: skip
+    )
 
 
 def test_any_strides_and_one_head_dimension(machine):
@@ -150,8 +158,8 @@ def test_any_strides_and_one_head_dimension(machine):
     assert torch.equal(flash_attention(q, gaps, v, backend="gluon"), expected)
     beside = v.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(flash_attention(q, k, beside, backend="gluon"), expected)
-    one = (x[:, 0] for x in (q, k, v))
-    assert torch.equal(flash_attention(*one, backend="gluon"), expected[:, 0])
+    single_head = (x[:, 0] for x in (q, k, v))
+    assert torch.equal(flash_attention(*single_head, backend="gluon"), expected[:, 0])
     repeated = k[:, :1].expand(-1, 2, -1, -1)
     assert torch.equal(
         flash_attention(q, repeated, v, backend="gluon"),
@@ -170,7 +178,7 @@ def test_nothing_is_read_or_left_where_nothing_is(machine):
 
 
 def one_program(machine, dim, tiles):
-    """That walks over so many tiles of keys."""
+    """Return a program that iterates over `tiles` tiles of keys."""
     q, k, v = tensors(128, 128 * tiles, dim, heads=1)
     flash_attention(q, k, v, backend="gluon")
     (program,) = machine.programs
@@ -179,7 +187,7 @@ def one_program(machine, dim, tiles):
 
 
 def one_program_back(back, dim, tiles, which):
-    """That so many tiles pass by; "ordered by key", "ordered by query" or "atomic"."""
+    """Return a program that streams `tiles` tiles; `which` names the kind of backward pass."""
     long, deterministic = backward.TILES[dim].rows * tiles, which != "atomic"
     lengths = (128, long) if which == "ordered by query" else (long, 128)
     inputs = [x.requires_grad_() for x in tensors(*lengths, dim, heads=1)]
@@ -222,7 +230,7 @@ def test_no_schedule_of_the_backward_pass_does_either(back, which, dim):
 
 
 def faults(traces):
-    """What one wrong line of the kernel would make of the traces, and what is wrong with it."""
+    """Yield the name of each injected fault and the traces of a kernel with it."""
 
     def is_at(op, kind, barrier):
         return op[0] == kind and (barrier is None or op[1][0] == barrier)
@@ -257,8 +265,8 @@ def faults(traces):
                 if change is None:
                     wrong = earlier(trace, kind, barrier)
                 else:
-                    made = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
-                    wrong = [op for ops in made for op in ops]
+                    changed = (change(op) if is_at(op, kind, barrier) else [op] for op in trace)
+                    wrong = [op for ops in changed for op in ops]
                 yield (
                     f"{kind} {barrier} of {who} {fault}",
                     [*traces[:who], wrong, *traces[who + 1 :]],
@@ -267,9 +275,9 @@ def faults(traces):
 
 def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
     program = one_program(machine, 128, forward.TILES[128].stages + 2)
-    planted = dict(faults(program.traces))
-    assert len(planted) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
-    for fault, traces in planted.items():
+    injected = dict(faults(program.traces))
+    assert len(injected) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
+    for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
 
@@ -279,9 +287,9 @@ def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
 )
 def test_they_are_found_in_the_backward_pass_too(back, which):
     program = one_program_back(back, 128, backward.TILES[128].stages + 2, which)
-    planted = dict(faults(program.traces))
-    assert len(planted) == 3 * 2 + 3 + 2 + 2 + 3 * 3
-    for fault, traces in planted.items():
+    injected = dict(faults(program.traces))
+    assert len(injected) == 3 * 2 + 3 + 2 + 2 + 3 * 3
+    for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the compiled kernels against float64, in every shipped configuration.
+"""Tests that need a GPU: the compiled kernels against float64, in every shipped configuration.
 
 `pytest -m gpu packages/flashattn2` needs torch, triton, numpy and pytest, and no more.
 """
@@ -151,8 +151,8 @@ def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
         for ours, theirs in zip(first, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-2)
         for _ in range(100):
-            again = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
-            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+            repeated = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
+            assert all(torch.equal(a, b) for a, b in zip(repeated, first, strict=True))
 
 
 @on_hopper

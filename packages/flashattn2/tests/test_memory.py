@@ -48,7 +48,7 @@ def test_every_byte_is_counted_those_inside_a_kernel_too():
     x = torch.randn(100, 100)
     # The product, then softmax of it beside it.
     assert peak_extra_bytes(lambda: (x @ x).softmax(-1)) == 2 * x.nbytes
-    # Values and indices are 12 bytes an element; sorting allocates more within.
+    # Values and indices are 12 bytes per element; sorting allocates more within.
     assert peak_extra_bytes(lambda: x.sort()) > 12 * x.numel()
     assert peak_extra_bytes(lambda: None) == 0
 
@@ -72,7 +72,7 @@ def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
 
 
 def test_plain_attention_s_memory_grows_with_the_square():
-    """What the same count says of attention that keeps its scores."""
+    """The same count is quadratic for attention that stores its scores."""
     small, large = (
         peak_extra_bytes(functools.partial(gradient(attention_reference), *inputs(seq)))
         for seq in (256, 512)

@@ -103,9 +103,14 @@ def test_attention_over_a_cache(window, name, seq_k, paged):
             table = torch.zeros(1, 1, dtype=torch.int32) if paged else None
             for lengths in (seq_k, seq_k, torch.tensor([seq_k], dtype=torch.int32)):
                 results = flash_attention_with_kvcache(
-                    q, k, v, cache_seqlens=lengths, block_table=table, window=window,
+                    q,
+                    k,
+                    v,
+                    cache_seqlens=lengths,
+                    block_table=table,
+                    window=window,
                     return_lse=True,
-                )  # fmt: skip
+                )
                 assert_keeps_nan(*results, *tensors, window=window)
 
 

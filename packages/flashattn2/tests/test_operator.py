@@ -7,7 +7,7 @@ from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.filterwarnings(
-    # opcheck looks at the gradients of its own copies.
+    # opcheck reads the gradients of copies that it makes.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 BACKENDS = ("torch", "aten", "triton")
@@ -132,9 +132,9 @@ def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dty
     q, k, v = (x[:1].detach() for x in tensors())
     by_hand = derivatives(*(x.to(dtype).requires_grad_() for x in (q, k, v)))
     # Values that the lower precision holds exactly, and no sum of a gradient over casts.
-    held = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
+    saved = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", dtype):
-        cast_for_autocast = derivatives(*held)
+        cast_for_autocast = derivatives(*saved)
     for ours, expected in zip(cast_for_autocast, by_hand, strict=True):
         assert torch.equal(ours.to(expected.dtype), expected)
 

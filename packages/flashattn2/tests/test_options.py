@@ -43,16 +43,19 @@ def test_packed_sequences_have_largest_scores_too_and_empty_ones_none(interprete
     assert not largest.requires_grad
     (out.sum() + lse.sum()).backward()
     none = flash_attention(
-        torch.zeros(0, 2, 4, 16), *(torch.zeros(0, 2, 4, 16),) * 2,
-        return_max_logits=True, backend=backend,
-    )[1]  # fmt: skip
+        torch.zeros(0, 2, 4, 16),
+        *(torch.zeros(0, 2, 4, 16),) * 2,
+        return_max_logits=True,
+        backend=backend,
+    )[1]
     assert (none == -torch.inf).all()
 
 
 @pytest.mark.parametrize("size", [32, 33, 100])
 def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, monkeypatch, size):
-    """Alone, among others, and whichever of its sequence's queries are asked with it."""
-    q, k, v = torch.randn(3, 4, 40, 16), torch.randn(3, 2, 90, 16), torch.randn(3, 2, 90, 16)
+    """A row is computed alone, in a batch, and together with other queries of its sequence."""
+    q = torch.randn(3, 4, 40, 16)
+    k, v = torch.randn(2, 3, 2, 90, 16)
 
     def run(q, k, v):
         return flash_attention(q, k, v, is_causal=True, split_size=size, backend="triton")
@@ -68,9 +71,9 @@ def test_a_fixed_split_gives_a_row_the_same_bits_in_every_batch(interpreter, mon
 
 def test_a_split_size_that_cannot_be_honored_is_an_error(interpreter):
     q = torch.randn(1, 1, 40, 16)
-    for given in (0, -3, 1.5, True):
+    for split_size in (0, -3, 1.5, True):
         with pytest.raises(ValueError, match=r"split_size, .* an int of at least 1"):
-            flash_attention(q, q, q, split_size=given, backend="triton")
+            flash_attention(q, q, q, split_size=split_size, backend="triton")
     for backend in ("auto", "torch", "aten"):
         with pytest.raises(ValueError, match=r"applies to the Triton kernels, .* leave it out"):
             flash_attention(q, q, q, split_size=8, backend=backend)

@@ -1,4 +1,4 @@
-"""What a second call of a signature takes without checks is what the first found with them."""
+"""A second call of a signature skips validation and has the results of the first call."""
 
 import pytest
 import torch
@@ -57,8 +57,8 @@ def test_flash_attention_and_sdpa(
             return outs
         inputs = [x for x in qkv if x.requires_grad]
         grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
-        again = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
-        return *(x.detach() for x in (*outs, *grads)), *again
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+        return *(x.detach() for x in (*outs, *grads)), *second
 
     first_and_second(run)
 
@@ -96,9 +96,9 @@ def test_what_only_looks_alike_is_checked_anew():
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
         flash_attention(q.to_sparse(), q, q)
     for other in (q.to_sparse(), q.to("meta"), q.bool(), q.numpy()):
-        for place in range(3):
+        for index in range(3):
             arguments = [q, q, q]
-            arguments[place] = other
+            arguments[index] = other
             with pytest.raises((ValueError, TypeError)):
                 flash_attention(*arguments)
     cache, new = torch.randn(2, 2, 20, 8), torch.randn(2, 2, 1, 8)
@@ -106,14 +106,22 @@ def test_what_only_looks_alike_is_checked_anew():
     flash_attention_with_kvcache(token, cache, cache, new, new, cache_seqlens=17)
     flash_attention_with_kvcache(token, cache, cache, cache_seqlens=17)
     for wrong in (
-        {"cache_seqlens": 20}, {"cache_seqlens": -1}, {"cache_seqlens": True}, {"k": None},
-        {"v": None}, {"k": new.to("meta")}, {"k": new[:, :1]}, {"v": new.double()},
-        {"v": new.numpy()}, {"v": new.to_sparse()}, {"k_cache": cache.to("meta")},
+        {"cache_seqlens": 20},
+        {"cache_seqlens": -1},
+        {"cache_seqlens": True},
+        {"k": None},
+        {"v": None},
+        {"k": new.to("meta")},
+        {"k": new[:, :1]},
+        {"v": new.double()},
+        {"v": new.numpy()},
+        {"v": new.to_sparse()},
+        {"k_cache": cache.to("meta")},
         {"q": token.numpy()},
-    ):  # fmt: skip
-        given_ = {"q": token, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
+    ):
+        arguments = {"q": token, "k_cache": cache, "v_cache": cache, "k": new, "v": new}
         with pytest.raises((ValueError, TypeError)):
-            flash_attention_with_kvcache(**{**given_, "cache_seqlens": 17, **wrong})
+            flash_attention_with_kvcache(**{**arguments, "cache_seqlens": 17, **wrong})
 
 
 def test_a_causal_call_of_more_queries_than_keys_is_torch_s_twice():

@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-HERE = Path(__file__).parent
-README = (HERE.parent / "README.md").read_text()
+README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def test_the_example_runs():

@@ -55,8 +55,15 @@ def test_leading_dimensions_broadcast(q, k, is_causal):
 def test_its_signature_is_torch_s():
     ours = inspect.signature(sdpa).parameters
     assert list(ours) == [
-        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
-    ]  # fmt: skip
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "scale",
+        "enable_gqa",
+    ]
     positional = torch.randn(1, 2, 5, 8)
     assert sdpa(positional, positional, positional, None, 0.0, True).shape == positional.shape
 

@@ -110,7 +110,7 @@ def processor_microseconds_beyond(ours, theirs):
 
 
 def test_the_python_beside_torch_s_kernel_takes_at_most_fifteen_microseconds():
-    """What a plan's lookup costs; a Python function that only calls SDPA costs under one."""
+    """The lookup of a plan has this cost; a Python function that calls SDPA costs under 1 us."""
     q, k, v = (torch.randn(1, 1, 2, 16) for _ in "qkv")
 
     def run(function):

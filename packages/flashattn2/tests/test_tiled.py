@@ -74,7 +74,7 @@ def test_in_every_dtype_it_is_as_good_as_plain(monkeypatch, dtype, backend, opti
     monkeypatch.setattr(tiled, "TILE", 64)
     q = torch.randn(1, 4, 200, 40).to(dtype)
     k, v = (torch.randn(1, 2, 200, 40).to(dtype) for _ in "kv")
-    # Of torch's own kernel the next test says more.
+    # The next test checks torch's kernel with other inputs.
     draws = 9 if backend == "torch" and dtype == torch.float32 else 1
     assert_as_good_as_plain(run(backend), (q, k, v), draws=draws, **options)
 
@@ -129,7 +129,7 @@ def test_empty_tensors_give_empty_or_zero_results(backend, seq_q, seq_k, batch):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("keys", [1, 3])
 def test_gradients_of_few_keys_that_many_rows_see_are_rounded_once(dtype, backend, keys):
-    """dV is a sum over all rows: what rounds it between tiles is off by several last places."""
+    """The gradient dV is a sum over all rows, which must not be rounded between tiles."""
     q = torch.randn(1, 4, 500, 64).to(dtype)
     k, v = (torch.randn(1, 4, keys, 64).to(dtype) for _ in "kv")
     assert_as_good_as_plain(

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights: the logits of their own eager attention."""
+"""Models of transformers with random weights have the logits of their eager attention."""
 
 import pytest
 import torch
@@ -62,10 +62,10 @@ def tokens(batch=2, seq=13):
     return torch.randint(3, 97, (batch, seq), generator=torch.Generator().manual_seed(1))
 
 
-def compare(models, kept=None, **inputs):
+def compare(models, rows=None, **inputs):
     eager, flash = (m(**inputs).logits for m in models)
-    kept = torch.ones(eager.shape[:2], dtype=torch.bool) if kept is None else kept.bool()
-    torch.testing.assert_close(flash[kept], eager[kept], atol=2e-5, rtol=2e-4)
+    rows = torch.ones(eager.shape[:2], dtype=torch.bool) if rows is None else rows.bool()
+    torch.testing.assert_close(flash[rows], eager[rows], atol=2e-5, rtol=2e-4)
 
 
 def test_logits_without_padding(models):
@@ -91,8 +91,8 @@ def test_gradients_with_padding(models):
         logits = model(input_ids=tokens(), attention_mask=mask).logits
         loss = logits[mask.bool()].square().mean()
         named = dict(model.named_parameters())
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        grads.append(dict(zip(named, found, strict=True)))
+        computed = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads.append(dict(zip(named, computed, strict=True)))
     for name, expected in grads[0].items():
         if expected is not None:
             torch.testing.assert_close(grads[1][name], expected, atol=2e-5, rtol=2e-4)
@@ -164,7 +164,7 @@ def visible(mask):
 
 @pytest.mark.parametrize("vmap", [False, True])
 def test_any_mask_is_followed_exactly_or_refused(vmap):
-    """Random bands and packed sequences are found; one changed entry is an error."""
+    """Random bands and packed sequences are recognized; one changed entry is an error."""
     generator = torch.Generator().manual_seed(0)
 
     def random(high):
@@ -293,11 +293,11 @@ def test_gradients_through_checkpoints(name, reentrant):
         for dropout in NO_DROPOUT.split():
             if hasattr(config, dropout):
                 setattr(config, dropout, 0.0)
-        auto = "Seq2SeqLM" if name == "bart" else "CausalLM"
+        auto = transformers.AutoModelForCausalLM
+        if name == "bart":
+            auto = transformers.AutoModelForSeq2SeqLM
         torch.manual_seed(0)
-        model = getattr(transformers, f"AutoModelFor{auto}").from_config(
-            config, attn_implementation=implementation
-        )
+        model = auto.from_config(config, attn_implementation=implementation)
         model.train()
         if implementation == "linear_memory" and reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -322,7 +322,7 @@ def tiny(name, **changes):
 
 
 def collated(*parts, **options):
-    """What the padding-free collator of transformers makes of these token sequences."""
+    """Return the batch of these token sequences by the padding-free collator."""
     batch = transformers.DataCollatorWithFlattening(**options)(
         [{"input_ids": part.tolist()} for part in parts]
     )
@@ -340,9 +340,12 @@ def test_packed_sequences_of_a_padding_free_collator(name):
     both = collated(*parts, return_flash_attn_kwargs=True)
     boundaries = {k: v for k, v in both.items() if k != "position_ids"}
     for batch, use_cache in (
-        (both, False), (both, True), (boundaries, False), (boundaries, True),
+        (both, False),
+        (both, True),
+        (boundaries, False),
+        (boundaries, True),
         (collated(*parts), False),
-    ):  # fmt: skip
+    ):
         logits = model(**batch, use_cache=use_cache).logits
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-4)
     # With a cache transformers makes a mask of one sequence.

@@ -11,7 +11,7 @@ CU_K = torch.tensor([0, 20, 41, 80, 110], dtype=torch.int32)
 
 
 def one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
-    """What packed attention means: the function on each sequence."""
+    """Return the function applied to each packed sequence."""
 
     def run(q, k, v, **options):
         outs, sums = [], []
@@ -43,16 +43,23 @@ def tensors(dim=16, dtype=torch.float32):
 def test_it_is_attention_over_each_sequence(interpreter, backend, options):
     interpreter(packed=backend == "triton by TMA")
     assert_as_good_as_plain(
-        packed(backend.split()[0]), tensors(), one_by_one=one_by_one, lse_shape=(4, 90), **options,
-    )  # fmt: skip
+        packed(backend.split()[0]),
+        tensors(),
+        one_by_one=one_by_one,
+        lse_shape=(4, 90),
+        **options,
+    )
 
 
 def test_the_atomic_backward_too(interpreter):
     run = packed("triton")
     assert_as_good_as_plain(
-        lambda *a, **o: run(*a, **o, deterministic=False), tensors(), is_causal=True,
-        one_by_one=one_by_one, lse_shape=(4, 90),
-    )  # fmt: skip
+        lambda *a, **o: run(*a, **o, deterministic=False),
+        tensors(),
+        is_causal=True,
+        one_by_one=one_by_one,
+        lse_shape=(4, 90),
+    )
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
@@ -66,9 +73,12 @@ def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
     q = torch.randn(int(cu_q[-1]), 2, 16)
     k, v = (torch.randn(int(cu_k[-1]), 2, 16) for _ in "kv")
     assert_as_good_as_plain(
-        packed("triton", cu_q, cu_k), [q, k, v], is_causal=True,
-        one_by_one=lambda run: one_by_one(run, cu_q, cu_k), lse_shape=(2, len(q)),
-    )  # fmt: skip
+        packed("triton", cu_q, cu_k),
+        [q, k, v],
+        is_causal=True,
+        one_by_one=lambda run: one_by_one(run, cu_q, cu_k),
+        lse_shape=(2, len(q)),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
@@ -118,8 +128,8 @@ def test_what_stands_in_other_sequences_changes_no_bit(interpreter, by_tma, dtyp
             bad = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype).repeat(len(x))
             others = sequence % 2 != odd
             x[others] = bad[: others.sum()][:, None, None]
-        found = results(*planted)
-        for a, b, sequence in zip(found, clean, (rows[0], *rows[:3]), strict=True):
+        computed = results(*planted)
+        for a, b, sequence in zip(computed, clean, (rows[0], *rows[:3]), strict=True):
             mine = sequence % 2 == odd
             assert torch.equal(a[mine], b[mine])
             assert not a[~mine].isfinite().all()
