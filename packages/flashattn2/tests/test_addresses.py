@@ -58,7 +58,7 @@ def check(interpreter, sparse, strides, seq):
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_the_parts_of_many_splits_are_combined(sparse):
+def test_many_splits_are_combined(sparse):
     """Only splits 13 and 15 of 16 see keys, so the result is the mean of their outputs."""
     splits = 16
     heads = 32

@@ -71,7 +71,7 @@ def test_matrix_instructions_do_the_products_of_all_but_ieee_float32(results):
         assert (r["wgmma"] + r["mma"] > 0) == (r["kind"] != "ieee"), r
 
 
-def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results):
+def test_hopper_tiles_use_wgmma_and_tma(results):
     hopper = [r for r in results if r["tma"]]
     assert {r["kernel"] for r in hopper} == {"forward", "dq", "dkdv", "atomic"}
     for r in hopper:
@@ -79,7 +79,7 @@ def test_hopper_s_tiles_use_its_own_matrix_instructions_and_load_by_tma(results)
         assert r["tma_loads"] > 0, r
 
 
-def test_hopper_s_half_precision_does_no_product_twice(results):
+def test_hopper_half_precision_computes_no_product_twice(results):
     """Every FLOP of the algorithm is issued once, up to head dim 128: see the README for 256."""
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     assert half
@@ -87,7 +87,7 @@ def test_hopper_s_half_precision_does_no_product_twice(results):
         assert r["work"] == pytest.approx(1.0, abs=0.02), r
 
 
-def test_the_count_of_work_sees_what_is_done_twice():
+def test_work_gate_detects_a_product_computed_twice():
     """Eight warps and 64 rows of keys: S and dP by both warpgroups, six products for four."""
     job = {
         "kernel": "dkdv", "dim": 128, "arch": 90, "tma": True, "kind": "half",
@@ -97,7 +97,7 @@ def test_the_count_of_work_sees_what_is_done_twice():
     assert result["work"] == pytest.approx(1.5, abs=0.02)
 
 
-def test_sizes_of_one_which_are_compiled_in_compile():
+def test_kernels_compile_for_sizes_of_one():
     """One head, one row, one key, one tile: numbers where there are else arguments."""
     jobs = [
         {**job, "of_one": True, "packed": packed}
@@ -108,7 +108,7 @@ def test_sizes_of_one_which_are_compiled_in_compile():
     assert {r["kernel"] for r in compiled(jobs)} == {"forward", "sums", "dq", "dkdv", "atomic"}
 
 
-def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
+def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
     for kernel, rich, tma in (
         ("dkdv", False, True),
@@ -124,7 +124,7 @@ def test_what_tma_has_no_tile_for_is_loaded_by_pointers():
             assert tile != configs.TILES[key][dim]
 
 
-def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
+def test_packed_sequences_load_by_tma_if_the_tables_have_a_tile(monkeypatch):
     """No shipped table loads them by TMA, and the kernels by key never do."""
     gpu = launch.Device("H200", 227 * 1024, 132, has_tma=True)
     monkeypatch.setattr(launch, "device_of", lambda _: gpu)
@@ -147,7 +147,7 @@ def test_packed_sequences_load_by_tma_where_the_tables_say_so(monkeypatch):
     assert by_tma() == [False] * 4
 
 
-def test_a_smaller_shared_memory_prunes_stages_then_rows():
+def test_smaller_shared_memory_prunes_stages_then_rows():
     tile = configs.Tile(128, 128, 8, 2)
     whole = configs.buffers("forward", tile, 2, 128)
     assert configs.prune("forward", tile, 2, 128, whole) == tile
@@ -170,7 +170,7 @@ def narrow_tiles():
                 yield key, block_d, rich, tile, side
 
 
-def test_hopper_s_instructions_are_64_columns_wide_where_tile_and_head_dim_are(results):
+def test_hopper_instructions_are_64_columns_wide_if_tile_and_head_dim_are(results):
     half = [r for r in results if r["kind"] == "half" and r["arch"] == 90 and r["dim"] <= 128]
     for r in half:
         block_m, block_n, num_warps, *_ = r["tile"]
@@ -185,7 +185,7 @@ def test_hopper_s_instructions_are_64_columns_wide_where_tile_and_head_dim_are(r
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("narrow", [*narrow_tiles()], ids=str)
-def test_where_a_first_product_is_narrower_a_wider_one_would_not_do(narrow):
+def test_wider_first_products_would_spill(narrow):
     """The same tile with that side doubled spills, repeats a product or overflows."""
     key, block_d, rich, tile, side = narrow
     wider = [*tile]

@@ -87,7 +87,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **opt
     sinks=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_on_a_cpu_it_is_the_reference_in_float64(shape, sinks, **case):
+def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(shape, sinks, **case):
     options = {"sinks": torch.randn(shape[0])} if sinks else {}
     check("auto", shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
 
@@ -100,13 +100,13 @@ def test_on_a_cpu_it_is_the_reference_in_float64(shape, sinks, **case):
      {"is_causal": True, "split_size": 32}],
     ids=str,
 )  # fmt: skip
-def test_the_kernel_too(interpreter, splits, page_size, options):
+def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, options):
     interpreter(splits=splits)
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         check("triton", (4, 2, 3), (0, 70, 33), page_size, 2, (24, 16), tolerance, dtype, **options)
 
 
-def test_new_keys_are_written_in_place_behind_the_old(interpreter):
+def test_new_keys_are_written_in_place_after_the_old(interpreter):
     cache = torch.zeros(2, 1, 8, 16)
     new = torch.randn(2, 1, 3, 16)
     for backend in ("auto", "triton"):
@@ -137,7 +137,7 @@ def test_a_fixed_split_gives_the_same_bits_in_every_batch(interpreter):
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": (3, 0)}], ids=str)
-def test_autocast_lowers_nothing_within(options):
+def test_autocast_casts_nothing_inside(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
     exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
     with torch.autocast("cpu", torch.bfloat16):
@@ -145,7 +145,7 @@ def test_autocast_lowers_nothing_within(options):
     assert torch.equal(exact, cast_for_autocast)
 
 
-def test_it_compiles_in_one_graph(interpreter):
+def test_attention_compiles_in_one_graph(interpreter):
     q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 20, 16)
 
     def run(q, k, v, new, lengths):
@@ -244,7 +244,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_pages_that_no_sequence_uses_may_be_anything(interpreter, backend, compiled):
+def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
     """The slots of a batch that have no sequence, and those behind a sequence, hold -1."""
     q, k, v, new = pages_of_four()
     before = k.clone()
@@ -315,13 +315,13 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ),
     ],
 )
-def test_wrong_input(change, error, message):
+def test_wrong_cache_arguments_are_refused(change, error, message):
     arguments = {"q": Q, "k_cache": CACHE, "v_cache": CACHE, "cache_seqlens": 3, **change}
     with pytest.raises(error, match=message):
         flash_attention_with_kvcache(**arguments)
 
 
-def test_it_has_no_gradient():
+def test_attention_over_a_cache_has_no_gradient():
     with pytest.raises(RuntimeError, match=r"no gradient; call it under torch.no_grad"):
         flash_attention_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=3)
 

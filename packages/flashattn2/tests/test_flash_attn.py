@@ -240,16 +240,16 @@ def run(backend, name, count, largest, may=lambda case: True):
     assert ran >= len(cases) / 3
 
 
-def test_every_test_of_theirs_is_run_or_named():
+def test_every_flash_attn_test_is_run_or_listed():
     names = {name.removeprefix("test_flash_attn_") for name in theirs() if name.startswith("test_")}
     assert names == {*THEIRS, *PRIVATE}
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_their_tests_pass_on_a_cpu(name):
+def test_flash_attn_tests_pass_on_a_cpu(name):
     run("auto", name, 15, 2**23)
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "race_condition"])
-def test_their_tests_pass_on_the_kernels_in_the_interpreter(interpreter, name):
+def test_flash_attn_tests_pass_on_interpreted_kernels(interpreter, name):
     run("triton", name, 3, 2**20, lambda case: case.get("d", 64) % 8 == 0)

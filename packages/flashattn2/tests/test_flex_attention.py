@@ -71,7 +71,7 @@ def same(ours, theirs):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_it_computes_the_same(heads, seq, dims, strided, options, backend):
+def test_attention_equals_flex_attention(heads, seq, dims, strided, options, backend):
     q_shape, k_shape = (2, heads[0], seq[0], dims[0]), (2, heads[1], seq[1], dims[0])
     shapes = q_shape, k_shape, (*k_shape[:3], dims[1])
     if strided:
@@ -92,7 +92,7 @@ def test_it_computes_the_same(heads, seq, dims, strided, options, backend):
     same(ours, judged(q, k, v, mask=mask, **options))
 
 
-def test_packed_sequences_are_its_documents():
+def test_packed_sequences_equal_flex_attention_documents():
     lengths = torch.tensor([17, 1, 64, 46])
     document = torch.repeat_interleave(torch.arange(4), lengths)
     q, k, v = (torch.randn(1, 4, 128, 32) for _ in "qkv")
@@ -109,14 +109,14 @@ def test_packed_sequences_are_its_documents():
         same((ours.transpose(0, 1)[None], lse[None]), judged(q, k, v, mask=mask))
 
 
-def test_rows_that_see_no_key():
+def test_rows_that_see_no_key_have_zero_output_and_gradient():
     q = torch.randn(1, 2, 40, 16)
     k, v = torch.randn(2, 1, 2, 25, 16)
     ours = flash_attention(q, k, v, is_causal=True, return_lse=True)
     same(ours, judged(q, k, v, mask=band(10**6, 0, -15)))
 
 
-def test_a_paged_cache_is_its_own():
+def test_paged_cache_equals_flex_attention():
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
     lengths, page = [70, 33, 128], 16

@@ -75,7 +75,7 @@ BANDS = {
 
 @pytest.mark.parametrize("lengths", [(129, 400), (300, 129), (1, 257)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
-def test_its_lines_are_attention(machine, band, lengths):
+def test_gluon_lines_compute_attention(machine, band, lengths):
     """Against float64: half a unit in the last place of P and of the output."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
@@ -84,7 +84,7 @@ def test_its_lines_are_attention(machine, band, lengths):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100))
-def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
+def test_gluon_lines_compute_attention_in_random_cases(machine, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
 
@@ -109,7 +109,7 @@ def test_its_lines_are_attention_in_cases_drawn_at_random(machine, seed):
 @pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
 @pytest.mark.parametrize("lengths", [(129, 300), (200, 150)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
-def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
+def test_gluon_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
     """Gradients of queries that see no key, and of the log-sum-exp, are included."""
 
     def run(*args, **options):
@@ -122,7 +122,7 @@ def test_its_gradients_are_as_good_as_plain(back, band, lengths, deterministic):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(100))
-def test_its_gradients_are_as_good_as_plain_in_cases_drawn_at_random(back, seed):
+def test_gluon_gradients_are_as_good_as_plain_in_random_cases(back, seed):
     draw = random.Random(seed)
     torch.manual_seed(seed)
 
@@ -167,7 +167,7 @@ def test_any_strides_and_one_head_dimension(machine):
     )
 
 
-def test_nothing_is_read_or_left_where_nothing_is(machine):
+def test_nothing_is_read_outside_of_the_tensors(machine):
     for shape, keys in (((0, 2, 5, 64), 5), ((1, 2, 0, 64), 5), ((1, 2, 5, 64), 0)):
         q, k = (torch.randn(*shape[:2], n, 64).bfloat16() for n in (shape[2], keys))
         out, lse = flash_attention(q, k, k, return_lse=True, backend="gluon")
@@ -201,7 +201,7 @@ def one_program_back(back, dim, tiles, which):
 @pytest.mark.parametrize(
     "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
 )
-def test_no_schedule_deadlocks_or_touches_a_tile_too_early_or_too_late(machine, dim):
+def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
     """Up to where each barrier has come back to the parity it began with."""
     states = [
         explore(program.traces, program.arrivals)
@@ -219,7 +219,7 @@ WHICH = ["ordered by query", "atomic"]
 @pytest.mark.parametrize(
     "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
 )
-def test_no_schedule_of_the_backward_pass_does_either(back, which, dim):
+def test_no_schedule_of_the_backward_pass_deadlocks_or_races(back, which, dim):
     states = [
         explore(program.traces, program.arrivals)
         for tiles in (1, 2, 2 * backward.TILES[dim].stages + 1)
@@ -273,7 +273,7 @@ def faults(traces):
                 )
 
 
-def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
+def test_every_injected_barrier_fault_of_the_forward_pass_is_detected(machine):
     program = one_program(machine, 128, forward.TILES[128].stages + 2)
     injected = dict(faults(program.traces))
     assert len(injected) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
@@ -285,7 +285,7 @@ def test_every_missing_barrier_and_every_wrong_phase_is_found(machine):
 @pytest.mark.parametrize(
     "which", [pytest.param("ordered by key", marks=pytest.mark.exhaustive), *WHICH]
 )
-def test_they_are_found_in_the_backward_pass_too(back, which):
+def test_every_injected_barrier_fault_of_the_backward_pass_is_detected(back, which):
     program = one_program_back(back, 128, backward.TILES[128].stages + 2, which)
     injected = dict(faults(program.traces))
     assert len(injected) == 3 * 2 + 3 + 2 + 2 + 3 * 3
@@ -321,7 +321,7 @@ SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
 @pytest.mark.parametrize(
     "jobs", [SAMPLE, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["sample", "exhaustive"]
 )
-def test_compiled_it_spills_nothing_and_multiplies_under_the_softmax(jobs):
+def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(jobs):
     for result in compiled(jobs):
         assert result["stack_bytes"] == 0, result
         assert result["local"] == 0, result
@@ -364,7 +364,7 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
     [BACK_SAMPLE, pytest.param(BACK, marks=pytest.mark.exhaustive)],
     ids=["sample", "exhaustive"],
 )
-def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
+def test_compiled_backward_overlaps_products_with_exponentials(jobs):
     """A few bytes do not fit into registers: 48 at most where dQ is made too, else 8."""
     for result in compiled(jobs):
         atomic = not result["deterministic"]
@@ -401,14 +401,14 @@ def test_compiled_the_backward_pass_multiplies_under_its_exponentials(jobs):
         ({"split_size": 64}, "split_size applies to the Triton kernels, got split_size=64"),
     ],
 )
-def test_what_it_cannot_take_is_refused_with_the_reason(machine, change, reason):
+def test_unsupported_input_of_gluon_is_refused_with_the_reason(machine, change, reason):
     change = dict(change)
     x = torch.randn(1, 1, 4, change.pop("dim", 64), dtype=change.pop("dtype", torch.bfloat16))
     with pytest.raises(ValueError, match=reason):
         flash_attention(x, x, x, backend="gluon", **change)
 
 
-def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch):
+def test_gluon_needs_hopper_and_dense_input_and_is_never_selected_by_auto(machine, monkeypatch):
     x = torch.randn(1, 1, 4, 64).bfloat16()
     cu = torch.tensor([0, 4], dtype=torch.int32)
     flat = x[0].transpose(0, 1)
@@ -428,6 +428,6 @@ def test_it_is_for_hopper_dense_and_never_chosen_by_itself(machine, monkeypatch)
         flash_attention(x, x, x, backend="gluon")
 
 
-def test_a_tile_s_layout_is_that_of_tma_and_wgmma():
+def test_layout_of_a_tile_is_that_of_tma_and_wgmma():
     for dtype in (torch.bfloat16, torch.float16):
         assert forward.layout(dtype) == gl.NVMMASharedLayout(128, 16, rank=4)

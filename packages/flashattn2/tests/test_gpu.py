@@ -55,7 +55,7 @@ def test_pairs_of_options_are_as_good_as_plain(dim):
         assert_as_good_as_plain(run(backend="triton"), tensors(dim, 257, 511), **options)
 
 
-def test_a_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
+def test_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
     for dim, is_causal in itertools.product((64, 128), (False, True)):
         few = tensors(dim, 2000, 2000, heads=1, kv_heads=1, batch=1)
         assert_as_good_as_plain(run(backend="triton"), few, is_causal=is_causal)
@@ -71,7 +71,7 @@ def test_two_deterministic_runs_are_bit_equal():
         assert torch.equal(first, second)
 
 
-def test_packed_sequences_wait_for_nothing_and_match_each_by_itself():
+def test_packed_sequences_do_not_wait_and_equal_separate_calls():
     cu = torch.tensor([0, 70, 71, 400, 400, 777], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(777, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     flash_attention_varlen(q, k, v, cu, cu, is_causal=True)
@@ -88,7 +88,7 @@ def test_packed_sequences_wait_for_nothing_and_match_each_by_itself():
         torch.testing.assert_close(out[rows], expected, atol=1e-2, rtol=1e-2)
 
 
-def test_a_cuda_graph_replays_it():
+def test_cuda_graph_replays_attention():
     q, k, v = tensors(64)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -102,7 +102,7 @@ def test_a_cuda_graph_replays_it():
     torch.testing.assert_close(out, flash_attention(q, k, v))
 
 
-def test_inductor_compiles_it_in_one_graph():
+def test_inductor_compiles_attention_in_one_graph():
     q, k, v = (x.requires_grad_() for x in tensors(64))
 
     def loss(q, k, v):

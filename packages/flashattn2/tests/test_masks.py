@@ -96,7 +96,7 @@ def _without_subclasses(mask, scores):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_any_use_raises(use):
+def test_any_other_use_of_the_mask_raises(use):
     mask, scores = draw(), torch.randn(2, 1, 5, 7)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         use(mask, scores)
@@ -142,7 +142,7 @@ COPIES = {
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
-def test_copies_are_masks(make, padded):
+def test_copies_of_the_mask_are_masks(make, padded):
     mask = draw()
     if padded:
         mask.sequence[0, :3] = 0
@@ -157,7 +157,7 @@ def test_copies_are_masks(make, padded):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_slices_hide_what_the_slice_of_the_mask_hides(padded):
+def test_slices_of_the_mask_hide_the_same_keys(padded):
     mask = draw(batch=3, seq_q=7)
     if padded:
         mask.sequence[0, :2] = mask.sequence[2, -2:] = 0
@@ -187,7 +187,7 @@ def test_slices_hide_what_the_slice_of_the_mask_hides(padded):
     assert refused < 60
 
 
-def test_parts_by_chunk_and_split():
+def test_chunks_and_splits_of_the_mask_are_masks():
     mask = draw(batch=4)
     q, (k, v) = torch.randn(4, 4, 5, 8), torch.randn(2, 4, 4, 7, 8)
     expected = attend(mask, q, k, v)
@@ -199,7 +199,7 @@ def test_parts_by_chunk_and_split():
         assert torch.equal(torch.cat(outputs), expected)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_masks_of_wrong_shapes_are_refused():
     mask = draw()
     q = torch.randn(2, 4, 5, 8)
     k, v = torch.randn(2, 2, 4, 7, 8)
@@ -209,7 +209,7 @@ def test_shapes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_functions_pass_it_on_and_may_not_read_it(backend):
+def test_compiled_functions_may_pass_the_mask_but_not_read_it(backend):
     torch._dynamo.reset()
     mask = draw()
     q = torch.randn(2, 4, 5, 8)

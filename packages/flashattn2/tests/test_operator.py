@@ -25,7 +25,7 @@ def tensors(layout="heads first", requires_grad=False):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])
-def test_opcheck(interpreter, backend, layout):
+def test_opcheck_of_dense_attention(interpreter, backend, layout):
     q, k, v = tensors(layout, requires_grad=True)
     method = (backend, "ieee", True, 0, False)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
@@ -72,7 +72,7 @@ def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
 @pytest.mark.parametrize("which", ["q", "k"])
 @pytest.mark.parametrize("wrong", [(0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)])
-def test_compiled_too_malformed_boundaries_are_an_error(interpreter, backend, which, wrong):
+def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backend, which, wrong):
     """Short ones would leave rows of the result that nobody writes."""
 
     def run(q, cu_q, cu_k):
@@ -97,7 +97,7 @@ def test_export_keeps_the_operator():
 
 
 @pytest.mark.parametrize("function", ["dense", "packed"])
-def test_autocast_lowers_what_sdpa_would(function):
+def test_autocast_casts_the_inputs_that_sdpa_casts(function):
     q, k, v = tensors()
 
     def run():
@@ -116,7 +116,7 @@ def test_autocast_lowers_what_sdpa_would(function):
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
-def test_autocast_lowers_the_inputs_and_nothing_within(interpreter, backend, dtype, packed):
+def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
     """Sums and scores stay in float32: the same bits as for inputs that were lowered by hand."""
 
     def derivatives(q, k, v):

@@ -25,7 +25,7 @@ def plain_attention(q, k, v, is_causal):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_two_passes_over_tiles_are_attention_as_it_is_defined(lengths, is_causal):
+def test_plain_tiles_compute_attention_by_its_definition(lengths, is_causal):
     if is_causal and len({*lengths}) > 1:
         lengths = (lengths[0], lengths[0])
     inputs = draw(*lengths)
@@ -36,14 +36,14 @@ def test_two_passes_over_tiles_are_attention_as_it_is_defined(lengths, is_causal
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_the_package_computes_what_the_plain_file_does(backend, is_causal):
+def test_package_computes_what_plain_computes(backend, is_causal):
     inputs = draw(300, 300)
     ours = with_gradients(flash_attention, inputs, is_causal=is_causal, backend=backend)
     expected = with_gradients(plain_attention, inputs, is_causal=is_causal)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_it_keeps_one_number_a_row_for_the_backward_pass():
+def test_plain_saves_one_number_per_row():
     inputs = draw(130, 130)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):

@@ -35,7 +35,7 @@ def first_and_second(run):
     ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_flash_attention_and_sdpa(
+def test_second_call_of_a_signature_equals_the_first(
     seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options
 ):
     shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
@@ -76,7 +76,9 @@ def test_flash_attention_and_sdpa(
     ),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_a_cache(shape, count, new, v_dim, layouts, dtype, options):
+def test_second_call_over_a_cache_equals_the_first(
+    shape, count, new, v_dim, layouts, dtype, options
+):
     batch, (heads, kv_heads), seq_q = shape
     q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
     caches = [torch.randn(batch, kv_heads, 21, d).to(dtype) for d in (8, v_dim)]
@@ -90,7 +92,7 @@ def test_a_cache(shape, count, new, v_dim, layouts, dtype, options):
     first_and_second(run)
 
 
-def test_what_only_looks_alike_is_checked_anew():
+def test_similar_arguments_of_other_types_are_checked():
     q = torch.randn(2, 2, 17, 8)
     flash_attention(q, q, q)
     with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
@@ -124,7 +126,7 @@ def test_what_only_looks_alike_is_checked_anew():
             flash_attention_with_kvcache(**{**arguments, "cache_seqlens": 17, **wrong})
 
 
-def test_a_causal_call_of_more_queries_than_keys_is_torch_s_twice():
+def test_causal_sdpa_with_more_queries_than_keys_equals_torch_twice():
     q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 4, 8)
     for _ in range(2):
         expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)

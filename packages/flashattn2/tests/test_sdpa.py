@@ -35,7 +35,7 @@ def same(q, k, v, **options):
     scale=st.sampled_from((None, 0.7, -1.3, 0.0)),
 )
 @settings(max_examples=80, deadline=None)
-def test_it_is_torch_s_own_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
+def test_sdpa_equals_torch_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
     q = torch.randn(2, 2 * group, seq[0], dims[0], dtype=torch.float64)
     k, v = (torch.randn(2, 2, seq[1], d, dtype=torch.float64) for d in dims)
     same(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1)
@@ -52,7 +52,7 @@ def test_leading_dimensions_broadcast(q, k, is_causal):
     same(q, k, v, is_causal=is_causal)
 
 
-def test_its_signature_is_torch_s():
+def test_sdpa_has_the_signature_of_torch():
     ours = inspect.signature(sdpa).parameters
     assert list(ours) == [
         "query",
@@ -125,7 +125,7 @@ def test_arguments_that_torch_refuses_are_refused():
         sdpa(q, q, q, attn_mask=torch.zeros(5, 5), is_causal=True)
 
 
-def test_compiled_in_one_graph_it_is_the_same():
+def test_sdpa_compiles_in_one_graph():
     q, k = torch.randn(1, 4, 7, 8), torch.randn(1, 4, 5, 8)
     compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
     for keys in (q, k):

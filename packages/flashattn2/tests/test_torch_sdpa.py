@@ -69,7 +69,7 @@ def outcomes(who, folder, names=()):
     return passed, failed, set(judged.read_text().split("\n")) if judged.exists() else set()
 
 
-def test_what_passes_with_torchs_function_passes_with_ours(tmp_path):
+def test_torch_sdpa_tests_that_pass_with_torch_pass_with_ours(tmp_path):
     """Torch's function runs only for the tests that fail with ours, which halves the time."""
     ours, failed, judged = outcomes("flashattn2", tmp_path)
     assert len(ours & judged) >= 100, sorted(judged)

@@ -110,7 +110,7 @@ def test_generation_with_left_padding(models, cache):
     assert torch.equal(*texts)
 
 
-def test_packed_sequences_by_their_positions(models):
+def test_packed_sequences_are_recognized_by_position_ids(models):
     positions = torch.cat([torch.arange(n) for n in (4, 8, 1)])[None].expand(2, -1)
     if models[0].config.model_type == "gpt_oss":
         # Its masks never separate packed sequences.
@@ -120,12 +120,12 @@ def test_packed_sequences_by_their_positions(models):
         compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
-def test_a_name_that_transformers_would_mistake_is_refused():
+def test_registration_name_with_flash_is_refused():
     with pytest.raises(ValueError, match="reserves such names"):
         ours.register("flashattn2")
 
 
-def test_a_mask_that_it_cannot_honor_is_an_error(models):
+def test_unsupported_mask_is_an_error(models):
     _, flash = models
     four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     with pytest.raises(
@@ -371,7 +371,7 @@ def test_boundaries_that_contradict_are_refused():
 
 
 @torch.no_grad()
-def test_positions_of_padding_are_no_packed_sequences():
+def test_positions_of_padding_are_not_packed_sequences():
     """Generation numbers left padding 0 or 1, and starts at 0 behind it."""
     model = tiny("llama")
     ids = tokens(1)
@@ -384,7 +384,7 @@ def test_positions_of_padding_are_no_packed_sequences():
 
 
 @torch.no_grad()
-def test_tensors_that_attention_does_not_know_are_refused():
+def test_unknown_tensor_arguments_are_refused():
     q = torch.randn(1, 2, 4, 8)
     for name in ("position_bias", "alibi", "indices", "sinks"):
         with pytest.raises(ValueError, match=f"flashattn2 does not support {name}"):
@@ -395,7 +395,7 @@ def test_tensors_that_attention_does_not_know_are_refused():
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_a_compiled_model():
+def test_compiled_model_equals_eager_model():
     torch._dynamo.reset()
     model = tiny("mistral", num_hidden_layers=1)
     mask = torch.ones(2, 13, dtype=torch.long)

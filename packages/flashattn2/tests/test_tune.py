@@ -19,7 +19,7 @@ def compiler_facts(job, **facts):
 
 
 @pytest.mark.parametrize("arch", [90, 80])
-def test_the_tables_are_what_it_writes(arch):
+def test_tables_are_written_by_the_tuner(arch):
     text = files("flashattn2.kernels").joinpath(f"tables/sm_{arch}.json").read_text()
     current = tune.table(arch, None, None, wanted=lambda entry: False)
     assert tune.written(current) == text
@@ -31,7 +31,7 @@ def test_the_tables_are_what_it_writes(arch):
     [{"stack_bytes": 49}, {"shared_bytes": 2**18}, {"work": 1.5}, {"wgmma": 0}, None],
     ids=str,
 )
-def test_what_breaks_a_gate_is_out(fault):
+def test_tile_that_fails_a_gate_is_not_selected(fault):
     """Every tile except for one has a fault."""
     faultless = (128, 64, 8, 2)
 
@@ -45,14 +45,14 @@ def test_what_breaks_a_gate_is_out(fault):
     assert tune.best(*ENTRY, 90, lambda job: None, tune.cost) is None
 
 
-def test_an_entry_without_a_tile_keeps_the_one_it_has():
+def test_entry_without_a_valid_tile_is_unchanged():
     table = tune.table(90, lambda job: None, tune.cost)
     text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
     assert json.loads(tune.written(table)) == json.loads(text)
 
 
 @pytest.mark.parametrize("faster", [True, False])
-def test_packed_sequences_go_by_tma_where_that_is_faster(faster):
+def test_packed_sequences_use_tma_if_faster(faster):
     def speed(job):
         return float(job["tma"] != faster)
 
@@ -65,7 +65,7 @@ def test_packed_sequences_go_by_tma_where_that_is_faster(faster):
         assert not faster or [*table[name]["tiles"]] == ["64"]
 
 
-def test_the_model_prefers_work_once_wide_instructions_and_loads_ahead():
+def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
     job = {
         "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",
         "kind": "half",
@@ -86,7 +86,7 @@ def test_no_candidate_repeats_a_product_or_overflows():
 
 
 @pytest.mark.exhaustive
-def test_compiled_in_earnest_it_finds_a_tile_that_may_be_shipped(tmp_path):
+def test_tuner_finds_a_valid_tile_with_the_real_compiler(tmp_path):
     """In a process that does not interpret; one entry, all its candidates."""
     import os
     import subprocess

@@ -40,7 +40,7 @@ def tensors(dim=16, dtype=torch.float32):
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
-def test_it_is_attention_over_each_sequence(interpreter, backend, options):
+def test_packed_attention_is_attention_over_each_sequence(interpreter, backend, options):
     interpreter(packed=backend == "triton by TMA")
     assert_as_good_as_plain(
         packed(backend.split()[0]),
@@ -51,7 +51,7 @@ def test_it_is_attention_over_each_sequence(interpreter, backend, options):
     )
 
 
-def test_the_atomic_backward_too(interpreter):
+def test_atomic_backward_is_as_good_as_plain(interpreter):
     run = packed("triton")
     assert_as_good_as_plain(
         lambda *a, **o: run(*a, **o, deterministic=False),
@@ -63,7 +63,7 @@ def test_the_atomic_backward_too(interpreter):
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
-def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
+def test_many_sequences_of_any_lengths_are_located(interpreter, by_tma):
     """Empty ones, shorter than a tile, and ends that fall on its edge, on either side."""
     interpreter(packed=by_tma)
     lengths = torch.tensor(
@@ -82,7 +82,7 @@ def test_many_sequences_of_any_lengths_are_each_found(interpreter, by_tma):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
-def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
+def test_reference_passes_gradcheck_and_gradgradcheck():
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)
     tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
@@ -93,7 +93,7 @@ def test_its_derivatives_pass_gradcheck_and_gradgradcheck():
     assert gradgradcheck(run, tensors)
 
 
-def test_no_value_of_another_sequence_is_touched(interpreter):
+def test_values_of_other_sequences_are_not_read(interpreter):
     q, k, v = tensors()
     k[CU_K[1] : CU_K[2]] = torch.nan
     v[CU_K[3] :] = torch.nan
@@ -109,7 +109,7 @@ def test_no_value_of_another_sequence_is_touched(interpreter):
 @pytest.mark.parametrize(
     "options", [{"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
-def test_what_stands_in_other_sequences_changes_no_bit(interpreter, by_tma, dtype, options):
+def test_values_of_other_sequences_change_no_bit(interpreter, by_tma, dtype, options):
     """NaN and infinities in every other sequence, whose rows share tiles with this one's."""
     interpreter(packed=by_tma)
     inputs = [*tensors(dtype=dtype), torch.randn(90, 4, 16, dtype=dtype)]
