@@ -131,3 +131,25 @@ def test_sdpa_compiles_in_one_graph():
     for keys in (q, k):
         expected = F.scaled_dot_product_attention(q, keys, keys, is_causal=True)
         torch.testing.assert_close(compiled(q, keys, keys, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_changing_scales_and_lengths_compile_without_graph_breaks(is_causal):
+    torch._dynamo.reset()
+
+    def run(q, k, scale):
+        return sdpa(q, k, k, is_causal=is_causal, scale=scale)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    cases = [(0.3, 7, 9), (0.4, 9, 7), (0.5, 8, 8), (0.6, 12, 5), (0.7, 5, 12)]
+    for scale, seq_q, seq_k in cases:
+        q, k = torch.randn(1, 2, seq_q, 8), torch.randn(1, 2, seq_k, 8)
+        expected = F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, scale=scale)
+        torch.testing.assert_close(compiled(q, k, scale), expected)
+
+
+def test_a_mask_compiles_in_one_graph():
+    q, mask = torch.randn(1, 2, 7, 8), torch.rand(7, 7) > 0.4
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    expected = F.scaled_dot_product_attention(q, q, q, mask)
+    torch.testing.assert_close(compiled(q, q, q, mask), expected)
