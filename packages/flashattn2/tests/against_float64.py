@@ -21,7 +21,7 @@ def textbook(
     sinks=None,
     return_lse=False,
 ):
-    """Plain PyTorch: attention as anyone would write it, matrix product, softmax, matrix product.
+    """Compute attention in plain PyTorch: matrix product, softmax, matrix product.
 
     It is more exact than the reference, which makes P from a rounded log-sum-exp.
     """
@@ -43,7 +43,7 @@ def textbook(
 
 
 def results(run, tensors, dtype, grads, **options):
-    """Output, log-sum-exp and the gradients for given cotangents, in float64."""
+    """Return the output, log-sum-exp and gradients for some cotangents, in float64."""
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
     out, lse = run(q, k, v, return_lse=True, **options)
     seen = lse.isfinite()

@@ -15,7 +15,7 @@ SCORE = ("fp32", "fp32", "fp32", "i32", "i32")
 
 
 def jobs(paged, kind):
-    """The kernels, their argument types and what is compiled in."""
+    """Yield the kernels, their argument types and their constants."""
     table, cell = "*i32" if paged else "constexpr", f"*{kind}"
     meta = launch.Meta(128, 128, 128, 128, 16, 64, True, True, True, 4, EXACT=kind == "fp32")
     yield (

@@ -1,4 +1,4 @@
-"""Compile the Gluon kernels as a launch would, for a Hopper GPU that need not be there.
+"""Compile the Gluon kernels as a launch would, for a Hopper GPU that need not exist.
 
 It reads a list of jobs as JSON from standard input, and writes one line of JSON for each: see
 `compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
@@ -30,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Hopper:
-    """As much of a GPU's driver as compiling a launch asks for."""
+    """The part of a GPU's driver that compiling a launch uses."""
 
     def get_current_device(self):
         return 0
@@ -43,7 +43,7 @@ class Hopper:
 
 
 class Launch:
-    """Stands in a kernel's place, and compiles what would be launched."""
+    """A replacement of a kernel that compiles the launch."""
 
     def __init__(self, kernel):
         self.kernel, self.launched = kernel, []
@@ -196,7 +196,7 @@ def under_products(code):
 
 
 def run(tool, options, content, suffix):
-    """All that one of the tools in Triton's wheel says of a file."""
+    """Return the output of a tool in Triton's wheel for a file."""
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
         file.write(content)
         file.flush()

@@ -32,7 +32,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 
 def compile_job(job):
-    """Registers, stack and shared memory, and how often each instruction of interest occurs."""
+    """Return registers, stack, shared memory and the number of each relevant instruction."""
     kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
     meta = launch.Meta(
         job["dim"],
@@ -101,7 +101,7 @@ def issued_flops(ptx, num_warps):
 
 
 def flops_of_a_tile(job, tile):
-    """FLOPs that the algorithm needs for one tile of scores: two products, three, four or five."""
+    """Return the FLOPs that the algorithm needs for one tile of scores: two to five products."""
     products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4, "atomic": 5}[job["kernel"]]
     return products * 2 * tile.block_m * tile.block_n * block_d(job)
 
@@ -112,7 +112,7 @@ def loops(meta):
 
 
 def block_d(job):
-    """The head dim rounded up as the kernels take it."""
+    """Return the head dim rounded up to a power of two."""
     return triton.next_power_of_2(job["dim"])
 
 
@@ -152,7 +152,7 @@ def leaves(types, at=()):
 
 
 def resources(cubin):
-    """Registers of a thread at launch, and bytes of its stack."""
+    """Return the registers per thread at launch and the bytes of stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -60,11 +60,11 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 class CannotBuildError(Exception):
-    """A family of which these sizes make no tiny model, or whose eager model fails."""
+    """Raised if a family cannot be built with these sizes, or if its eager model fails."""
 
 
 def tiny_config(family):
-    """The configuration of a family with tiny sizes."""
+    """Return the configuration of a family with tiny sizes."""
     kind = transformers.CONFIG_MAPPING[family]
     known = set(inspect.signature(kind.__init__).parameters)
     if dataclasses.is_dataclass(kind):
@@ -78,7 +78,7 @@ def tiny_config(family):
 
 
 def build(family, implementation):
-    """A model of this family with random weights, those of matrices three times as large."""
+    """Return a model of the family with random weights; matrices are scaled by three."""
     torch.manual_seed(0)
     config = tiny_config(family)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def build(family, implementation):
 
 
 def run(model, side):
-    """The logits of tokens with padding on one side or none, and which of them are kept."""
+    """Return the logits with padding on one side or none, and a mask of the tokens."""
     ids = torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     if side == "left":

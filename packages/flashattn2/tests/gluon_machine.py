@@ -29,7 +29,7 @@ BELOW = dict(vars(tiles))
 
 
 class Machine:
-    """Runs programs of one kernel; stands in its place, launched in the same way."""
+    """A replacement of a kernel that executes its programs in Python."""
 
     def __init__(self, kernel):
         self.kernel, self.programs = kernel, []
@@ -44,7 +44,7 @@ class Machine:
 
 
 class Program:
-    """One program of the grid: the traces of its partitions, and what each barrier counts to."""
+    """One program of the grid, with the traces of its partitions and its barriers."""
 
     def __init__(self, kernel, index, programs, args, flags):
         self.lock = threading.Condition()
@@ -196,7 +196,7 @@ class Program:
         return product
 
     def mma_wait(self, left, deps):
-        """Operands are read as late as they may be."""
+        """Wait for products; their operands are read as late as possible."""
         self.note("retire", left)
         groups = self.local.groups
         while len(groups) > left:
@@ -207,7 +207,7 @@ class Program:
 
 
 class Product:
-    """A matrix product that was ordered."""
+    """A matrix product that was issued."""
 
     def __init__(self, a, b, acc):
         self.operands, self.value = (a, b, acc), None
@@ -219,7 +219,7 @@ class Product:
 
 
 class Barrier:
-    """A name: its phase is the program's."""
+    """The name of a barrier; the program stores its phase."""
 
     def __init__(self, name):
         self.name = name
@@ -290,7 +290,7 @@ UNWRITTEN[torch.int32] = -(2**30)
 
 
 class Pointer:
-    """Into a tensor, at one offset or many."""
+    """A pointer into a tensor at one or several offsets."""
 
     def __init__(self, base, offset):
         self.base, self.offset = base, offset
@@ -303,14 +303,14 @@ class Pointer:
 
 
 def as_seen(x, index):
-    """An argument as the kernel sees it."""
+    """Return an argument in the form that the kernel receives."""
     if isinstance(x, TensorDescriptor):
         return Descriptor(x, index)
     return Pointer(x.view(-1), 0) if torch.is_tensor(x) else x
 
 
 def functions(language, home):
-    """The kernel's functions, with another language below them."""
+    """Return the kernel's functions, linked to another language module."""
     shared, names = {**BELOW, "tl": language}, {**home, **vars(language), "gl": language}
     for space in (shared, names):
         for name, value in space.items():

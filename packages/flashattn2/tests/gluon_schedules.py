@@ -177,6 +177,6 @@ def _with(items, i, item):
 
 
 def after(state, count):
-    """A barrier's parity, missing arrivals and bytes, the phase ended where nothing is missing."""
+    """Return a barrier's parity, missing arrivals and bytes after its phase may have ended."""
     parity, missing, size = state
     return (parity ^ 1, count, 0) if missing == 0 and size == 0 else state

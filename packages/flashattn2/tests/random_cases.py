@@ -11,7 +11,7 @@ DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.flo
 
 
 def draw(seed, kernels):
-    """A function, tensors and options; ``kernels`` are those of Triton, which take fewer."""
+    """Draw a function, tensors and options; Triton `kernels` support fewer options."""
     rng = random.Random(seed)
     pick = rng.choice
     case = {
@@ -57,7 +57,7 @@ def draw(seed, kernels):
 
 
 def tensors(case):
-    """Leaves in the case's dtype: q, k, v ``(batch, heads, seq, dim)``, sinks or None."""
+    """Return leaves in the case's dtype: q, k, v `(batch, heads, seq, dim)` and sinks or None."""
     torch.manual_seed(case["seed"])
     heads, batch = case["kv_heads"] * case["group"], case["batch"]
     seq_q, seq_k = case["lengths"][0]
@@ -79,7 +79,7 @@ def tensors(case):
 
 
 def laid_out(x, layout):
-    """The same numbers at other strides."""
+    """Return the same values with other strides."""
     if layout == "sequence first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "gaps":
@@ -90,7 +90,7 @@ def laid_out(x, layout):
 
 
 def differentiated(run, case, options, leaves, dtype):
-    """Output, log-sum-exp, largest scores if any, and the gradients that the case asks for."""
+    """Return the output, log-sum-exp, largest scores and gradients that the case requests."""
     q, k, v, grad, sinks = (None if x is None else x.detach().to(dtype) for x in leaves)
     wanted = [
         x.requires_grad_()
@@ -111,7 +111,7 @@ def differentiated(run, case, options, leaves, dtype):
 
 
 def ours(case):
-    """The public function, called as its kind of case needs."""
+    """Call the public function of the case."""
     fixed = {
         "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
         "precision": case["precision"], "split_size": case["split_size"],
@@ -133,7 +133,7 @@ def ours(case):
 
 
 def plainly(case):
-    """Matrix product, softmax, matrix product, for each packed sequence by itself."""
+    """Compute plain attention for each packed sequence separately."""
 
     def attend_dense(q, k, v, **options):
         spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
@@ -161,7 +161,7 @@ def plainly(case):
 
 
 def largest(q, k, spec):
-    """Each head's largest score that any query sees."""
+    """Return the largest visible score of each head."""
     if not (q.numel() and k.numel()):
         return torch.full((q.shape[1],), -torch.inf, dtype=q.dtype)
     band = make_spec(q.shape[-1], spec["is_causal"], None, spec["window"], None)
@@ -175,7 +175,7 @@ def largest(q, k, spec):
 
 
 def check(case, options):
-    """No result errs by more than plain PyTorch's do, four times over, and a few roundings."""
+    """Assert that errors are at most four times plain PyTorch's, plus a few roundings."""
     leaves = tensors(case)
     if case["kind"] == "decode":
         return check_decode(case, options, leaves)
@@ -196,7 +196,7 @@ def check(case, options):
 
 
 def check_decode(case, options, leaves):
-    """A cache of room for more, contiguous or in shuffled pages, and some keys appended."""
+    """Check a contiguous or paged cache with unused capacity and appended keys."""
     q, k, v, _, sinks = leaves
     batch, kv_heads = k.shape[:2]
     counts = [min(n, k.shape[2]) for _, n in case["lengths"]]
@@ -258,7 +258,7 @@ def check_decode(case, options, leaves):
 
 
 def assert_close(case, options, mine, plain, exact):
-    """Each within four times plain's largest error, and a few roundings of the largest value."""
+    """Assert that each error is at most four times plain's, plus a few roundings."""
     rounding = torch.finfo(case["dtype"]).eps * (8 if case["dtype"].itemsize == 2 else 16)
     assert len(mine) == len(exact)
     for number, (m, p, e) in enumerate(zip(mine, plain, exact, strict=True)):

@@ -36,7 +36,7 @@ calls = 0
 def attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """Ours where it applies, else torch's."""
+    """Call our function, or torch's if ours does not apply."""
     global calls
     arguments = (query, key, value)
     dense = all(

@@ -1,6 +1,6 @@
-"""Every kernel that is compiled for a GPU: which tiles, with which options compiled in.
+"""The kernels to compile for a GPU: their tiles and compile-time options.
 
-One list serves both tests: `exhaustive` is all of it, `sample` what ordinary tests have time for.
+The function `exhaustive` returns all of them, and `sample` a part for ordinary tests.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def tables():
 
 
 def exhaustive():
-    """Each tile with each of `OPTIONS` that it may meet, on the architectures that it serves."""
+    """Return each tile with each of `OPTIONS`, on the architectures that it serves."""
     for key, tiles in tables().items():
         for block_d in tiles:
             for options in OPTIONS:
@@ -70,7 +70,7 @@ def exhaustive():
 
 
 def sample():
-    """The same for the head dims and options of `SAMPLE`."""
+    """Return the tiles for the head dims and options of `SAMPLE`."""
     for key, tiles in tables().items():
         block_d, arch, options = SAMPLE[key[:2]]
         if block_d not in tiles:
@@ -87,7 +87,7 @@ def can_occur(path, block_d, options):
 
 
 def serving(key, block_d, options):
-    """The tiles for these options; what was planned to be split may end as one part."""
+    """Return the tiles for these options; a launch planned with splits may have one part."""
     rich = bool(options.get("left") or options.get("softcap"))
     kinds = (True, rich)
     if options.get("packed"):
@@ -102,7 +102,7 @@ def serving(key, block_d, options):
 
 
 def jobs(key, block_d, tile, options):
-    """As `compile_kernels.py` takes them, one for each architecture."""
+    """Yield the jobs of `compile_kernels.py`, one per architecture."""
     path, kind, kernel = key
     options, half = dict(options), kind == "half"
     dim = block_d - 8 if options.pop("narrow", False) else block_d

@@ -1,6 +1,6 @@
-"""Kernels compute addresses in 64 bits: strides and sizes of 2**31 elements and more are right.
+"""Kernels compute addresses in 64 bits: strides and sizes may exceed 2**31 elements.
 
-The tensors are views of sparse files, of which only the pages that are touched take memory.
+The tensors are views of sparse files, so only the accessed pages use memory.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def sparse(tmp_path):
 
 
 def spread(sparse, x, strides):
-    """The numbers of ``x`` in a tensor of these strides."""
+    """Return the values of `x` in a tensor with these strides."""
     last = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True))
     target = sparse(last + 1, x.dtype).as_strided(x.shape, strides)
     return target.copy_(x)
@@ -36,7 +36,7 @@ def test_batches_and_heads_may_be_far_apart(interpreter, sparse, strides):
 
 
 def test_rows_may_be_far_apart(interpreter, sparse):
-    """Twenty rows of this stride span more than 2**31 elements, where a tile has 16 or 32 rows."""
+    """Twenty rows of this stride span more than 2**31 elements; a tile has 16 or 32 rows."""
     check(interpreter, sparse, (32, 16, FAR // 19 + 61, 1), 20)
 
 

@@ -1,4 +1,4 @@
-"""The bench's rows: complete, with the work by one formula and the memory as predicted."""
+"""The rows of the bench are complete, with the stated FLOPs and the predicted memory."""
 
 import json
 

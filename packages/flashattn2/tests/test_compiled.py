@@ -88,7 +88,7 @@ def test_hopper_half_precision_computes_no_product_twice(results):
 
 
 def test_work_gate_detects_a_product_computed_twice():
-    """Eight warps and 64 rows of keys: S and dP by both warpgroups, six products for four."""
+    """With eight warps and 64 rows of keys, both warpgroups compute S and dP."""
     job = {
         "kernel": "dkdv", "dim": 128, "arch": 90, "tma": True, "kind": "half",
         "precision": "ieee", "dtype": "bf16", "tile": [32, 64, 8, 2],
@@ -98,7 +98,7 @@ def test_work_gate_detects_a_product_computed_twice():
 
 
 def test_kernels_compile_for_sizes_of_one():
-    """One head, one row, one key, one tile: numbers where there are else arguments."""
+    """Triton compiles sizes of one, such as one head or one row, as constants."""
     jobs = [
         {**job, "of_one": True, "packed": packed}
         for job in shipped.sample()
@@ -158,9 +158,9 @@ def test_smaller_shared_memory_prunes_stages_then_rows():
 
 
 def narrow_tiles():
-    """Hopper's by TMA at head dims 64 and 128 whose first product is narrower than 64 columns.
+    """Yield the TMA tiles at head dims 64 and 128 whose first product is below 64 columns.
 
-    Below, exponentials bound a kernel and not its products.
+    At smaller head dims the exponentials limit a kernel, not its products.
     """
     for kernel in ("forward", "dq", "dkdv", "atomic"):
         key, side = ("tma", "half", kernel), 0 if kernel in ("dkdv", "atomic") else 1

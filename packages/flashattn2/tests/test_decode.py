@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def paged(cache, page_size, spare=3):
-    """The same rows in shuffled pages, and the table that finds them."""
+    """Return the same rows in shuffled pages, and their block table."""
     batch, heads, capacity, dim = cache.shape
     num_pages = -(-capacity // page_size)
     table = (
@@ -37,7 +37,7 @@ def expected(q, k, v, lengths, **options):
 
 
 def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, **options):
-    """Against the reference; what lies behind a sequence's keys is NaN and must not be read."""
+    """Compare with the reference; rows after a sequence's keys are NaN and must not be read."""
     heads, kv_heads, seq_q = shape
     batch, capacity = len(lengths), max(lengths) + new + 5
     q = torch.randn(batch, heads, seq_q, dims[0]).to(dtype)
@@ -161,7 +161,7 @@ def test_attention_compiles_in_one_graph(interpreter):
 
 
 def pages_of_four():
-    """A pool of six pages of four rows, and queries and new rows of two sequences."""
+    """Return six pages of four rows, and queries and new rows of two sequences."""
     k, v = torch.randn(2, 6, 2, 4, 16)
     return torch.randn(2, 4, 1, 16), k, v, torch.randn(2, 2, 1, 16)
 
@@ -219,7 +219,7 @@ def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
 def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter, table, lengths):
-    """A GPU may have device-side assertions compiled out."""
+    """Device-side assertions may be compiled out on a GPU."""
     from flashattn2.kernels import decode
 
     q, k, v, new = pages_of_four()
@@ -245,7 +245,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
-    """The slots of a batch that have no sequence, and those behind a sequence, hold -1."""
+    """Entries of the block table after a sequence may be -1."""
     q, k, v, new = pages_of_four()
     before = k.clone()
     table = torch.tensor([[3, 2, -1], [5, -1, 99]], dtype=torch.int32)

@@ -80,9 +80,9 @@ def test_torch_func_differentiates_in_forward_mode():
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
-@pytest.mark.parametrize("way", ["grad", "backward"])
+@pytest.mark.parametrize("method", ["grad", "backward"])
 def test_third_derivative_is_an_error(backend, method):
-    """`once_differentiable` leaves no path to the inputs, which ``grad`` takes for none needed."""
+    """With `once_differentiable`, `torch.autograd.grad` would find no path to the inputs."""
     q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
     out = flash_attention(q, q, q, backend=backend)
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)

@@ -1,4 +1,4 @@
-"""`explain` names what runs, and what it names is what runs."""
+"""`explain` names the backend and the tiles that run."""
 
 import itertools
 

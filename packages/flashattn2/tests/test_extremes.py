@@ -153,7 +153,7 @@ def test_plans_for_amd_use_no_nvidia_features(monkeypatch):
 
 
 def test_import_has_no_warnings():
-    """NumPy, without which torch itself would, is among the dependencies."""
+    """Torch warns without NumPy, which is a dependency."""
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", "import flashattn2"],
         capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Input that cannot be right is a ValueError that names the argument, the value and the remedy."""
+"""Invalid input raises an error that names the argument, the value and the remedy."""
 
 import inspect
 from typing import Literal, get_overloads

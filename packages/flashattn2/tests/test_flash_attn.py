@@ -46,7 +46,7 @@ def options(scale, causal, window, softcap, deterministic=True):
 
 
 def interface(backend):
-    """Their functions, `(batch, seq, heads, dim)`, on ours."""
+    """Return the functions of flash-attention, implemented with ours."""
 
     def dense(
         q,
@@ -153,7 +153,7 @@ def interface(backend):
 
 
 def unpad_input(x, mask):
-    """The rows that a mask `(batch, seq)` keeps, where they were, and each sequence's bounds."""
+    """Return the rows that a mask `(batch, seq)` selects, their indices and the boundaries."""
     lengths = mask.sum(1, dtype=torch.int32)
     indices = mask.flatten().nonzero().flatten()
     bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -167,7 +167,7 @@ def pad_input(x, indices, batch, seq):
 
 
 def theirs(backend="auto"):
-    """Their file's names, its functions on ours."""
+    """Return the names of flash-attention's test file, linked to our functions."""
     pytest.importorskip("einops", reason="flash-attention's tests use einops")
     names = {
         "flash_attn": interface(backend),

@@ -30,7 +30,7 @@ def band(left, right, shift):
 
 
 def judged(q, k, v, *, softcap=None, mask=None, **options):
-    """Its output and log-sum-exp."""
+    """Return the output and log-sum-exp of FlexAttention."""
     block_mask = None
     if mask is not None:
         block_mask = create_block_mask(

@@ -1,4 +1,4 @@
-"""The Gluon kernel: its lines run in Python, its schedules explored, its code compiled."""
+"""The Gluon kernels: lines executed in Python, schedules explored, code compiled."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from triton.experimental.gluon import language as gl
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`backend="gluon"` on CPU tensors: its launches end in a `Machine`."""
+    """Run `backend="gluon"` on CPU tensors in a `Machine`."""
     kernel = Machine("forward_kernel")
     monkeypatch.setattr(forward, "forward_kernel", kernel)
     monkeypatch.setattr(dispatch, "_find_gluon_device_obstacle", lambda _: None)
@@ -50,7 +50,7 @@ def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=
 
 
 def errors(q, k, v, **options):
-    """The largest errors of output and log-sum-exp, ours and those of plain float32 scores."""
+    """Return the largest errors of the output and log-sum-exp, ours and those of plain PyTorch."""
     wide = [x.double() for x in (q, k, v)]
     exact, exact_lse = attention_reference(*wide, return_lse=True, **options)
     out, lse = flash_attention(q, k, v, return_lse=True, backend="gluon", **options)
@@ -76,7 +76,7 @@ BANDS = {
 @pytest.mark.parametrize("lengths", [(129, 400), (300, 129), (1, 257)], ids=str)
 @pytest.mark.parametrize("band", BANDS)
 def test_gluon_lines_compute_attention(machine, band, lengths):
-    """Against float64: half a unit in the last place of P and of the output."""
+    """Errors against float64 are half a unit in the last place of P and of the output."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16)):
         ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
         assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
@@ -202,7 +202,7 @@ def one_program_back(back, dim, tiles, which):
     "dim", [pytest.param(64, marks=pytest.mark.exhaustive), 128], ids="head dim {}".format
 )
 def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
-    """Up to where each barrier has come back to the parity it began with."""
+    """The number of tiles returns each barrier to its initial parity."""
     states = [
         explore(program.traces, program.arrivals)
         for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
@@ -236,7 +236,7 @@ def faults(traces):
         return op[0] == kind and (barrier is None or op[1][0] == barrier)
 
     def earlier(trace, kind, barrier):
-        """Each before what stands before it."""
+        """Move each operation before its predecessor."""
         trace = list(trace)
         for i in range(1, len(trace)):
             if is_at(trace[i], kind, barrier):
@@ -365,7 +365,7 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
     ids=["sample", "exhaustive"],
 )
 def test_compiled_backward_overlaps_products_with_exponentials(jobs):
-    """A few bytes do not fit into registers: 48 at most where dQ is made too, else 8."""
+    """At most 48 bytes are spilled if dQ is computed too, and 8 bytes otherwise."""
     for result in compiled(jobs):
         atomic = not result["deterministic"]
         assert result["stack_bytes"] <= (48 if atomic else 8), result

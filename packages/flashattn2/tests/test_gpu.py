@@ -19,7 +19,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Every buffer that the kernels do not fill shows up as NaN."""
+    """Fill new buffers with NaN, so that unwritten values are visible."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -143,7 +143,7 @@ def test_the_gluon_forward_is_as_good_as_plain(dim, dtype):
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
-    """A tile that is read too early or loaded over too soon would differ from run to run."""
+    """A race on a tile would change the result between runs."""
     inputs = tensors(dim, 2048, 2048, heads=16, kv_heads=4, batch=4)
     for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
         expected = flash_attention(*inputs, return_lse=True, backend="triton", **options)

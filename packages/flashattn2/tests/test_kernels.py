@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter, against float64."""
+"""The Triton kernels in Triton's interpreter have small errors against float64."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch, deterministic):
-    """They are wrapped to serve in kernels too, and were half of the time before a launch."""
+    """Triton's host functions took half of the time before a launch."""
     interpreter(splits=2)
     for name in ("cdiv", "next_power_of_2"):
         monkeypatch.setattr(f"triton.{name}", None)

@@ -1,4 +1,4 @@
-"""The mask for transformers can be copied, cut and moved, and read by our attention alone."""
+"""The mask for transformers can be copied, sliced and moved, and only our attention reads it."""
 
 import copy
 import io
@@ -14,7 +14,7 @@ from flashattn2.integrations.masks import AttentionMask, Rule
 
 
 def draw(batch=2, seq_q=5, seq_k=7, **rule):
-    """A causal mask with a window of 4 keys, whose first query stands at key 2."""
+    """Return a causal mask with a window of 4 keys, whose first query is at key 2."""
     sequence = torch.ones(batch, seq_k, dtype=torch.int32)
     return AttentionMask(
         sequence,
@@ -38,7 +38,7 @@ def attend(mask, q, k, v):
 
 
 def dense(mask):
-    """The mask written out."""
+    """Return the mask as a boolean tensor."""
     rule = mask.rule
     q, k = torch.arange(mask.shape[2])[:, None] + rule.first, torch.arange(mask.shape[3])[None]
     return ((q - k <= 3) & (k <= q) & (mask.sequence > 0)[:, None]).unsqueeze(1)

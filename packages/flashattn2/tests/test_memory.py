@@ -1,4 +1,4 @@
-"""Extra memory grows with the sequence, never with its square."""
+"""Additional memory is linear in the sequence length."""
 
 import functools
 

@@ -137,7 +137,7 @@ def test_kernels_have_the_derivatives_in_the_interpreter(interpreter, seq, name)
 
 
 def test_score_of_zero_is_not_treated_as_lost_nan():
-    """A log-sum-exp of exactly 0 is right for one key of score 0, in another row than the NaN."""
+    """A log-sum-exp of exactly 0 is correct for a row with one key of score 0."""
     q, k, v = draw(3, 1, heads=(1, 1))
     q[0, 0, 0] = 0.0
     q[0, 0, 1] = torch.nan

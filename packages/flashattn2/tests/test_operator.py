@@ -1,4 +1,4 @@
-"""The torch.library operators: opcheck, torch.compile, torch.export, autocast, fake tensors."""
+"""The operators under opcheck, torch.compile, torch.export, autocast and fake tensors."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
 @pytest.mark.parametrize("which", ["q", "k"])
 @pytest.mark.parametrize("wrong", [(0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)])
 def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backend, which, wrong):
-    """Short ones would leave rows of the result that nobody writes."""
+    """Boundaries that are too short would leave rows of the result unwritten."""
 
     def run(q, cu_q, cu_k):
         return flash_attention_varlen(q, q, q, cu_q, cu_k, backend=backend)
@@ -117,7 +117,7 @@ def test_autocast_casts_the_inputs_that_sdpa_casts(function):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
-    """Sums and scores stay in float32: the same bits as for inputs that were lowered by hand."""
+    """Sums and scores remain in float32: the bits equal those of inputs cast beforehand."""
 
     def derivatives(q, k, v):
         inputs = (x[0].transpose(0, 1) for x in (q, k, v)) if packed else (q, k, v)

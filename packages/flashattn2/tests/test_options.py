@@ -1,4 +1,4 @@
-"""Sinks, largest scores, fixed splits and values of another head dim, on every backend."""
+"""Sinks, largest scores, fixed splits and other head dims of values, on every backend."""
 
 import pytest
 import torch

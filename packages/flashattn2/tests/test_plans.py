@@ -14,7 +14,7 @@ lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
 
 
 def first_and_second(run):
-    """The same bits twice."""
+    """Assert that two runs return the same bits."""
     PLANS.clear()
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first.nan_to_num(), second.nan_to_num())

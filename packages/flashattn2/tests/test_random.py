@@ -1,4 +1,4 @@
-"""Cases drawn from all options together are attention, to a few roundings; see `random_cases`."""
+"""Random combinations of all options compute attention; see `random_cases`."""
 
 import pytest
 import random_cases

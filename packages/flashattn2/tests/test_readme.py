@@ -1,4 +1,4 @@
-"""The README's example runs."""
+"""The quick start of the README runs."""
 
 import re
 from pathlib import Path

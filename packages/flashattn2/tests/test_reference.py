@@ -1,4 +1,4 @@
-"""The specification against torch's own attention in float64."""
+"""The reference equals torch's attention in float64."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""`sdpa` is torch's function of the same arguments, in float64 and in its gradients."""
+"""`sdpa` equals torch's function in output and gradients."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""Times as ratios, each pair taken in turns."""
+"""Ratios of times, measured in interleaved runs."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def median_ratio(ours, theirs, turns):
-    """The median over turns of the time of ours by that of theirs."""
+    """Return the median ratio of wall times over interleaved rounds."""
 
     def seconds(run):
         start = time.perf_counter()
@@ -41,7 +41,7 @@ def test_tiled_attention_takes_a_third_of_plain_time_at_4096():
 
 
 def processor_ratio(ours, theirs, turns):
-    """The median over turns, taken in either order, of processor times."""
+    """Return the median ratio of processor times over rounds in alternating order."""
 
     def seconds(run):
         start = time.process_time_ns()
@@ -63,7 +63,7 @@ def processor_ratio(ours, theirs, turns):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("seq", [128, 512, 2048])
 def test_auto_on_a_cpu_takes_the_time_of_sdpa(seq, training):
-    """At a layer's size: 2,048 tokens, four heads."""
+    """The shape is that of a layer: 2,048 tokens and four heads."""
     shape = (max(1, 2048 // seq), 4, seq, 64)
     q, k, v = (torch.randn(shape, requires_grad=training) for _ in "qkv")
 
@@ -81,7 +81,7 @@ def test_auto_on_a_cpu_takes_the_time_of_sdpa(seq, training):
 
 
 def test_float16_takes_less_time_than_sdpa():
-    """In float32, where this CPU has no products of float16; with them it may be torch's time."""
+    """Without float16 arithmetic on the CPU, the computation in float32 is faster."""
     q, k, v = (torch.randn(1, 4, 512, 64, dtype=torch.float16, requires_grad=True) for _ in "qkv")
 
     def passes(function):
@@ -96,7 +96,7 @@ def test_float16_takes_less_time_than_sdpa():
 
 
 def processor_microseconds_beyond(ours, theirs):
-    """The median of the pairwise differences of processor times, of a hundred calls each."""
+    """Return the median difference of processor times per call, over rounds of 100 calls."""
 
     def microseconds(run):
         start = time.process_time_ns()
@@ -122,7 +122,7 @@ def test_python_around_the_cpu_kernel_takes_at_most_fifteen_microseconds():
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_python_around_a_decoded_token_takes_at_most_fifteen_microseconds(kv_heads):
-    """Beside the same in torch's words: two copies into the caches, two views and SDPA."""
+    """The comparison in torch is two copies into the caches, two views and SDPA."""
     q, k = torch.randn(1, 8, 1, 64), torch.randn(1, kv_heads, 256, 64)
     v, new = k.clone(), torch.randn(1, kv_heads, 1, 64)
 
@@ -139,7 +139,7 @@ def test_python_around_a_decoded_token_takes_at_most_fifteen_microseconds(kv_hea
 
 
 def test_decoding_takes_the_time_of_sdpa():
-    """At a server's size: 2,000 tokens of four sequences, a head for each query head."""
+    """The shape is that of a server: four sequences of 2,000 tokens, without grouped heads."""
     q, k = torch.randn(4, 32, 1, 64), torch.randn(4, 32, 2048, 64)
 
     def ours():

@@ -1,4 +1,4 @@
-"""Algorithms 1 and 2 in tiled PyTorch, and torch's CPU kernel beside them."""
+"""The tiled backend and torch's CPU kernel have small errors."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ def test_every_dtype_is_as_good_as_plain(monkeypatch, dtype, backend, options):
 
 
 def test_aten_backend_has_the_bits_of_sdpa():
-    """A sharp softmax in float32 costs that kernel 2 to 5 times plain's error: bit for bit SDPA."""
+    """With a sharp softmax in float32 the kernel has 2 to 5 times plain's error, as SDPA has."""
     q, k, v = (torch.randn(1, 4, 200, 40, requires_grad=True) for _ in "qkv")
     grad = torch.randn(1, 4, 200, 40)
     results = []

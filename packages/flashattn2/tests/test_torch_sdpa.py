@@ -39,7 +39,7 @@ LEFT_OUT = (
 
 
 def outcomes(who, folder, names=()):
-    """The names of the tests that pass, what the others say, and which of them asked ours."""
+    """Return the tests that pass, the messages of the other tests, and those that called ours."""
     folder = folder / who
     folder.mkdir()
     report = folder / "report.xml"

@@ -41,7 +41,7 @@ def registered():
 
 @pytest.fixture(scope="module", params=MODELS)
 def models(request):
-    """The same weights under eager attention and under ours."""
+    """Return two models with the same weights, under eager attention and under ours."""
     name, changes = MODELS[request.param]
     torch.manual_seed(0)
     pair = []
@@ -147,7 +147,7 @@ def test_holes_in_the_padding_are_followed_or_refused(models):
 
 
 def visible(mask):
-    """Boolean (batch, seq_q, seq_k): what a mask says, written out."""
+    """Return a mask as a boolean tensor (batch, seq_q, seq_k)."""
     rule, seq_k = mask.rule, mask.shape[3]
     q = torch.arange(rule.seq_q)[:, None] + rule.first
     k = torch.arange(seq_k)[None]
@@ -333,7 +333,7 @@ def collated(*parts, **options):
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
 @torch.no_grad()
 def test_packed_sequences_of_a_padding_free_collator(name):
-    """Each document has the logits that it has alone, by cu_seq_lens, by positions, and by both."""
+    """Each document has its separate logits, with cu_seq_lens, positions or both."""
     model = tiny(name)
     parts = [tokens(1, n)[0] for n in (9, 1, 6)]
     expected = torch.cat([model(input_ids=part[None]).logits for part in parts], 1)
@@ -372,7 +372,7 @@ def test_boundaries_that_contradict_are_refused():
 
 @torch.no_grad()
 def test_positions_of_padding_are_not_packed_sequences():
-    """Generation numbers left padding 0 or 1, and starts at 0 behind it."""
+    """In generation, left padding has position 0 or 1, and tokens start at 0 after it."""
     model = tiny("llama")
     ids = tokens(1)
     mask = torch.ones_like(ids)

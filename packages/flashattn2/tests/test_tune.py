@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what it may take, what it prefers, and that it writes the tables."""
+"""The tuner without a GPU: its gates, its preferences and the tables that it writes."""
 
 import json
 from importlib.resources import files
@@ -87,7 +87,7 @@ def test_no_candidate_repeats_a_product_or_overflows():
 
 @pytest.mark.exhaustive
 def test_tuner_finds_a_valid_tile_with_the_real_compiler(tmp_path):
-    """In a process that does not interpret; one entry, all its candidates."""
+    """All candidates of one entry are compiled in a process that does not interpret."""
     import os
     import subprocess
     import sys

@@ -1,4 +1,4 @@
-"""Packed sequences are each attended by themselves."""
+"""Packed attention is attention over each sequence separately."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_atomic_backward_is_as_good_as_plain(interpreter):
 
 @pytest.mark.parametrize("by_tma", [False, True])
 def test_many_sequences_of_any_lengths_are_located(interpreter, by_tma):
-    """Empty ones, shorter than a tile, and ends that fall on its edge, on either side."""
+    """Sequences are empty, shorter than a tile, or end at the edge of a tile."""
     interpreter(packed=by_tma)
     lengths = torch.tensor(
         [[0, 16, 1, 0, 0, 32, 33, 15, 17, 0, 48, 5], [3, 16, 0, 7, 0, 32, 31, 9, 9, 9, 9, 9]]
@@ -110,7 +110,7 @@ def test_values_of_other_sequences_are_not_read(interpreter):
     "options", [{"is_causal": True}, {"window": (9, 4), "softcap": 2.0}], ids=str
 )
 def test_values_of_other_sequences_change_no_bit(interpreter, by_tma, dtype, options):
-    """NaN and infinities in every other sequence, whose rows share tiles with this one's."""
+    """NaN and infinities are in the other sequences, whose rows are in the same tiles."""
     interpreter(packed=by_tma)
     inputs = [*tensors(dtype=dtype), torch.randn(90, 4, 16, dtype=dtype)]
     rows = [torch.repeat_interleave(torch.arange(4), cu.diff()) for cu in (CU_Q, CU_K, CU_K, CU_Q)]

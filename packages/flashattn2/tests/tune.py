@@ -31,7 +31,7 @@ FEW_BYTES, MOST_WORK = 48, 1.02
 
 
 def entries(arch):
-    """Each table, head dim and whether its tile is for the options that need the most registers."""
+    """Yield each table and head dim, with True for the tile of the options with most registers."""
     for key, tiles in shipped.tables().items():
         if key[0] in PATHS[arch]:
             for block_d in tiles:
@@ -49,7 +49,7 @@ def options(path, rich):
 
 
 def candidates(key, block_d, arch):
-    """Tiles whose buffers fit and whose products no warpgroup repeats."""
+    """Yield the tiles whose buffers fit and whose products no warpgroup repeats."""
     _, kind, kernel = key
     element_bytes = 2 if kind == "half" else 4
     sides = (16, 32, 64, 128)
@@ -107,7 +107,7 @@ def cost(result):
 
 
 def milliseconds(result, rounds=5):
-    """The time of the pass that the kernel is in, on this GPU, in tiles like this."""
+    """Return the time of the pass with this tile on this GPU."""
     import torch
     from flashattn2 import flash_attention, flash_attention_varlen
     from flashattn2.kernels import launch
@@ -148,7 +148,7 @@ def milliseconds(result, rounds=5):
 
 
 def best(key, block_d, rich, arch, compiled, speed):
-    """The tile of the lowest cost among those that may be shipped, or None."""
+    """Return the valid tile of the lowest cost, or None."""
     path, _, kernel = key
     ranked = []
     for tile in candidates(key, block_d, arch):
@@ -174,7 +174,7 @@ def beats_pointers(key, block_d, rich, tile, speed):
 
 
 def table(arch, compiled, speed, wanted=lambda entry: True):
-    """Every entry's tile, choices anew; the form of a file in `tables`."""
+    """Return a new table with a tile for every entry, in the form of a file in `tables`."""
     choices = {}
     for key, block_d, rich in entries(arch):
         tile = configs.TILES.get(key, {}).get(block_d)
@@ -196,7 +196,7 @@ def table(arch, compiled, speed, wanted=lambda entry: True):
 
 
 def written(table):
-    """As text, a line for each part of an entry."""
+    """Return the table as text, with one line per part of an entry."""
     entries = []
     for key, parts in table.items():
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(x)}" for name, x in parts.items())
