@@ -124,10 +124,10 @@ def bytes_reduced_by_ddp():
 def bytes_sent_by_sharded_optimizer():
     model = decoder()
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
-    optimizer.wire.bytes.clear()
+    optimizer.communicator.bytes.clear()
     model.loss(tokens(), tokens()).backward()
     optimizer.step()
-    return dict(optimizer.wire.bytes)
+    return dict(optimizer.communicator.bytes)
 
 
 @pytest.mark.parametrize("world", [2, 4])

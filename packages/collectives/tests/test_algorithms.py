@@ -1,4 +1,4 @@
-"""Every algorithm of every collective gives the float64 result, whatever the tensor."""
+"""Every algorithm of every collective gives the float64 result for every kind of tensor."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.choice.cost import LEAST_WINS, candidates
+from collectives.choice.cost import MIN_WINS, candidates
 from collectives.communicator import communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
@@ -119,7 +119,7 @@ def one_call(choose, generator, group):
 
 
 def let_hosts_have(ranks):
-    """Each host of the groups to come has so many ranks, as far as they know."""
+    """Emulate hosts with `ranks` ranks each for the groups created from now on."""
     segment.host_identity = lambda: f"host {dist.get_rank() // ranks}"
 
 
@@ -156,7 +156,7 @@ def random_sequences(first, last):
     return done
 
 
-def test_a_thousand_random_sequences_equal_the_float64_result():
+def test_thousand_random_sequences_equal_float64_result():
     done = run_ranks(random_sequences, max(WORLDS), 0, SEQUENCES, timeout=300)[0]
     assert done.total() > SEQUENCES
     kinds, _, _, dtypes, sizes, layouts, hosts = map(set, zip(*done, strict=True))
@@ -208,7 +208,7 @@ def same_bits(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", candidates("all_reduce", (3,)))
-def test_all_ranks_get_the_same_bits(algorithm):
+def test_all_ranks_get_identical_bits(algorithm):
     assert len(set(run_ranks(same_bits, 3, algorithm))) == 1
 
 
@@ -243,7 +243,7 @@ def uneven_exchange():
             assert torch.equal(out, want)
 
 
-def test_all_to_all_takes_splits_of_any_length():
+def test_all_to_all_accepts_splits_of_any_length():
     run_ranks(uneven_exchange, 3)
 
 
@@ -270,15 +270,15 @@ def wire_bytes(world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_no_byte_is_sent_twice(world):
+def test_algorithms_send_the_minimum_number_of_bytes(world):
     part = (world - 1) / world
     for sent in run_ranks(wire_bytes, world, world):
-        for (kind, _), share in sent.items():
-            assert share == (2 * part if kind == "all_reduce" else part)
+        for (kind, _), fraction in sent.items():
+            assert fraction == (2 * part if kind == "all_reduce" else part)
 
 
 def by_gloo():
-    """gloo's own collectives, called by name and picked by `auto`; results and what is left out."""
+    """Run gloo's own collectives by name and by `auto`, and check what is refused."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.host_identity = lambda: f"host {rank}"
     go = {"algorithm": "gloo"}
@@ -295,16 +295,16 @@ def by_gloo():
         out = torch.full((numel,), torch.nan)
         collectives.reduce_scatter_tensor(out, whole.flatten(), **go)
         assert torch.equal(out, world * whole[rank])
-        # The second one is done at once.
+        # The second call uses the existing gloo group.
         for _ in range(2):
             copy = everyone[rank].float().repeat(2, 1).t()[:, 1].requires_grad_()
             with torch.no_grad():
                 collectives.all_reduce(copy, dist.ReduceOp.AVG, **go)
             torch.testing.assert_close(copy, everyone.mean(0).float(), rtol=1e-6, atol=1e-6)
-            own = everyone[rank].clone()
-            collectives.reduce(own, world - 1)
-            kept = everyone.sum(0) if rank == world - 1 else everyone[rank]
-            torch.testing.assert_close(own, kept)
+            local = everyone[rank].clone()
+            collectives.reduce(local, world - 1)
+            expected = everyone.sum(0) if rank == world - 1 else everyone[rank]
+            torch.testing.assert_close(local, expected)
             for dtype in (torch.float32, torch.bool, torch.complex64):
                 sent, received = (whole + rank * numel).to(dtype).t(), torch.ones(numel, world)
                 received = received.to(dtype).t()
@@ -313,8 +313,8 @@ def by_gloo():
                 assert torch.equal(received, want), (dtype, numel)
         gathered = torch.full((world * numel,), torch.nan, dtype=torch.bfloat16)
         collectives.all_gather_into_tensor(gathered, torch.full((numel,), rank).bfloat16(), **go)
-        assert torch.equal(gathered.view(world, numel)[:, :1].flatten(),
-                           torch.arange(world if numel else 0).bfloat16())  # fmt: skip
+        first_column = gathered.view(world, numel)[:, :1].flatten()
+        assert torch.equal(first_column, torch.arange(world if numel else 0).bfloat16())
         tensor = torch.full((numel,), rank)
         collectives.broadcast(tensor, 1, **go)
         assert (tensor == 1).all()
@@ -324,12 +324,12 @@ def by_gloo():
         collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
 
 
-def test_gloos_own_collectives_give_what_ours_give():
+def test_gloo_algorithm_equals_our_algorithms():
     run_ranks(by_gloo, 3)
 
 
 def tuned_once():
-    """A second group on the same hosts takes the measurement of the first."""
+    """Check that a second group on the same hosts reuses the measurement of the first."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.host_identity = lambda: f"host {rank}"
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
@@ -341,16 +341,16 @@ def tuned_once():
         models.append(communicator(group).models["all_reduce"])
     measured = {sample.algorithm for sample in models[0].samples}
     for size in (1 << 10, 1 << 16, 1 << 23):
-        here = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}
-        best = min(here, key=lambda name: here[name].seconds)
+        by_algorithm = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}
+        best = min(by_algorithm, key=lambda name: by_algorithm[name].seconds)
         picked = models[0].choose("all_reduce", size, (1,) * world)
-        # gloo's own, unless another one won most of the turns.
-        assert picked == "gloo" or here[picked].wins >= LEAST_WINS
-        assert picked == best or best == "gloo" or here[best].wins < LEAST_WINS
+        # gloo's own, unless another algorithm was faster in most rounds.
+        assert picked == "gloo" or by_algorithm[picked].wins >= MIN_WINS
+        assert picked == best or best == "gloo" or by_algorithm[best].wins < MIN_WINS
     return models[0] == models[1], measured, seconds
 
 
-def test_hosts_are_measured_once_with_gloos_own_among_the_candidates():
+def test_hosts_are_measured_once_and_gloo_is_a_candidate():
     for same, measured, seconds in run_ranks(tuned_once, 2):
         assert same
         assert measured == {"ring", "halving_doubling", "tree", "gloo"}

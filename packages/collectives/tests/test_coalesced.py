@@ -118,18 +118,18 @@ def tensors(kind, sizes):
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = [torch.arange(float(size)) + 10 * i + rank for i, size in enumerate(sizes)]
     if kind == "reduce_scatter":
-        inputs = [torch.cat([each] * world) for each in inputs]
+        inputs = [torch.cat([tensor] * world) for tensor in inputs]
     longer = world if kind == "all_gather" else 1
     return [torch.full((size * longer,), -1.0) for size in sizes], inputs
 
 
 def right(kind, sizes):
     """Return what the outputs must be, computed without any communication."""
-    world, found = dist.get_world_size(), []
+    world, results = dist.get_world_size(), []
     for i, size in enumerate(sizes):
         parts = [torch.arange(float(size)) + 10 * i + rank for rank in range(world)]
-        found.append(torch.cat(parts) if kind == "all_gather" else sum(parts))
-    return found
+        results.append(torch.cat(parts) if kind == "all_gather" else sum(parts))
+    return results
 
 
 def values(where):
@@ -144,7 +144,7 @@ def values(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_every_way_to_coalesce_gives_all_results(where):
+def test_every_coalesced_call_gives_all_results(where):
     run_ranks(values, 2, where, backend="")
 
 
@@ -173,7 +173,7 @@ def mismatches(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_a_mismatch_in_any_of_the_tensors_is_raised(where):
+def test_mismatch_in_any_coalesced_tensor_is_raised(where):
     run_ranks(mismatches, 3, where, backend="")
 
 
@@ -187,10 +187,10 @@ def nans():
                     if rank == 1:
                         inputs[odd][2] = torch.nan
                     text = error_of(function, outputs, inputs)
-                    assert "rank 1 brought a NaN" in text, (kind, name, odd, text)
+                    assert "rank 1 passed a NaN" in text, (kind, name, odd, text)
 
 
-def test_a_nan_in_any_of_the_tensors_is_raised():
+def test_nan_in_any_coalesced_tensor_is_raised():
     run_ranks(nans, 2, backend="")
 
 
@@ -219,7 +219,7 @@ def first_error():
     assert [tensor is same for tensor, same in zip(work.result(), batch, strict=True)] == [True] * 3
 
 
-def test_the_handle_raises_the_first_error_and_gives_all_results():
+def test_coalesced_handle_raises_first_error_and_returns_all_results():
     run_ranks(first_error, 2, backend="")
 
 
@@ -240,7 +240,7 @@ def counts():
         everyone().allgather_into_tensor_coalesced([torch.ones(8)], [torch.ones(4)] * 2)
 
 
-def test_ranks_that_coalesce_different_numbers_of_tensors_are_told():
+def test_coalescing_different_numbers_of_tensors_is_an_error():
     run_ranks(counts, 2, backend="")
 
 
@@ -260,13 +260,13 @@ def messages():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         assert room.tolist() == [before] * 4
-    told = [torch.full((3,), float(rank + i)) for i in range(2)]
+    broadcasts = [torch.full((3,), float(rank + i)) for i in range(2)]
     with dist._coalescing_manager(device=CPU, async_ops=True) as work:
-        for i, tensor in enumerate(told):
+        for i, tensor in enumerate(broadcasts):
             dist.broadcast(tensor, src=i, async_op=True)
     work.wait()
-    assert [tensor.tolist() for tensor in told] == [[0.0] * 3, [2.0] * 3]
+    assert [tensor.tolist() for tensor in broadcasts] == [[0.0] * 3, [2.0] * 3]
 
 
-def test_sends_receives_and_other_collectives_are_coalesced_too():
+def test_sends_and_receives_are_coalesced():
     run_ranks(messages, 2, backend="")

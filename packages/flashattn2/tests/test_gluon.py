@@ -37,7 +37,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def back(machine, interpreter, monkeypatch):
-    """The same for the backward pass."""
+    """Run the backward pass of `backend="gluon"` in a `Machine`."""
     kernel = Machine("backward_kernel")
     monkeypatch.setattr(backward, "backward_kernel", kernel)
     return kernel

@@ -52,8 +52,8 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     )
     assert model.unembed.weight is model.embed.weight
     assert folded.blocks[0].mlp.down.weight is not model.blocks[0].mlp.down.weight
-    again = fold_decoder(folded)(TOKENS)
-    torch.testing.assert_close(again, logits, atol=tolerance * 10, rtol=tolerance)
+    refolded = fold_decoder(folded)(TOKENS)
+    torch.testing.assert_close(refolded, logits, atol=tolerance * 10, rtol=tolerance)
 
 
 def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -> None:
@@ -70,7 +70,7 @@ def test_folding_rms_norms_of_any_decoder_keeps_its_logits(decoder: nn.Module) -
     torch.testing.assert_close(decoder(tokens).log_softmax(-1), expected.log_softmax(-1))
 
 
-def test_a_norm_that_does_not_fold_is_refused_and_nothing_changes() -> None:
+def test_norms_of_other_forms_are_refused_without_changes() -> None:
     class OnePlus(nn.RMSNorm):
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.rms_norm(x, (6,)) * (1 + self.weight)
@@ -81,5 +81,5 @@ def test_a_norm_that_does_not_fold_is_refused_and_nothing_changes() -> None:
     with pytest.raises(ValueError, match="OnePlus is not weight"):
         fold_norm(norm, reader)
     assert reader.weight is weight
-    with pytest.raises(ValueError, match="takes 5 features, the norm gives 6"):
+    with pytest.raises(ValueError, match="norm's 6 features, got one of 5"):
         fold_norm(nn.LayerNorm(6), nn.Linear(5, 4))

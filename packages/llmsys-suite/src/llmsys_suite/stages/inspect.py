@@ -5,7 +5,7 @@ from __future__ import annotations
 import interp
 import torch
 from interp.circuits import induction as circuits
-from interp.patching.streams import drop_heads
+from interp.patching import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder, MultiHeadAttention, rotate

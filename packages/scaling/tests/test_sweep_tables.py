@@ -1,4 +1,4 @@
-"""Tables of one's own sweeps: settings stay apart, and diverged runs do not move a best rate."""
+"""In tables of sweeps, settings stay apart and diverged runs do not change a best rate."""
 
 import csv
 import os
@@ -13,7 +13,7 @@ RATES = np.geomspace(1e-4, 1e-2, 7)
 
 
 def curve(best, size=64, limit=1.0, diverged=11.09, **more):
-    """Return rows of one curve: its bottom is at `best`, and rates above `limit` diverge."""
+    """Return the rows of a curve with its bottom at `best` that diverges above `limit`."""
     return [
         {
             "lr": rate,
@@ -40,7 +40,7 @@ def test_diverged_runs_are_left_out_with_a_count(limit, diverged):
     assert clean.best_rates == pytest.approx([1e-3], rel=0.01)
 
 
-def test_a_rate_at_which_one_repetition_diverged_is_not_used():
+def test_rate_at_which_one_repetition_diverged_is_not_used():
     rows = curve(1e-3, seed=0) + curve(1e-3, limit=4e-3, seed=1)
     with pytest.warns(ScalingWarning, match="2 of 14 runs diverged"):
         sweep = fit_sweep(rows)
@@ -48,7 +48,7 @@ def test_a_rate_at_which_one_repetition_diverged_is_not_used():
     assert np.isinf(sweep.log_loss[0, -2:]).all()
 
 
-def test_steep_curves_are_not_taken_for_diverged():
+def test_steep_curves_do_not_count_as_diverged():
     """Half the mean squared error of a regression spans decades on both sides of its best rate."""
     rows = [{"lr": rate, "bs": 8, "loss": (1e-6 + np.log(rate / 1e-3) ** 2) ** 2} for rate in RATES]
     assert fit_sweep(rows).diverged == 0
@@ -74,21 +74,21 @@ def test_runs_of_several_settings_are_not_repetitions(column, values):
         )
     apart = fit_sweeps(rows, column)
     assert [*apart] == [(str(v),) for v in values]
-    found = [s.best_rates[0] for s in apart.values()]
-    np.testing.assert_allclose(found, best, rtol=0.02)
+    best_rates = [sweep.best_rates[0] for sweep in apart.values()]
+    np.testing.assert_allclose(best_rates, best, rtol=0.02)
 
 
-def test_sizes_at_other_batch_sizes_are_not_one_sweep():
+def test_sizes_at_different_batch_sizes_are_not_one_sweep():
     rows = curve(3e-3, size=64, N="100M") + curve(3e-4, size=128, N="1B")
     with pytest.raises(ValueError, match="column 'N' takes 2 values"):
         fit_sweep(rows)
 
 
-def test_seeds_names_dates_and_measurements_are_no_settings():
+def test_seeds_names_dates_and_measurements_are_not_settings():
     rows = []
     for seed in range(3):
         for i, row in enumerate(curve(1e-3) + curve(2e-3, size=128)):
-            # A fixed number of steps: larger batches see more tokens.
+            # At a fixed number of steps, larger batches see more tokens.
             more = {"tokens": 1e4 * row["bs"], "params": 1e8 * (1 + 1e-4 * seed), "seed": seed}
             more |= {"name": f"run-{seed}-{i}", "seconds": 100.0 + i / 7 + seed / 3}
             rows.append(row | more)
@@ -98,7 +98,7 @@ def test_seeds_names_dates_and_measurements_are_no_settings():
     assert sweep.best_rates == pytest.approx([1e-3, 2e-3], rel=0.02)
 
 
-def test_runs_that_did_not_finish_are_left_out():
+def test_unfinished_runs_of_a_sweep_are_left_out():
     rows = curve(1e-3, status="FINISHED") + [
         row | {"loss": 1.0} for row in curve(1e-3, status="FAILED")
     ]
@@ -106,8 +106,8 @@ def test_runs_that_did_not_finish_are_left_out():
         assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=1e-3)
 
 
-def test_a_best_rate_lies_between_the_neighbors_of_the_least_loss():
-    """A shallow valley beside a cliff: a parabola through five points would leave it."""
+def test_best_rate_lies_between_the_neighbors_of_the_least_loss():
+    """A parabola through five points would leave a shallow valley next to a steep rise."""
     random = np.random.default_rng(0)
     for _ in range(200):
         loss = 3 + np.sort(random.exponential(0.1, 7))[np.abs(np.arange(7) - 3) * 2 % 7]
@@ -115,10 +115,10 @@ def test_a_best_rate_lies_between_the_neighbors_of_the_least_loss():
         rows = [{"lr": r, "bs": 1, "loss": z} for r, z in zip(RATES, loss, strict=True)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ScalingWarning)
-            found = fit_sweep(rows).best_rates[0]
+            best_rate = fit_sweep(rows).best_rates[0]
         at = int(np.argmin(loss))
         if 0 < at < 6:
-            assert RATES[at - 1] <= found <= RATES[at + 1]
+            assert RATES[at - 1] <= best_rate <= RATES[at + 1]
 
 
 FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "scaling"
@@ -129,7 +129,7 @@ FOLDER = Path(os.environ.get("SCALING_DATA", "/nonexistent")) / "scaling"
     reason="SCALING_DATA names no folder with scaling/step_dense.csv",
 )
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-def test_the_step_law_s_grid_is_seventeen_sweeps():
+def test_step_law_grid_is_seventeen_sweeps():
     table = FOLDER / "step_dense.csv"
     with pytest.raises(ValueError, match=r"takes .* values .*by=\['D', 'N'\]"):
         fit_sweep(table)

@@ -1,4 +1,4 @@
-"""FSDP as torch's own tools see it, FSDP2's options, and uses of it beside forward and backward."""
+"""FSDP with torch's tools and FSDP2's options, and full parameters outside of training steps."""
 
 import copy
 import sys
@@ -63,13 +63,13 @@ def torchs_state_dicts(folder):
         set_model_state_dict(part(other), whole, options=full)
         check(other)
         other = FSDP(make(3))
-        given = whole if dist.get_rank() == 0 else {}
-        set_model_state_dict(part(other), given, options=everywhere)
+        state = whole if dist.get_rank() == 0 else {}
+        set_model_state_dict(part(other), state, options=everywhere)
         check(other)
     plain = make(4)
     load_checkpoint(f"{folder}/False", plain)
     assert same(plain.state_dict(), expected)
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight: \(3, 3\) in the state"):
+    with pytest.raises(RuntimeError, match=r"mismatch for 0\.weight: expected .* got \(3, 3\)"):
         other.module.load_state_dict({**expected, "0.weight": torch.zeros(3, 3)})
     copied = copy.deepcopy(other)
     copied.module.load_state_dict(make(5).state_dict())
@@ -98,7 +98,7 @@ def rules_and_whole_parameters():
     return True
 
 
-def test_rules_see_dimensions_and_whole_parameters_may_be_summoned():
+def test_shards_keep_dimensions_and_full_parameters_can_be_summoned():
     assert all(run_ranks(rules_and_whole_parameters, 2, timeout=DEADLINE))
 
 
@@ -114,13 +114,13 @@ def hybrid(stage, path):
         state = get_model_state_dict(resumed.module, options=StateDictOptions(full_state_dict=True))
         for name, value in twin.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
-        with pytest.raises(ValueError, match="a mesh of 3 dimensions: pass one of one"):
+        with pytest.raises(ValueError, match=r"expected a mesh of one dimension .* got 3"):
             FSDP(make(), group=init_device_mesh("cpu", (2, 2, 1)))
     return True
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_shards_may_be_replicated_over_a_mesh(stage, tmp_path):
+def test_hybrid_sharding_over_a_mesh_equals_one_process(stage, tmp_path):
     assert all(run_ranks(hybrid, 4, stage, str(tmp_path / "last"), timeout=DEADLINE))
 
 
@@ -134,14 +134,14 @@ def options():
     }.items():
         model, ours, twin, theirs = pair(**chosen)
         train(model, ours, twin, theirs, mean_square)
-        model.wire.take()
+        model.communicator.pop_bytes()
         mean_square(model, batch(0, 0)).backward()
-        gathered[name] = model.wire.take()["all_gather"]
+        gathered[name] = model.communicator.pop_bytes()["all_gather"]
         assert all(unit.unsharded_bytes == 0 for unit in model.units)
     return gathered
 
 
-def test_layers_may_be_kept_and_gathered_further_ahead():
+def test_reshard_after_forward_and_prefetch_do_not_change_results():
     for gathered in run_ranks(options, 2, timeout=DEADLINE):
         assert gathered["far"] == gathered["none"] == gathered["usual"]
         assert gathered["kept"] < gathered["usual"]
@@ -153,21 +153,21 @@ def ignored():
     apart = model[0].weight
     model = FSDP(model, ignored_params={apart})
     mean_square(model, batch(0, dist.get_rank())).backward()
-    # Its own on each rank, neither made equal nor averaged, and clipped with the others.
+    # The values stay different on each rank and are not averaged; clipping includes them.
     before = apart.grad.clone()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert torch.allclose(apart.grad, before * 1e-3 / norm.item(), rtol=1e-4)
     return apart.data.sum().item(), before.sum().item()
 
 
-def test_ignored_parameters_are_left_alone_and_clipped_together():
+def test_ignored_parameters_are_not_synchronized():
     (a, b), (c, d) = run_ranks(ignored, 2, timeout=DEADLINE)
     assert c - a == pytest.approx(35)
     assert b != d
 
 
 def penalty(model, inputs):
-    """A gradient penalty: a backward through a backward."""
+    """Return a gradient penalty, which needs a backward through a backward."""
     inputs = inputs.clone().requires_grad_()
     outputs = model(inputs)
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
@@ -176,7 +176,7 @@ def penalty(model, inputs):
 
 def beside_backward():
     assert train(*pair(), penalty)
-    # torch.autograd.grad between two backwards of a step sends no gradient and ends no step.
+    # torch.autograd.grad between two backwards of a step must not reduce gradients.
     model, ours, twin, theirs = pair()
     rank, world = dist.get_rank(), dist.get_world_size()
     for number in range(2):
@@ -184,11 +184,11 @@ def beside_backward():
             mean_square(model, batch(number, rank)).backward()
         inputs = batch(5, rank).requires_grad_()
         loss = mean_square(model, inputs)
-        model.wire.take()
+        model.communicator.pop_bytes()
         (slope,) = torch.autograd.grad(loss, inputs)
-        assert model.wire.take().keys() <= {"all_gather"}
-        again = inputs.detach().requires_grad_()
-        (expected,) = torch.autograd.grad(mean_square(twin, again), again)
+        assert model.communicator.pop_bytes().keys() <= {"all_gather"}
+        leaf = inputs.detach().requires_grad_()
+        (expected,) = torch.autograd.grad(mean_square(twin, leaf), leaf)
         torch.testing.assert_close(slope, expected)
         mean_square(model, batch(number + 7, rank)).backward()
         for other in range(world):
@@ -205,14 +205,14 @@ def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
 
 
 def called_inside():
-    """The module within, and its children one by one: nothing grows, nothing is stale."""
+    """Call the wrapped module, and its children one by one: no state grows or is stale."""
     for call in (
         lambda model, x: getattr(model, "module", model)(x).square().mean(),
         lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
     ):
         model, ours, twin, theirs = pair()
         train(model, ours, twin, theirs, call, steps=4)
-        assert len(model._order) <= 2
+        assert len(model._forward_order) <= 2
     return True
 
 
@@ -222,7 +222,7 @@ def by_hand(layers, x):
     return x
 
 
-def test_the_module_within_may_be_called_and_its_children():
+def test_the_wrapped_module_and_its_children_can_be_called():
     assert all(run_ranks(called_inside, 2, timeout=DEADLINE))
 
 
@@ -232,7 +232,7 @@ def different_layers():
     model.module[2 * dist.get_rank()](torch.ones(1, 5))
 
 
-def test_ranks_that_run_different_layers_are_told_which():
+def test_ranks_that_run_different_layers_are_reported():
     for outcome in try_ranks(different_layers, 2, timeout=DEADLINE):
         message = str(outcome.error)
         assert "rank 0: all_gather of 120 bytes of 0.weight and 1 more" in message
@@ -241,7 +241,7 @@ def test_ranks_that_run_different_layers_are_told_which():
 
 
 def memory_over(steps, stage):
-    """The resident bytes after each quarter of the steps."""
+    """Return the resident bytes after each quarter of the steps."""
     model, ours, _, _ = pair(stage)
     seen = []
     for number in range(steps):
@@ -256,15 +256,15 @@ def memory_over(steps, stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("steps", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_host_memory_is_flat(steps, stage):
-    # A list that grew by one object a step would take 64 bytes a step, in every quarter; what an
-    # allocator takes once, and late on a busy machine, it takes in one.
+def test_host_memory_is_constant_over_steps(steps, stage):
+    # A list that grew by one object per step would take 64 bytes per step in every quarter. An
+    # allocation that is made once, and late on a busy machine, appears in one quarter only.
     for seen in run_ranks(memory_over, 2, steps, stage, timeout=1500):
         assert min(after - before for before, after in pairwise(seen)) < 1 << 16
 
 
 class Viewed(nn.Module):
-    """A layer whose output is a view of what it made, which its caller changes in place."""
+    """A layer whose output is a view, which its caller changes in place."""
 
     def __init__(self, view):
         super().__init__()
@@ -291,13 +291,13 @@ def changed_in_place():
     return True
 
 
-def test_outputs_that_are_views_may_be_changed_in_place():
+def test_outputs_that_are_views_can_be_changed_in_place():
     assert all(run_ranks(changed_in_place, 2, timeout=DEADLINE))
 
 
 @dataclass
 class Output:
-    """What a caller's module may return: attributes, containers within, itself."""
+    """An output of a user's class: attributes, containers, and itself."""
 
     hidden: torch.Tensor
     more: dict = field(default_factory=dict)
@@ -317,7 +317,7 @@ class Named(NamedTuple):
 
 
 class Wrapping(nn.Linear):
-    """A sharded layer whose output is an object of a class of its own."""
+    """A sharded layer whose output is an object of a user's class."""
 
     def __init__(self, kind):
         super().__init__(5, 5)
@@ -326,13 +326,13 @@ class Wrapping(nn.Linear):
     def forward(self, x):
         y = torch.tanh(super().forward(x))
         if self.kind == "dataclass":
-            made = Output(y)
-            made.me = made
+            output = Output(y)
+            output.me = output
         elif self.kind == "nested":
-            made = Output(None, {"deep": [Slotted(None, {"x": Named(None, Output(y))})]})
+            output = Output(None, {"deep": [Slotted(None, {"x": Named(None, Output(y))})]})
         else:
-            made = {"slots": Slotted, "named": Named}[self.kind](y, None)
-        return made
+            output = {"slots": Slotted, "named": Named}[self.kind](y, None)
+        return output
 
 
 class UsesObjects(nn.Module):
@@ -342,10 +342,10 @@ class UsesObjects(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            made = layer(x)
+            output = layer(x)
             if layer.kind == "nested":
-                made = made.more["deep"][0].more["x"].more
-            x = x + made.hidden
+                output = output.more["deep"][0].more["x"].more
+            x = x + output.hidden
         return Output(x)
 
 
@@ -362,7 +362,7 @@ def _seeded(cls, *arguments):
     return cls(*arguments).double()
 
 
-def test_outputs_of_any_class_are_followed_into_backward():
+def test_outputs_of_any_class_gather_weights_for_backward():
     assert all(run_ranks(return_objects, 2, timeout=DEADLINE))
 
 
@@ -382,7 +382,7 @@ def test_an_output_in_which_no_tensor_is_found_is_refused():
 
 
 class Reentrant(nn.Module):
-    """Everything, or some, within reentrant checkpoints; a layer that is used in two of them."""
+    """All or some layers within reentrant checkpoints, and a layer that is used in two of them."""
 
     def __init__(self, everything, nested=False):
         super().__init__()

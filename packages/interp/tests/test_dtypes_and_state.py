@@ -1,4 +1,4 @@
-"""Half precision, mixed dtypes and devices, caches: computed where it can be, refused where not."""
+"""Half precision, mixed dtypes and devices, and blocks with state."""
 
 from collections.abc import Callable
 
@@ -60,12 +60,14 @@ def thin(dtype: torch.dtype = torch.float32, device: str = "cpu") -> LowRank:
         lambda x: logit_lens([torch.ones(1, 6, 6)], None, x),
     ],
 )
-def test_mixed_dtypes_and_devices_are_refused_with_what_to_do(
+def test_mixed_dtypes_and_devices_are_refused_with_a_remedy(
     call: Callable[[Tensor], object],
 ) -> None:
-    with pytest.raises(TypeError, match=r"torch\.float\d+ and torch\.float\d+.*give one dtype"):
+    with pytest.raises(
+        TypeError, match=r"torch\.float\d+ and torch\.float\d+.*convert them to one dtype"
+    ):
         call(torch.ones(6, 6, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"(cpu|meta) and .*bring them to one device"):
+    with pytest.raises(ValueError, match=r"(cpu|meta) and .*move them to one device"):
         call(torch.ones(6, 6, device="meta"))
 
 
@@ -77,15 +79,15 @@ def test_mixed_dtypes_and_devices_are_refused_with_what_to_do(
         lambda: thin().apply(torch.ones(4, 5)),
     ],
 )
-def test_products_of_shapes_that_do_not_fit_are_refused(call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="do not multiply; the left"):
+def test_products_of_mismatched_shapes_are_refused(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="do not multiply; the columns"):
         call()
     with pytest.raises(ValueError, match="batches that do not broadcast"):
         LowRank(torch.ones(2, 6, 2), torch.ones(3, 2, 6))
 
 
 class Cached(nn.Module):
-    """A block that appends to a cache of its own, and adds a mask of the length it was told."""
+    """A block that appends to a cache and adds a mask of fixed length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class Cached(nn.Module):
 
 
 class CachedModel(nn.Module):
-    """Clears its blocks' caches at the beginning of each prompt, as a Hugging Face model does."""
+    """A model that clears its blocks' caches for each prompt, as a Hugging Face model does."""
 
     def __init__(self, *, clears: bool = True) -> None:
         super().__init__()
@@ -116,19 +118,19 @@ class CachedModel(nn.Module):
         return x
 
 
-def test_a_cache_in_the_blocks_ends_in_the_message_that_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"must not keep a state .*turn caches off"):
+def test_blocks_with_a_cache_are_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"must not keep state .*turn caches off"):
         patch_streams(CachedModel(), "blocks.*", CLEAN, CORRUPTED, lambda x: x.sum((1, 2)))
-    with pytest.raises(ValueError, match=r"keeps a state"):
+    with pytest.raises(ValueError, match=r"keeps state"):
         attribution_patching(
             CachedModel(clears=False), ["blocks.0"], CLEAN, CORRUPTED, lambda x: x.sum()
         )
-    with pytest.raises(ValueError, match=r"keeps a state"):
+    with pytest.raises(ValueError, match=r"keeps state"):
         path_patching(CachedModel(clears=False), "blocks.0", ["blocks.1:input"], CLEAN, CORRUPTED)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
-def test_a_hugging_face_model_with_its_cache_on_is_scanned(family: str) -> None:
+def test_hugging_face_models_with_caches_are_patched(family: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     sizes = {
         "GPT2": {"n_embd": 12, "n_layer": 2, "n_head": 3, "vocab_size": 31, "n_positions": 16},
@@ -142,8 +144,9 @@ def test_a_hugging_face_model_with_its_cache_on_is_scanned(family: str) -> None:
         },
     }
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes[family], use_cache=True)
-    model = getattr(transformers, f"{family}Model")(config).double().eval()
+    model_class = {"GPT2": transformers.GPT2Model, "Llama": transformers.LlamaModel}[family]
+    config = model_class.config_class(**sizes[family], use_cache=True)
+    model = model_class(config).double().eval()
     blocks = "h.*" if family == "GPT2" else "layers.*"
     scan = patch_streams(model, blocks, CLEAN, CORRUPTED, lambda x: x[:, -1].square().sum(-1))
     # Where the tokens agree nothing is recovered; the last position of the last block carries much.
@@ -154,11 +157,13 @@ def test_a_hugging_face_model_with_its_cache_on_is_scanned(family: str) -> None:
 def test_metrics_of_another_shape_are_refused() -> None:
     torch.manual_seed(0)
     model = AttentionOnly(vocabulary=12, context=6, d_model=8, layers=2, heads=2)
-    with pytest.raises(ValueError, match=r"the metric gave \(\) for 12 streams"):
+    with pytest.raises(ValueError, match=r"the metric returned \(\) for 12 streams"):
         patch_streams(model, "blocks.*", CLEAN, CORRUPTED, lambda x: x.sum())
-    with pytest.raises(ValueError, match="batch 0 holds no position"):
+    with pytest.raises(ValueError, match="expected batch >= 1, got 0"):
         patch_streams(model, "blocks.*", CLEAN, CORRUPTED, lambda x: x.sum((1, 2)), batch=0)
-    with pytest.raises(ValueError, match=r"the metric gave \(1, 6\); it must give one number"):
+    with pytest.raises(
+        ValueError, match=r"the metric returned \(1, 6\); it must return one number"
+    ):
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED, lambda out: out.sum(-1))
     with pytest.raises(ValueError, match="prompts of the same number and length"):
         attribution_patching(model, ["blocks.0"], CLEAN, CORRUPTED[:, :4], lambda out: out.sum())

@@ -1,4 +1,4 @@
-"""What crosses the wire is what is predicted: 1.0 S for stages 1 and 2, below 1.5 S for stage 3."""
+"""Bytes on the wire are as predicted: 1.0 S for stages 1 and 2, below 1.5 S for stage 3."""
 
 import json
 import os
@@ -38,26 +38,26 @@ for stage in (1, 2, 3):
     size = sum(p.nbytes for p in model.parameters())
     if stage == 3:
         model = FSDP(model)
-        optimizer, wire = torch.optim.AdamW(model.parameters()), model.wire
+        optimizer, communicator = torch.optim.AdamW(model.parameters()), model.communicator
     else:
         optimizer = ShardedOptimizer(
             model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, bucket_size_mb=1
         )
-        wire = optimizer.wire
+        communicator = optimizer.communicator
     steps = []
     for step in range(13):
         dist.barrier()
         before = int(sent.read_text())
-        wire.take()
+        communicator.pop_bytes()
         model(torch.ones(4, 512)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
         steps.append(int(sent.read_text()) - before)
-    # The interface also counts what TCP, on a busy machine, sent a second time: never less than the
-    # program's bytes, so the least of many steps is what the program sends.
+    # The interface also counts retransmissions of TCP on a busy machine, so the minimum of many
+    # steps is the number of bytes that the program sends.
     actual = min(steps[1:])
-    result[stage] = actual / size, wire_bytes(wire.take(), 2) / size
+    result[stage] = actual / size, wire_bytes(communicator.pop_bytes(), 2) / size
 if dist.get_rank() == 0:
     print(json.dumps(result))
 dist.destroy_process_group()
@@ -68,7 +68,7 @@ REASON = why_not()
 
 
 @pytest.mark.skipif(bool(REASON), reason=REASON)
-def test_bytes_on_a_link_are_the_predicted_ones():
+def test_bytes_on_a_link_are_as_predicted():
     with emulated_hosts(2, "10gbit") as hosts:
         running = [
             host.popen(
@@ -91,8 +91,10 @@ def _environment():
 
 def scatter(dtype, size):
     world, rank = dist.get_world_size(), dist.get_rank()
-    inputs = [torch.randn(world * size, generator=torch.Generator().manual_seed(r)).to(dtype)
-              for r in range(world)]  # fmt: skip
+    inputs = []
+    for r in range(world):
+        generator = torch.Generator().manual_seed(r)
+        inputs.append(torch.randn(world * size, generator=generator).to(dtype))
     output = torch.full((size,), float("nan"), dtype=dtype)
     direct_reduce_scatter(output, inputs[rank])
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -129,7 +131,7 @@ def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 50))
-def test_every_element_has_one_owner_and_shares_are_even(numels, world, bucket):
+def test_every_element_has_one_owner_and_shards_are_even(numels, world, bucket):
     for cut in (by_element, by_parameter):
         partition = cut(numels, world, bucket)
         owned = [0] * sum(numels)
@@ -142,38 +144,38 @@ def test_every_element_has_one_owner_and_shares_are_even(numels, world, bucket):
         assert all(count == 1 for count in owned)
     partition = by_element(numels, world, bucket)
     for rank in range(world):
-        held = sum(high - low for low, high in (s.shard(rank, world) for s in partition.spans))
-        assert held == -(-sum(numels) // world)
+        numel = sum(high - low for low, high in (s.shard(rank, world) for s in partition.spans))
+        assert numel == -(-sum(numels) // world)
 
 
 def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():
     numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
     assert sum(numels) == 124_439_808
     for world in range(2, 17):
-        shares = [sum(p.numel for p in by_element(numels, world, 1 << 23).shard_pieces(r))
-                  for r in range(world)]  # fmt: skip
-        assert max(shares) * world / sum(numels) <= 1.01
+        partition = by_element(numels, world, 1 << 23)
+        shard_sizes = [sum(p.numel for p in partition.shard_pieces(r)) for r in range(world)]
+        assert max(shard_sizes) * world / sum(numels) <= 1.01
 
 
 def largest_share_of_torchs_own(world):
-    """What ZeroRedundancyOptimizer gives the fullest rank of a group that does not exist."""
+    """Return the size of ZeroRedundancyOptimizer's largest shard, without a process group."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    # One element's memory stands for each parameter.
+    # The memory of one element stands for each parameter.
     parameters = [torch.nn.Parameter(torch.zeros(1).expand(shape)) for shape in gpt2_shapes()]
     optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
-    shares = [
+    shard_sizes = [
         sum(p.numel() for group in part for p in group["params"])
         for part in optimizer._partition_parameters()
     ]
     dist.destroy_process_group()
-    assert len(shares) == world
-    return max(shares) * world / sum(shares)
+    assert len(shard_sizes) == world
+    return max(shard_sizes) * world / sum(shard_sizes)
 
 
-def test_torchs_own_split_of_gpt2_is_uneven_and_ours_by_whole_parameters_is_as_good():
+def test_torchs_partition_of_gpt2_is_as_uneven_as_by_parameter():
     numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
     (torchs,) = run_ranks(largest_share_of_torchs_own, 1, 8, backend="", timeout=DEADLINE)
     assert torchs == pytest.approx(2.48, abs=0.01)
@@ -183,7 +185,7 @@ def test_torchs_own_split_of_gpt2_is_uneven_and_ours_by_whole_parameters_is_as_g
     assert max(ours) * 8 / sum(numels) == pytest.approx(torchs)
 
 
-def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
+def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
     with torch.device("meta"):
         model = torch.nn.Linear(64, 64, bias=False)
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, group=DryRun(8))
@@ -192,16 +194,24 @@ def test_a_dry_run_predicts_the_traffic_of_ranks_that_do_not_exist():
         sharded = FSDP(torch.nn.Linear(64, 64, bias=False), group=DryRun(8))
         sharded(torch.ones(2, 64)).sum().backward()
     size = 64 * 64 * 4
-    # Four-byte flags: what became of each gradient, whether a bucket must be sent again, and in the
-    # first steps whether any rank has state.
-    assert optimizer.wire.take() == {"reduce_scatter": size, "all_gather": size, "all_reduce": 20}
-    # Gathered for forward and for backward: the first step does not know yet which layer is last.
-    assert sharded.wire.take() == {"reduce_scatter": size, "all_gather": 2 * size, "all_reduce": 4}
+    # Four-byte flags: four per parameter (is its gradient used, averaged, cleared, is it written
+    # to), one per bucket (reduce it again), and in the first steps one for the existence of state.
+    assert optimizer.communicator.pop_bytes() == {
+        "reduce_scatter": size,
+        "all_gather": size,
+        "all_reduce": 4 * (4 + 1 + 1),
+    }
+    # Gathered for forward and for backward, because the first step does not know the last layer.
+    assert sharded.communicator.pop_bytes() == {
+        "reduce_scatter": size,
+        "all_gather": 2 * size,
+        "all_reduce": 4,
+    }
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
 
 
 def abandoned(call):
-    """One rank drops what it began before the other's blocks are sent."""
+    """Drop the work on one rank before the other rank's blocks are sent."""
     first = dist.get_rank() == 0
     dist.barrier()
     if not first:
@@ -218,5 +228,5 @@ def abandoned(call):
 
 
 @pytest.mark.parametrize("call", [direct_reduce_scatter, direct_all_gather])
-def test_work_that_nobody_waits_for_does_not_stop_the_group(call):
+def test_abandoned_work_does_not_block_the_group(call):
     assert run_ranks(abandoned, 2, call, timeout=60) == [[2.0] * 3] * 2

@@ -1,11 +1,11 @@
-"""How an optimizer may be split over ranks: known for torch's own classes, verified for others.
+"""The ways of splitting an optimizer over ranks: known for torch's classes, verified for others.
 
 Note [Which optimizers are split by element]
-Only the classes in `ELEMENTWISE`, and those of which the caller says so, are cut anywhere. No trial
-can show that an unknown optimizer never looks at a whole tensor: it may do so after the thousandth
-step. Every other class gets whole parameters, each with one owner, at all stages. A trial then only
-refuses: an optimizer whose step on one parameter visibly depends on other parameters, and one that
-the caller calls element-wise by mistake.
+Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No
+trial can prove that an unknown optimizer never uses a whole tensor: it may do so after the
+thousandth step. With any other class each parameter is whole on one rank, at all stages. A trial
+can only refuse: an optimizer whose step on one parameter depends on other parameters, and one
+that was declared element-wise by mistake.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 Split = Literal["elements", "parameters"]
 Optimizer = torch.optim.Optimizer
 
-# Exactly these classes: a subclass may override anything.
+#: Exactly these classes, because a subclass may override anything.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
@@ -37,9 +37,9 @@ REFUSED: dict[type[Optimizer], str] = {
     "Adam, with nn.Embedding(..., sparse=False)",
 }
 STEPS = 50
-# Gradients of one trial span these scales, so that clipping and thresholds take effect.
+#: Scales of the gradients of a trial, so that clipping and thresholds take effect.
 SCALES = (1.0, 1e-3, 30.0, 1e-6, 1e3)
-# Sides of larger matrices, which some optimizers treat differently, as those with 8-bit states do.
+#: Sizes of square matrices that some optimizers treat differently from small ones.
 SIDES = (64, 256)
 
 
@@ -56,14 +56,14 @@ def how_to_split(
 ) -> Split:
     """Return how `cls(params, **options)` is sharded, or raise ValueError with the reason.
 
-    "elements": its tensors are cut anywhere. "parameters": each tensor is whole on one rank.
+    "elements" means that tensors are cut anywhere, "parameters" that each is whole on one rank.
 
-    elementwise: True if the caller says that the optimizer treats every element by itself, which a
-        trial verifies; False if it treats every parameter by itself, which is not verified; None if
-        the caller does not know.
-    group: the options of one parameter group. shapes: the shapes of its parameters.
-    as_columns: the optimizer is constructed on this rank's elements, as at stage 3.
-    make: constructs the optimizer, if that is not `cls` itself.
+    elementwise: True if the caller declares that the optimizer treats every element by itself,
+        which a trial verifies; False if it treats every parameter by itself, which is not
+        verified; None if this is unknown.
+    group, shapes: the options of one parameter group, and the shapes of its parameters.
+    as_columns: construct the optimizer on this rank's elements, as at stage 3.
+    make: a function that constructs the optimizer, if it is not `cls` itself.
     """
     if cls in REFUSED:
         raise ValueError(f"{cls.__name__} cannot be sharded: {REFUSED[cls]}")
@@ -75,24 +75,30 @@ def how_to_split(
         raise ValueError(f"{cls.__name__} is not element-wise: leave out elementwise=True")
     if elementwise is False and not as_columns:
         return "parameters"
-    seen = [tuple(shape) for shape in shapes]
-    trial = _Trial(cls, make or cls, _moving(options), _moving(group or {}), as_columns)
-    # Options may be objects without a lasting name, so that only plain ones are remembered.
-    described = f"{make} {options} {group} {device} {elementwise} {as_columns} {sorted(seen)}"
-    key = cls, described
+    shape_list = [tuple(shape) for shape in shapes]
+    description = f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list}"
+    key = cls, description
     if key not in _verified:
-        rng = [device.index or 0] if device is not None and device.type == "cuda" else []
-        with torch.random.fork_rng(rng), torch.device(device or "cpu"):
+        trial = _Trial(
+            cls,
+            make or cls,
+            _with_learning_rate(options),
+            _with_learning_rate(group or {}),
+            as_columns,
+        )
+        cuda_devices = [device.index or 0] if device is not None and device.type == "cuda" else []
+        with torch.random.fork_rng(cuda_devices), torch.device(device or "cpu"):
             if elementwise:
-                trial.check_elements(seen)
+                trial.check_elements(shape_list)
             else:
-                trial.check_parameters(seen)
-    if " at 0x" not in described:
+                trial.check_parameters(shape_list)
+    # The address of an object may belong to another object later.
+    if " at 0x" not in description:
         _verified.add(key)
     return "elements" if elementwise else "parameters"
 
 
-# What passed its trial: class, and its options and shapes.
+#: The class, and a description of options and shapes, of each optimizer that passed a trial.
 _verified: set[tuple[type[Optimizer], str]] = set()
 
 
@@ -121,8 +127,8 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
     return options
 
 
-def _moving(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with a learning rate: one of zero, as warm-up starts with, shows nothing."""
+def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with a positive learning rate: warm-up starts with zero, which hides steps."""
     options = dict(options)
     if "lr" in options and not options["lr"]:
         options["lr"] = 0.01
@@ -130,7 +136,7 @@ def _moving(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Trial:
-    """Steps an optimizer on random tensors, together and apart."""
+    """A comparison of an optimizer's steps on several random tensors with steps on each alone."""
 
     def __init__(
         self,
@@ -140,41 +146,44 @@ class _Trial:
         group: Mapping[str, Any],
         as_columns: bool,
     ) -> None:
-        self.name, self.make = cls.__name__, make
-        self.options, self.group, self.as_columns = options, group, as_columns
+        self.name = cls.__name__
+        self.make = make
+        self.options = options
+        self.group = group
+        self.as_columns = as_columns
         self.random = np.random.default_rng(0)
 
-    def check_parameters(self, seen: Sequence[tuple[int, ...]]) -> None:
-        """Raise if the step on one parameter depends on the others."""
-        dims = sorted({*map(len, seen)}) or [2]
+    def check_parameters(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Raise if the step on one parameter depends on other parameters."""
+        dims = sorted({len(shape) for shape in shapes}) or [2]
         values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
         wholes, numbers = self._run(values, gradients)
         for index, whole in enumerate(wholes):
             [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
-            if numbers != others or not _same(whole, alone):
-                where = " or on its shape at construction" if self.as_columns else ""
+            if numbers != others or not _is_close(whole, alone):
+                reason = " or on its shape at construction" if self.as_columns else ""
                 remedy = " or with ShardedOptimizer" if self.as_columns else ""
                 raise ValueError(
                     f"{self.name} cannot be sharded: its step on one parameter depends on the "
-                    f"others{where}, which other ranks hold; use it unsharded{remedy}"
+                    f"others{reason}, which are on other ranks; use it unsharded{remedy}"
                 )
 
-    def check_elements(self, seen: Sequence[tuple[int, ...]]) -> None:
+    def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raise if cutting tensors changes a step."""
-        largest = max(map(prod, seen), default=0)
-        kinds = [(6, 4), (4, 5), (20,)]
-        kinds += [(side, side) for side in SIDES if largest >= side**2]
-        kinds += [_example(dim, 4) for dim in sorted({*map(len, seen)}) if dim > 2]
-        for shape in kinds:
+        largest = max((prod(shape) for shape in shapes), default=0)
+        dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
+        tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
+        tried += [(side, side) for side in SIDES if largest >= side**2]
+        tried += [_example(dim, 4) for dim in dims]
+        for shape in tried:
             values, gradients = self._draw([shape, (4, 3)])
             wholes, numbers = self._run(values, gradients)
-            pieces = [piece for value in values for piece in _cut(value)]
-            cut = [[piece for gradient in step for piece in _cut(gradient)] for step in gradients]
-            expected = [piece for whole in wholes for piece in _cut(whole)]
-            for index, part in enumerate(expected):
-                # As on one rank, which has no other pieces.
-                [alone], others = self._run(pieces, cut, index)
-                if numbers != others or not _same(part, alone):
+            cut_values = _cut_all(values)
+            cut_gradients = [_cut_all(step) for step in gradients]
+            for index, part in enumerate(_cut_all(wholes)):
+                # A rank has one of the pieces only.
+                [alone], others = self._run(cut_values, cut_gradients, index)
+                if numbers != others or not _is_close(part, alone):
                     raise ValueError(
                         f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
                         "parts of it differ; leave out elementwise=True"
@@ -186,13 +195,14 @@ class _Trial:
         def draw(scale: float) -> list[Tensor]:
             return [torch.tensor(scale * self.random.standard_normal(shape)) for shape in shapes]
 
-        values, gradients = draw(1.0), []
+        values = draw(1.0)
+        gradients = []
         for step in range(STEPS):
             drawn = draw(SCALES[step % len(SCALES)])
             if step % 4 == 3:
-                # Some elements get no gradient, as rows of an embedding do.
-                kept = [torch.tensor(self.random.random(shape) < 0.5) for shape in shapes]
-                drawn = [gradient * mask for gradient, mask in zip(drawn, kept, strict=True)]
+                # Some elements have no gradient, such as unused rows of an embedding.
+                masks = [torch.tensor(self.random.random(shape) < 0.5) for shape in shapes]
+                drawn = [gradient * mask for gradient, mask in zip(drawn, masks, strict=True)]
             gradients.append(drawn)
         return values, gradients
 
@@ -204,9 +214,9 @@ class _Trial:
         *,
         as_columns: bool = False,
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Return the values after all steps, and the numbers that all parameters share.
+        """Return the values after all steps, and the numbers that the optimizer stores.
 
-        With `only`, one of the parameters is stepped alone.
+        `only` is the index of the one parameter to step.
         """
         try:
             optimizer, stepped = self._steps(values, gradients, only, as_columns)
@@ -230,7 +240,7 @@ class _Trial:
         chosen = list(range(len(values))) if only is None else [only]
         wholes = [values[index].clone() for index in chosen]
         if as_columns:
-            # As at stage 3: constructed on elements, of all parameters, and whole in a step.
+            # At stage 3 an optimizer is constructed on elements and steps whole tensors.
             parameters = [nn.Parameter(_column(value)) for value in values]
             stepped = [parameters[index] for index in chosen]
         else:
@@ -252,34 +262,37 @@ class _Trial:
 def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among an optimizer's options and attributes.
 
-    An optimizer that sums over its parameters, such as Prodigy, often keeps the sum there, long
-    before it changes a step.
+    An optimizer that sums over its parameters, such as Prodigy, often stores the sum there many
+    steps before the sum changes a step.
     """
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in entries.items():
         if isinstance(value, Tensor) and value.numel() == 1:
-            found[name] = value.item()
+            numbers[name] = value.item()
         elif isinstance(value, int | float):
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
-def _cut(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first elements and the others, at no multiple of a row."""
-    flat = tensor.flatten()
-    return flat[:7], flat[7:]
+def _cut_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return two pieces of each tensor, cut in the middle of a row."""
+    pieces = []
+    for tensor in tensors:
+        flat = tensor.flatten()
+        pieces += [flat[:7], flat[7:]]
+    return pieces
 
 
 def _example(dim: int, size: int) -> tuple[int, ...]:
-    """Return a small shape of so many dimensions."""
+    """Return a small shape with `dim` dimensions."""
     return (size + 2, size, *[2] * (dim - 2))[:dim]
 
 
 def _column(tensor: Tensor) -> Tensor:
-    """Return a few elements in the form of FSDP's shards."""
+    """Return a few elements in the shape of FSDP's shards."""
     values = tensor.flatten()[:3].clone()
     return values.view(len(values), *[1] * (tensor.dim() - 1))
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)
