@@ -1,7 +1,7 @@
 """Compile the Gluon kernels as a launch would, for a Hopper GPU that need not exist.
 
-It reads a list of jobs as JSON from standard input, and writes one line of JSON for each: see
-`compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
+The script reads a list of jobs as JSON from standard input, and writes one line of JSON per job:
+see `compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
 key heads, queries, keys) and the length of the sides.  With deterministic, true or false, it is the
 backward pass, and there is a line for each of its kernels.
 """
@@ -117,18 +117,18 @@ def facts_of(compiled, warpgroups, products):
 
 
 def unguarded_arrivals(ptx):
-    """Arrivals at a barrier that one thread makes, with no barrier of its warps since a product.
+    """Return the arrivals of one thread without a barrier of its warps since a product.
 
-    `wgmma.wait_group` waits for the products of the warp that executes it: where one thread speaks
-    for four warps, they have to meet after that.
+    `wgmma.wait_group` waits for the products of the warp that executes it: if one thread arrives
+    for four warps, the warps must synchronize after the wait.
     """
-    steps, met = [], True
+    steps, is_synchronized = [], True
     for line in ptx.splitlines():
         if "wgmma.wait_group" in line:
-            met = False
+            is_synchronized = False
         elif re.search(r"\bbar(rier)?\.sync|\bbarrier\.cta", line):
-            met = True
-        elif "mbarrier.arrive.shared" in line and not met:
+            is_synchronized = True
+        elif "mbarrier.arrive.shared" in line and not is_synchronized:
             steps.append(line.strip())
     return steps
 
@@ -169,9 +169,9 @@ def exchanges(ptx):
 
 
 def under_products(code):
-    """Exponentials between each wait for all products but one and the next wait for all.
+    """Return the exponentials between each wait for all products but one and the next wait for all.
 
-    That is where the softmax is to be in machine code as well: ptxas moves what it likes.  None of
+    The softmax must be there in machine code as well, because ptxas moves instructions.  None of
     its instructions may write registers of the product that still runs, whose sum and left operand
     are there.
     """

@@ -204,7 +204,7 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_addressable_rows(x: Tensor) -> bool:
-    """Return True if kernels can address the rows of ``x``; batch and head strides are free."""
+    """Return True if kernels can address the rows of `x`; batch and head strides are free."""
     return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 
