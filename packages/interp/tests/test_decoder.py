@@ -1,4 +1,4 @@
-"""Every family as one decoder, against transformers' own models with random weights."""
+"""Descriptions of every family, compared with transformers' models with random weights."""
 
 import itertools
 import json
@@ -68,7 +68,7 @@ FAMILIES = {
     "LlamaForCausalLM llama3": COMMON | {"rope_parameters": LLAMA3, "attention_bias": True},
     "LlamaForCausalLM linear": COMMON
     | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
-    # The turned share of each head is read where transformers reads it, and nowhere else.
+    # Llama ignores `partial_rotary_factor`.
     "LlamaForCausalLM whole": COMMON
     | {
         "rope_parameters": {
@@ -82,6 +82,9 @@ FAMILIES = {
     "GemmaForCausalLM": COMMON | {"head_dim": 8},
     "Gemma2ForCausalLM": COMMON | WINDOW,
     "Gemma3ForCausalLM": COMMON
+    | WINDOW
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "Gemma3ForCausalLM local": COMMON
     | WINDOW
     | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "Phi3ForCausalLM": COMMON,
@@ -141,7 +144,7 @@ TOKENS = torch.arange(26).reshape(2, 13) * 7 % 37
 
 
 def peer(name: str, attention: str = "eager") -> torch.nn.Module:
-    """A random model of that family in float64, all of whose parameters matter."""
+    """Return a random float64 model in which every parameter affects the logits."""
     model_class = getattr(transformers, name.split()[0])
     config = model_class.config_class(**FAMILIES[name])
     config._attn_implementation, config._experts_implementation = attention, "eager"
@@ -189,6 +192,10 @@ OLDER = {  # as configurations said it before transformers 5
         "max_window_layers": 1,
     },
     "MistralForCausalLM": {},
+    "MixtralForCausalLM": {},
+    "CohereForCausalLM": {},
+    "Olmo3ForCausalLM": {},
+    "Gemma3ForCausalLM local": {"sliding_window_pattern": 2},
 }  # fmt: skip
 
 
@@ -205,8 +212,8 @@ def test_older_configurations_are_read_as_transformers_reads_them(
     (tmp_path / "config.json").write_text(json.dumps(config_json | OLDER[name]))
     theirs = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = theirs(TOKENS).logits
-    # The change is one: all but these two say what they said before.
-    same = name in ("MistralForCausalLM", "GPTNeoXForCausalLM sequential")
+    # These configurations have the same meaning without the removed keys; the others change.
+    same = OLDER[name] == {} or name in ("GPTNeoXForCausalLM sequential", "Gemma3ForCausalLM local")
     assert torch.allclose(expected, model(TOKENS).logits) == same
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
     torch.testing.assert_close(load_decoder(tmp_path)(TOKENS), expected, **close)
@@ -224,7 +231,7 @@ def test_models_in_half_precision_are_described(name: str) -> None:
     exact = patch_streams(
         whole, "blocks.*", TOKENS[:1], TOKENS[1:], logit_difference(whole.norm, whole.unembed, 5, 8)
     )
-    # Now and then rounding sends a token to another expert: most values are near, not each.
+    # Rounding occasionally sends a token to another expert, so the median is compared.
     assert (scan.values - exact.values).abs().median() < 0.05 * exact.values.abs().max()
 
 
@@ -265,7 +272,7 @@ def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
     assert len(patterns) == len(theirs) == 3
     for ours, pattern in zip(patterns.values(), theirs, strict=True):
         torch.testing.assert_close(ours.to(pattern), pattern, rtol=1e-5, atol=1e-6)
-    # The description's own attention looks at the same.
+    # The description has the same patterns.
     decoder = describe(model)
     with record(decoder, "blocks.*.attention.pattern") as seen:
         decoder(TOKENS)
@@ -407,7 +414,7 @@ def test_patching_affected_positions_equals_patching_whole_rows(name: str) -> No
             patch_parts, decoder, "blocks.*", part, clean, {**clean, "input_ids": corrupted}, metric
         )
         ours = scan(heads=heads.get(part, 1), batch=17)
-        # Somebody else's hook may look at any row as a whole: then they are computed whole.
+        # Other hooks may read whole rows, so with a hook all positions are computed.
         with record(decoder, "blocks.1.mlp"):
             whole = scan(heads=heads.get(part, 1))
         close = {"rtol": 1e-9, "atol": 1e-10 * float(whole.values.abs().max())}
@@ -470,7 +477,7 @@ def test_several_pairs_return_their_mean(name: str) -> None:
     ]
     ablated = ablate_parts(decoder, "blocks.*", "mlp_out", clean, metrics)
     torch.testing.assert_close(ablated.per_pair, torch.stack(without))
-    # Each prompt's own padding goes with it.
+    # Each prompt keeps its padding.
     mask = torch.ones_like(clean)
     mask[1, :4] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -506,7 +513,7 @@ def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name:
         decoder(TOKENS)
     x, pattern = seen["blocks.1.norm1"], seen["blocks.1.attention.pattern"]
     for distance in (0, 1, 5):
-        # log-softmax is the score up to one number a query: compare with the score at distance 0.
+        # log-softmax is the score up to a constant per query, so differences are compared.
         query, key = x[:, distance:], x[:, : x.shape[1] - distance]
         scores = [
             torch.einsum("bqm,hmr,hrn,bqn->bhq", query, c.a, c.b, other) * attention.settings.scale
@@ -543,7 +550,7 @@ def test_custom_decoders_are_described_by_structure(decoder: nn.Module) -> None:
 
 
 class FusedBlock(nn.Module):
-    """GPT-2's block with its names, but with `nn.Linear`: weights are output x input."""
+    """GPT-2's block with `nn.Linear`, whose weights are (out, in)."""
 
     def __init__(self, d: int, heads: int) -> None:
         super().__init__()
@@ -659,7 +666,7 @@ def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
     model = peer("LlamaForCausalLM", "sdpa")
     with record_patterns(model) as patterns:
         model.generate(TOKENS[:, :5], max_new_tokens=4, do_sample=False)
-    # The last token generated looks at the 7 before it and itself, through the cache.
+    # The last generated token attends to itself and to the 7 tokens before it, in the cache.
     assert {p.shape for p in patterns.values()} == {(2, 4, 1, 8)}
 
 
@@ -756,7 +763,7 @@ def test_prompts_after_a_cached_prefix_have_the_same_patches_as_whole_ones(name:
 def test_patterns_of_padded_prompts_equal_output_attentions() -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
-    # In float64 their written-out attention of a padded prompt is nan.
+    # In float64, transformers' eager attention of a padded prompt is nan.
     model = peer("LlamaForCausalLM", "sdpa").float()
     expected = model(TOKENS, attention_mask=mask).logits
     with record_patterns(model) as patterns:

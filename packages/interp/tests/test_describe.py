@@ -1,4 +1,4 @@
-"""A description carries every property of its model, or describe() refuses the model."""
+"""`describe` reproduces every property of a model, or refuses the model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ CONTEXT = 96
 
 @dataclass(frozen=True)
 class Options:
-    """Every property of the model that a mutation can change."""
+    """The properties of the model that a mutation can change."""
 
     kv_heads: int = 4
     window: int | None = None
@@ -183,7 +183,7 @@ def model_of(**changes: Any) -> Model:
     return model
 
 
-# Each changes one property. What describe() finds or is given by settings, it must carry exactly.
+# Each entry changes one property. `describe` must reproduce detected and passed properties.
 CARRIED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as usual": ({}, {}),
     "grouped queries": ({"kv_heads": 2}, {}),
@@ -238,7 +238,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
-    """Compare after the shared weights have grown, so that attention is far from uniform."""
+    """Compare logits after scaling the shared weights, so that attention is far from uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -438,7 +438,7 @@ def test_unsupported_options_of_families_are_refused(
 @pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:
-    """One layer's and the outer parameters, each changed alone: one description per change."""
+    """Each parameter of one layer and outside of layers is changed separately."""
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
     names = [name for name, _ in family(name).named_parameters() if ".1." not in name]
     for parameter_name in names if how == "data" else names[:2]:

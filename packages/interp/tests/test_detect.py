@@ -11,7 +11,7 @@ from interp.detect import targets
 def plain_score(
     pattern: torch.Tensor, tokens: torch.Tensor, kind: str, first_query: int
 ) -> list[float]:
-    """The definition, one query at a time."""
+    """Return the score by its definition, one query at a time."""
     batch, heads, length, _ = pattern.shape
     weights = pattern.tolist()
     scores = []
@@ -98,7 +98,7 @@ def test_without_tokens_only_the_positional_kinds_have_a_score() -> None:
 
 
 def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
-    """Each query of each head looks at one key drawn at random, or at a few."""
+    """Return patterns in which each query attends to one random key, or to a few."""
     generator = torch.Generator().manual_seed(trial)
     scores = torch.randn(1, heads, length, length, generator=generator) * (1, 4, 30)[trial % 3]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -106,7 +106,7 @@ def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
 
 
 def test_best_of_many_random_heads_is_noise() -> None:
-    """Where the best score is far above chance, as it is of the sharpest of many heads."""
+    """The best score of many sharp heads is far above chance, and still noise."""
     named, above = 0, 0
     for trial in range(60):
         tokens = torch.randint(4, (1, 12), generator=torch.Generator().manual_seed(trial))
@@ -147,7 +147,7 @@ def test_copies_of_a_prompt_add_no_evidence() -> None:
 
 
 def prompts_of_every_kind() -> dict[str, torch.Tensor]:
-    """Prompts that share copies, prefixes, first tokens, periods or a small vocabulary."""
+    """Return prompts with copies, common prefixes, first tokens, periods or a small vocabulary."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 97, (8, 12), generator=generator)
     tokens[:, 8] = tokens[:, 3]
@@ -187,7 +187,7 @@ def test_false_positive_rate_on_random_models_is_at_most_five_percent(prompts: s
 
 @torch.no_grad()
 def test_windows_and_padding_add_no_false_positives() -> None:
-    """Attention that can only reach few keys is not a choice of the head."""
+    """If few keys are visible, attention to them is not a choice of the head."""
     tokens = torch.randint(97, (8, 24), generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(8, 40, dtype=torch.long)
     mask = torch.cat([padding, torch.ones_like(tokens)], 1)

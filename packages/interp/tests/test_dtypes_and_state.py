@@ -149,7 +149,7 @@ def test_hugging_face_models_with_caches_are_patched(family: str) -> None:
     model = model_class(config).double().eval()
     blocks = "h.*" if family == "GPT2" else "layers.*"
     scan = patch_streams(model, blocks, CLEAN, CORRUPTED, lambda x: x[:, -1].square().sum(-1))
-    # Where the tokens agree nothing is recovered; the last position of the last block carries much.
+    # Equal tokens recover nothing in block 0; the last position of the last block recovers much.
     assert scan.recovered[0, [0, 1, 3]].abs().max() < 1e-9
     assert scan.recovered.abs().max() > 0.01
 

@@ -37,15 +37,14 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     )
     for site in seen:
         torch.testing.assert_close(after[site], seen[site], atol=tolerance, rtol=tolerance)
-    # Folded: no gains, no biases in front, nothing along the directions that norm and softmax
-    # ignore.
+    # No gains, biases of norms or components that norms and softmax ignore remain.
     for norm in (folded.norm, *(n for b in folded.blocks for n in (b.norm1, b.norm2))):
         assert (norm.weight == 1).all()
         assert (norm.bias == 0).all()
     assert after["norm:input"].mean(-1).abs().max() < tolerance * 10
     assert logits.mean(-1).abs().max() < tolerance * 10
     assert all((b.attention.v.bias == 0).all() for b in folded.blocks)
-    # The original is as it was, and what did not change is shared with it.
+    # The original is unchanged, and unchanged parameters are shared.
     assert all(
         torch.equal(old, new)
         for old, new in zip(before.values(), model.state_dict().values(), strict=True)

@@ -21,7 +21,7 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A random checkpoint under Hugging Face's names and layouts, written by hand."""
+    """Return a random checkpoint with Hugging Face's names and layouts."""
     torch.manual_seed(0)
     d = CONFIG["n_embd"]
     shapes = {"wte.weight": (31, d), "wpe.weight": (9, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}

@@ -15,14 +15,14 @@ from interp.circuits.induction import (
 )
 from torch import Tensor
 
-# Every sequence of six words out of four, after BOS.
+# All sequences of BOS and six of four tokens.
 UNIVERSE = torch.tensor([(0, *words) for words in itertools.product(range(1, 5), repeat=6)])
 
 
 def induction_reference(
     tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The mean of one-hot successors of all earlier occurrences of each token, 0 if there are none.
+    """Return the mean of one-hot successors of all earlier occurrences of each token, or 0.
 
     `tokens` (batch, seq) start with BOS; the result is (batch, seq, vocabulary).
     """
@@ -53,7 +53,7 @@ def test_the_circuit_is_bit_equal_to_its_specification_on_every_sequence(
 
 def test_reference_returns_earlier_successors() -> None:
     weights = induction_reference(torch.tensor([[0, 1, 2, 1, 3, 1, 4]]), 5)[0]
-    # After the third 1, the successors so far are 2 and 3; a token never seen before says nothing.
+    # After the third 1, its successors are 2 and 3; a token without an earlier occurrence gives 0.
     assert weights[5].tolist() == [0, 0, 0.5, 0.5, 0]
     assert weights[3].tolist() == [0, 0, 1, 0, 0]
     assert weights[[0, 1, 2, 4, 6]].abs().max() == 0
@@ -79,7 +79,7 @@ def test_the_exercise_in_nine_dimensions_copies_what_followed_on_every_sequence(
 def test_error_of_a_softer_circuit_is_bounded_by_the_softmax(
     sharpness: float, largest: float
 ) -> None:
-    """At most 6 losers of weight exp(-sharpness / 2) each, in each of the two layers."""
+    """In each layer at most 6 other keys have a weight of exp(-sharpness / 2)."""
     logits = induction_circuit(5, 7, sharpness=sharpness)(UNIVERSE)
     error = (logits - induction_reference(UNIVERSE, 5)).abs().max().item()
     assert 1e-13 < error < largest
@@ -156,7 +156,7 @@ def is_textbook_circuit(result: Confirmation) -> bool:
 
 
 def test_a_trained_model_grows_the_circuit_and_needs_it() -> None:
-    """Gradient descent finds both heads, composed, and can do nothing without the first.
+    """Training finds both heads, and the model fails without the previous-token head.
 
     About a quarter of the seeds spread the circuit over more heads, so several may be trained.
     """

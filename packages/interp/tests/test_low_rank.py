@@ -46,7 +46,7 @@ def test_eigenvalues_equal_the_dense_ones(n: int, r: int, seed: int) -> None:
     torch.manual_seed(seed)
     r = min(n, r)
     x = LowRank(random(2, n, r), random(2, r, n))
-    # The dense matrix has these eigenvalues and n - r zeros: equal power sums up to n say so.
+    # Equal power sums up to n show that the dense matrix has these eigenvalues and n - r zeros.
     dense = torch.linalg.eigvals(x.dense())
     for k in range(1, n + 1):
         torch.testing.assert_close(
@@ -108,7 +108,7 @@ def test_indexing_takes_batch_dimensions_only(index: object) -> None:
 
 
 def test_a_head_has_at_most_the_rank_of_its_dimension_and_heads_add_theirs() -> None:
-    """rank(W_O W_V) <= d_head; h heads together reach h * d_head, as one large head would."""
+    """The rank of W_O W_V is at most d_head, and that of a sum of h heads at most h * d_head."""
     torch.manual_seed(0)
     ov = LowRank(
         torch.randn(4, 12, 2, dtype=torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_b
     error = torch.linalg.matrix_norm(full - synthesize(full, 3).dense())
     left = torch.linalg.svdvals(full)[:, 3:].square().sum(-1).sqrt()
     torch.testing.assert_close(error, left)
-    # No other choice of factors comes nearer, as gradient descent from there shows.
+    # Gradient descent from these factors finds no nearer ones.
     a, b = (x.clone().requires_grad_() for x in (synthesize(full, 3).a, synthesize(full, 3).b))
     (full - a @ b).square().sum().backward()
     assert a.grad is not None

@@ -39,7 +39,7 @@ def test_factored_matrices_and_composition_equal_transformer_lens() -> None:
 
     torch.manual_seed(0)
     ov, qk = (LowRank(torch.randn(3, 4, 10, 3), torch.randn(3, 4, 3, 10)) for _ in range(2))
-    # Rows there, columns here.
+    # TransformerLens multiplies row vectors.
     their_ov, their_qk = FactoredMatrix(ov.b.mT, ov.a.mT), FactoredMatrix(qk.a, qk.b)
     torch.testing.assert_close(their_ov.norm(), ov.norm())
     torch.testing.assert_close(their_ov.svd()[1], ov.svd()[1])
@@ -66,7 +66,7 @@ def test_head_scores_equal_transformer_lens() -> None:
         "induction": theirs.get_induction_head_detection_pattern(tokens),
     }
     for kind, mask in masks.items():
-        # Theirs divides what is on the mask by all attention, ours by the queries that have a key.
+        # TransformerLens divides by all attention, this package by the queries with a target key.
         queries = mask.bool().any(-1).sum()
         for head in range(5):
             fraction = theirs.compute_head_attention_similarity_score(
@@ -111,7 +111,7 @@ def test_attribution_patching_equals_captum() -> None:
         theirs = captum.LayerGradientXActivation(
             lambda x: model(x).flatten(1).sum(-1), model[layer]
         ).attribute(x)
-        # A clean run of zeros has activations of zero: the change is minus the activation.
+        # A clean input of zeros has activations of zero, so the change is minus the activation.
         ours = attribution_patching(model, [str(layer)], 0 * x, x, lambda out: out.sum())
         torch.testing.assert_close(ours[str(layer)], -theirs.sum(-1))
 

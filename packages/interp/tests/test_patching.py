@@ -39,7 +39,7 @@ def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, bat
             with patch(decoder, {site: put}):
                 expected = difference(decoder(CORRUPTED)).item()
             assert scan.values[i, position].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    # Where the tokens agree, the streams entering block 0 agree: nothing is recovered there.
+    # Equal tokens have equal inputs of block 0, so nothing is recovered at their positions.
     assert scan.recovered[0, [0, 1, 3, 5]].abs().max() < 1e-9
 
 
@@ -66,7 +66,7 @@ def test_blocks_that_do_not_feed_each_other_are_refused(decoder: nn.Module) -> N
 
 
 def test_attribution_patching_has_second_order_error(decoder: nn.Module) -> None:
-    """With a clean stream that is e away from the corrupted one, the error falls as e^2."""
+    """If the clean stream differs by e from the corrupted stream, the error is of order e^2."""
     model = nn.Sequential(*decoder.layers, decoder.norm, decoder.head).requires_grad_(False)
     torch.manual_seed(1)
     stream, step = torch.randn(2, 1, 6, 12, dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_attribution_patching_has_second_order_error(decoder: nn.Module) -> None
             "0:input": (1, 6),
             "1": (1, 6),
         }
-        # Patching all positions of either site is the clean run.
+        # Patching all positions of either site gives the clean run.
         exact = (difference(model(stream + size * step)) - difference(model(stream))).item()
         errors.append([abs(score.sum().item() - exact) for score in scores.values()])
     for large, small in zip(*errors, strict=True):
@@ -98,7 +98,7 @@ def test_path_patching_through_all_receivers_equals_patching_the_sender() -> Non
     everything = path_patching(
         model, sender, ["blocks.1.attention:input", "unembed:input"], CLEAN, CORRUPTED
     )
-    # The stream enters the second block once and leaves for both readers.
+    # The two receivers are the attention of the second block and the unembedding.
     torch.testing.assert_close(everything, expected)
     direct = path_patching(model, sender, ["unembed:input"], CLEAN, CORRUPTED)
     with record(model, sender) as before:
@@ -110,7 +110,7 @@ def test_path_patching_through_all_receivers_equals_patching_the_sender() -> Non
 
 def test_blocks_with_state_are_refused() -> None:
     class Counts(nn.Module):
-        """Adds how often it was called, as a block with a cache would."""
+        """A block with state, which adds its number of calls."""
 
         calls = 0
 

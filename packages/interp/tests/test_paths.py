@@ -55,7 +55,7 @@ def metric_of(decoder: Decoder):
 
 
 def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
-    """The edge's effect from a forward pass written out, with nothing patched."""
+    """Return the effect of an edge from a manual forward pass, without patches."""
     runs = []
     for tokens in (CLEAN, CORRUPTED):
         with record(
@@ -194,7 +194,7 @@ def attention_only(layers: int, sharpness: float) -> Decoder:
                     linear.weight[:, occurring.index(token)] = column
             attention.q.weight.mul_(sharpness)
             attention.v.weight.copy_((2.3 * wave).sin())
-            # Little, so that the second layer's heads look at the same tokens.
+            # A small value, so that the second layer's heads attend to the same tokens.
             attention.o.weight.copy_(0.01 * (3.1 * wave).cos())
     return model
 
@@ -208,7 +208,7 @@ def sum_of_logit_differences(decoder: Decoder):
 def test_corrected_attribution_is_exact_if_linear_after_the_softmax(
     sharpness: float,
 ) -> None:
-    """A saturated softmax has no gradient: uncorrected estimates miss what it does."""
+    """A saturated softmax has no gradient, so uncorrected estimates miss its effect."""
     decoder = attention_only(1, sharpness)
     metric = sum_of_logit_differences(decoder)
     for part, site in (("q", "attention.q"), ("k", "attention.k"), ("v", "attention.v")):
@@ -243,7 +243,7 @@ def test_k_composition_is_the_only_path_through_the_induction_circuit() -> None:
     assert effects == {"k 1.0": pytest.approx(1.0)}
     estimated = edge_attribution(decoder, clean, corrupted, metric, exact=True)
     assert estimated.error[estimated.senders.index(Node("head", 0, 0))].abs().max() < 1e-12
-    # Not so from further away: what follows the keys' softmax is exact, not what precedes it.
+    # Edges of the embedding have an error, because the second layer's softmax is linearized.
     assert estimated.error[0].abs().max() == pytest.approx(1.0)
 
 

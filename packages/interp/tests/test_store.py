@@ -180,7 +180,7 @@ def test_a_patch_of_one_text_is_refused_for_another(model: AttentionOnly) -> Non
     ):
         model(second[:, :1])
     assert hooks(model) == 0
-    # As a hook of one's own, too.
+    # The patch is also a plain hook.
     at = at_positions([2], torch.zeros_like)
     handle = model.blocks[0].register_forward_hook(lambda module, args, output: at(output))
     assert not torch.equal(model(first), expected)
@@ -243,7 +243,7 @@ def test_positions_count_from_the_start_of_a_text_in_the_cache() -> None:
             first = model(tokens[:, :split], use_cache=True)
             rest = model(tokens[:, split:], past_key_values=first.past_key_values)
         torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), expected)
-    # A prompt whose beginning was cached before.
+    # The beginning of this prompt is in the cache.
     cache = model(tokens[:, :3], use_cache=True).past_key_values
     with patch(model, {site: at_positions([4, 6], lambda x: x + 1)}):
         rest = model(tokens[:, 3:], past_key_values=cache)

@@ -9,7 +9,7 @@ Pair = namedtuple("Pair", "mask hidden")
 
 
 class Returns(nn.Module):
-    """Gives its input, packed as `pack` says."""
+    """A module that returns its input in a container."""
 
     def __init__(self, pack: object) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
 
 
 class Page(HTMLParser):
-    """Collects the text of each script and every attribute, and checks that tags nest."""
+    """A parser that collects scripts and attributes and checks that tags nest."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_page_data_round_trips(page: tuple[str, dict]) -> None:
 
 
 def drawn(path: Path, folder: Path, *more: str) -> str:
-    """The page as a browser leaves it, with what `more` scripts do to it."""
+    """Return the page as a browser renders it, after `more` scripts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium or google-chrome on the path")
@@ -147,8 +147,8 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
         "Logit lens",
         "Direct logit attribution",
     ]
-    # Two layers of three heads; a map and its legend for the large one, each patching and the
-    # attribution; a legend for heads and for the lens.
+    # One canvas for each of 2 x 3 heads; a map and its legend for the chosen head, each patching
+    # result and the attribution; a legend for the heads and for the lens.
     assert text.count("<canvas") == 6 + 2 * (1 + 4 + 1) + 2
     assert text.count("<tr>") == (1 + 6) + (1 + 2)
     assert 'data-ready-ms="' in text

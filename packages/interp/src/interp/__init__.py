@@ -1,4 +1,4 @@
-"""Interpretability of transformers: circuits, recording and patching for any `nn.Module`."""
+"""Interpretability of transformers: circuits, recording and patching for any PyTorch module."""
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit

@@ -26,6 +26,10 @@ class Family:
     parallel: bool = False
     parallel_option: str | None = None
     rotary: bool = True
+    #: The base of the angles if the configuration does not name one.
+    default_theta: float = 1e4
+    #: The same for layers with a window, if they have a separate base.
+    local_theta: float | None = None
     #: The default fraction of each head that is rotated. With None, the option is ignored.
     rotary_fraction: float | None = None
     #: Rotated pairs are (2i, 2i + 1).
@@ -43,14 +47,14 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(centered=True, rotary=False),
     "llama": Family(),
     "mistral": Family(windowed=True),
-    "mixtral": Family(windowed=True),
+    "mixtral": Family(windowed=True, default_theta=1e6),
     "qwen2": Family(windowed=True),
     "qwen2_moe": Family(windowed=True),
     "qwen3": Family(windowed=True),
     "qwen3_moe": Family(windowed=True),
     "gemma": Family(),
     "gemma2": Family(windowed=True),
-    "gemma3_text": Family(windowed=True),
+    "gemma3_text": Family(windowed=True, default_theta=1e6, local_theta=1e4),
     "phi": Family(centered=True, parallel=True, rotary_fraction=0.5),
     "phi3": Family(windowed=True, rotary_fraction=1.0),
     "gpt_neox": Family(
@@ -59,12 +63,12 @@ FAMILIES: Mapping[str, Family] = {
     "gptj": Family(centered=True, parallel=True, interleaved=True),
     "olmo": Family(centered=True, bare_norms=True),
     "olmo2": Family(),
-    "olmo3": Family(windowed=True),
+    "olmo3": Family(windowed=True, default_theta=5e5),
     "stablelm": Family(
         centered=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
     "starcoder2": Family(centered=True, windowed=True),
-    "cohere": Family(centered=True, parallel=True, interleaved=True),
+    "cohere": Family(centered=True, parallel=True, interleaved=True, default_theta=5e5),
     "cohere2": Family(centered=True, parallel=True, interleaved=True, windowed=True),
     "granite": Family(),
     "opt": Family(centered=True, rotary=False, positions_skip_padding=True),
@@ -221,7 +225,7 @@ def _rotary(
     """Return the angle per position of each rotated pair, and the factor of rotated vectors."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
         return (), 1.0
-    rope = _rope_parameters(config, kind)
+    rope = _rope_parameters(config, family, kind)
     dims = d_head
     if family.rotary_fraction is not None:
         fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
@@ -243,17 +247,19 @@ def _rotary(
     raise ValueError(f"rope_type {method!r} is not one of default, linear, llama3, yarn")
 
 
-def _rope_parameters(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
     """Return the rotary parameters of a kind of layer, from newer or older configurations."""
     rope = dict(config.get("rope_parameters") or {})
     rope = dict(rope.get(kind, rope))
-    if not rope:
-        local_theta = kind == "sliding_attention" and config.get("rope_local_base_freq")
-        if not local_theta and (config["model_type"], kind) != ("olmo3", "sliding_attention"):
-            rope = dict(config.get("rope_scaling") or {})
-        default = config.get("rotary_emb_base", 1e4)
-        rope["rope_theta"] = local_theta or config.get("rope_theta") or default
-    rope.setdefault("rope_theta", 1e4)
+    theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.default_theta
+    is_local = kind == "sliding_attention" and family.local_theta is not None
+    if is_local:
+        theta = config.get("rope_local_base_freq") or family.local_theta
+    # Layers with a window are not scaled in families that have a separate base, and in OLMo 3.
+    is_unscaled = is_local or (config["model_type"], kind) == ("olmo3", "sliding_attention")
+    if not rope and not is_unscaled:
+        rope = dict(config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", theta)
     return rope
 
 

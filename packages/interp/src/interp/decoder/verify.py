@@ -123,7 +123,7 @@ def _errors(
     arguments: dict[str, Any] = {}
     if mask is not None:
         arguments["attention_mask"] = mask
-    if probe.passes_positions:
+    if positions is not None:
         arguments["position_ids"] = positions
     expected = call(model, tokens, weights=weights, **arguments)
     errors = []
@@ -261,7 +261,7 @@ def _tokens(vocabulary: int, probe: Probe, device: torch.device) -> Tensor:
 
 
 def _padding(probe: Probe, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Return the attention mask and position ids of a probe, each (rows, length) or None."""
+    """Return the attention mask and position ids that a probe passes, (rows, length) or None."""
     if not probe.is_padded:
         return None, None
     mask = torch.ones(probe.rows, probe.length, dtype=torch.long, device=device)
@@ -269,7 +269,7 @@ def _padding(probe: Probe, device: torch.device) -> tuple[Tensor | None, Tensor 
     mask[2, -(probe.length // 4) :] = 0
     if probe.passes_positions:
         return mask, (mask.cumsum(-1) - 1).clamp_min(0)
-    return mask, torch.arange(probe.length, device=device).expand_as(mask)
+    return mask, None
 
 
 def _layer_groups(tensors: Mapping[str, Tensor]) -> list[range]:

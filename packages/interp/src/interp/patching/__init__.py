@@ -14,8 +14,8 @@ queries, keys, values, outputs or MLPs of each layer, head and position. `ablate
 head at all positions by zero, by a mean or by its values for other prompts.
 
 **Restarts.** A patch in layer l leaves the blocks before l as they were. The corrupted run is
-therefore recorded once, and a patch restarts at the recorded input of block l. With L layers, T
-positions and H heads, L * T * H forward passes become about half as many block calls.
+therefore recorded once, and a patch restarts at the recorded input of block l. Over all layers,
+this halves the number of block calls.
 
 **Batching.** All patches run as one batch. Patches of layer 0 start it, those of layer l join it at
 block l, and each block is called once per batch:
@@ -45,8 +45,9 @@ A saturated softmax has almost no gradient. `attribute_parts` and `edge_attribut
 recompute the softmax of patched queries and keys and linearize only what follows it (AtP*).
 `edge_attribution(exact=True)` reports the error of each edge.
 
-Every function takes one pair of prompts or several. Results over several pairs are means, with the
-values of each pair in `per_pair` and their `standard_error`.
+All functions for a `Decoder`, `patch_streams`, `patch_parts` and `ablate_parts` accept several
+pairs of prompts, (pairs, seq), and return means. Result objects also have the values of each pair
+in `per_pair`, and their `standard_error`.
 
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit
