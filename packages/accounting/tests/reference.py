@@ -1,5 +1,4 @@
-"""The plainest module of a `Transformer`'s shape, to hold its costs against, and a group of ranks
-without processes."""
+"""Minimal modules with the shape of a `Transformer`, and a group of ranks without processes."""
 
 import weakref
 from collections.abc import Iterable, Iterator

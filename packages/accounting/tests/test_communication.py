@@ -55,7 +55,7 @@ def ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
 def test_wire_bytes_are_those_that_a_ring_sends(ranks: int) -> None:
     elements = 12 * ranks
     ring = Collective(
-        name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, each=4 * elements
+        name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, call_bytes=4 * elements
     )
     assert ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
     assert ring.wire_total == ranks * ring.wire

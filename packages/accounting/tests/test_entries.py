@@ -103,6 +103,7 @@ TAKES: dict[str, dict[str, Any]] = {
 INSIDE = {
     *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
+    *("search.estimates",),
     *("time.efficiency", "time.offload", "workload"),
     *("parameters.by_part", "memory.training.device_parameters", "memory.training.one_layer"),
     *("memory.training.one_block", "memory.training.alone", "memory.training.times"),
@@ -226,7 +227,7 @@ def test_a_keyword_that_is_misspelled_is_answered_with_the_nearest(entry: str) -
     for misspelled in (name[:2] + name[3:], name + "s", name[0] + name[2] + name[1] + name[3:]):
         if misspelled in inspect.signature(call).parameters or len(name) < 4:
             continue
-        with pytest.raises(TypeError, match=f"'{misspelled}' is no .*did you mean '"):
+        with pytest.raises(TypeError, match=f"got '{misspelled}'; did you mean '"):
             call(**given, **{misspelled: 1})
 
 
@@ -240,14 +241,14 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         value = given[field.name]
         for bad in wrong(field.name, value, optional="None" in str(field.type)):
             refused(record, given, field.name, bad)
-    with pytest.raises(TypeError, match=r"is no field of .*did you mean"):
+    with pytest.raises(TypeError, match=r"expected one of the .* fields .*did you mean"):
         dataclasses.replace(made, **{max(given, key=len)[:-1]: 1})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan MODEL --gpsu 8", "--gpsu is no option of .* did you mean '--gpus'"),
+        ("plan MODEL --gpsu 8", "expected an option of .*, got --gpsu; did you mean '--gpus'"),
         ("plan MODEL --gpus 8 --hardwre H100", "did you mean '--hardware'"),
         ("serve MODEL --cach int8", "did you mean '--cache'"),
         ("diff MODEL MODEL --sek 8", "did you mean '--seq'"),
@@ -255,20 +256,20 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         ("plna MODEL --gpus 8", "did you mean 'plan'"),
         ("plan MODEL --gpus 8 --recompute ful", "did you mean 'full'"),
         ("plan MODEL --gpus 8 --hardware H10", "did you mean 'H100'"),
-        ("plan MODEL --gpus 8 --tokens -1", "tokens is -1"),
-        ("plan MODEL --gpus 8 --tokens nan", "tokens is nan"),
-        ("plan MODEL --gpus 0", "gpus is 0; it must be at least 1"),
-        ("plan MODEL --gpus 8 --seq 0", "seq is 0"),
-        ("plan MODEL --gpus 8 --memory -1", "memory_bytes is -1"),
-        ("plan MODEL --gpus 8 --price nan", "usd_per_hour is nan"),
-        ("plan MODEL --gpus 8 --tp 3", "tensor = 3 does not divide"),
-        ("serve MODEL --seq 0", "seq is 0"),
-        ("serve MODEL --gpus -1", "gpus is -1"),
+        ("plan MODEL --gpus 8 --tokens -1", "expected 0 < tokens < inf, got -1"),
+        ("plan MODEL --gpus 8 --tokens nan", "expected 0 < tokens < inf, got nan"),
+        ("plan MODEL --gpus 0", "expected gpus >= 1, got 0"),
+        ("plan MODEL --gpus 8 --seq 0", "expected seq >= 1, got 0"),
+        ("plan MODEL --gpus 8 --memory -1", "expected 0 < memory_bytes < inf, got -1"),
+        ("plan MODEL --gpus 8 --price nan", "expected 0 <= usd_per_hour < inf, got nan"),
+        ("plan MODEL --gpus 8 --tp 3", "expected tensor = 3 to divide devices, got devices=8"),
+        ("serve MODEL --seq 0", "expected seq >= 1, got 0"),
+        ("serve MODEL --gpus -1", "expected gpus >= 1, got -1"),
         ("serve MODEL --weights bf61", "did you mean 'bf16'"),
-        ("diff MODEL MODEL --seq -1", "seq is -1"),
-        ("MODEL --batch -1", "batch is -1"),
-        ("MODEL --loss-chunks 0", "loss_chunks is 0"),
-        ("MODEL --efficiency 2", "efficiency is 2"),
+        ("diff MODEL MODEL --seq -1", "expected seq >= 1, got -1"),
+        ("MODEL --batch -1", "expected batch >= 1, got -1"),
+        ("MODEL --loss-chunks 0", "expected loss_chunks >= 1, got 0"),
+        ("MODEL --efficiency 2", "expected 0 < efficiency <= 1, got 2"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "did you mean 'kv_heads'"),
         ("layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "did you mean 'size'"),
     ],
@@ -286,24 +287,39 @@ def test_every_word_of_the_command_line_is_checked(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Window(size=4, layers=()), r"window.layers is \(\); give window=None"),
-        (lambda: Experts(count=2, per_token=1, layers=()), "experts.layers is"),
-        (lambda: _shape(window=Window(size=4), attention_layers=()), "window has no layer with"),
-        (lambda: _shape(window=Window(size=4, layers=(9,))), r"window.layers names layer 9"),
-        (lambda: Window(size=4, layers="01"), "window.layers is '01'"),
-        (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "an index needs all four"),
-        (lambda: _memory(lora_rank=65), "lora_rank is 65; query of attention is 64 x 64"),
-        (lambda: _memory(lora_targets=("query",)), "with lora_rank=0; give a rank"),
-        (lambda: _memory(lora_rank=2, lora_targets=()), "it must list names"),
-        (lambda: _memory(lora_rank=2, lora_targets="query"), "it must list names"),
+        (
+            lambda: Window(size=4, layers=()),
+            r"expected window.layers with at least one layer, got \(\)",
+        ),
+        (lambda: Experts(count=2, per_token=1, layers=()), "expected experts.layers with"),
+        (
+            lambda: _shape(window=Window(size=4), attention_layers=()),
+            "expected window in a layer with attention",
+        ),
+        (
+            lambda: _shape(window=Window(size=4, layers=(9,))),
+            r"expected layers of window.layers from 0 to 3, got 9",
+        ),
+        (lambda: Window(size=4, layers="01"), "expected window.layers to list layers"),
+        (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
+        (lambda: _memory(lora_rank=65), "expected lora_rank <= 64 for query of attention"),
+        (lambda: _memory(lora_targets=("query",)), "expected lora_rank >= 1 with lora_targets"),
+        (lambda: _memory(lora_rank=2, lora_targets=()), "expected lora_targets to list names"),
+        (lambda: _memory(lora_rank=2, lora_targets="query"), "expected lora_targets to list names"),
         (lambda: _memory(lora_rank=2, lora_targets=("quer",)), "did you mean 'query'"),
-        (lambda: _memory(loss_chunks=17), "loss_chunks is 17; a micro-batch here has 16 tokens"),
-        (lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2), "has 1 tok"),
-        (lambda: _shape(qk_norm=1), "qk_norm is 1"),
-        (lambda: _shape(heads=0, attention_layers=(1,)), "heads is 0, and attention_layers"),
+        (lambda: _memory(loss_chunks=17), "expected loss_chunks <= 16 tokens"),
+        (
+            lambda: head_activations(MODEL, tokens=1, precision="fp32", loss_chunks=2),
+            "expected loss_chunks <= 1 tokens",
+        ),
+        (lambda: _shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
+        (
+            lambda: _shape(heads=0, attention_layers=(1,)),
+            "expected heads >= 1 with attention_layers",
+        ),
         (
             lambda: accounting.flops(_shape(causal=False), seq=4, phase="decode"),
-            "is an encoder, which makes no tokens",
+            "expected phase 'forward' or 'training' for the encoder",
         ),
     ],
 )

@@ -1,5 +1,7 @@
-"""Every family against the module that transformers builds, at its class's defaults and with every
-switch of its configuration flipped."""
+"""Tests that compare every family with the module that transformers builds.
+
+Each family is tested with the defaults of its class and with every switch flipped.
+"""
 
 import json
 import warnings
@@ -164,7 +166,7 @@ def test_the_named_class_decides_what_is_counted() -> None:
     assert Transformer.from_hf(masked).size == 109_514_298
     vit = {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
     assert Transformer.from_hf(vit | {"num_labels": 1000}).size == 86_567_656
-    with pytest.raises(ValueError, match="whose head is not known for bert"):
+    with pytest.raises(ValueError, match="expected architectures to name a known class of bert"):
         Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
 
 
@@ -207,7 +209,9 @@ def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) 
 def test_a_name_of_the_hub_says_what_to_download() -> None:
     with pytest.raises(FileNotFoundError, match=r"hf download meta-llama/Llama-3\.1-8B config"):
         Transformer.from_hf("meta-llama/Llama-3.1-8B")
-    with pytest.raises(TypeError, match=r"config is int; give a folder, a config\.json"):
+    with pytest.raises(
+        TypeError, match=r"expected config to be a folder, a config\.json.*, got int"
+    ):
         Transformer.from_hf(3)
 
 
@@ -340,7 +344,7 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
 
 
 def test_a_model_type_that_is_no_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model_type is \['llama'\]; it must be a name"):
+    with pytest.raises(ValueError, match=r"expected model_type to be a name, got \['llama'\]"):
         Transformer.from_hf({"model_type": ["llama"]})
 
 
@@ -402,7 +406,7 @@ def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: s
 )
 def test_a_size_of_zero_is_not_a_size_that_is_not_given(family: str, field: str) -> None:
     content = defaults(family) | {"architectures": None, field: 0}
-    with pytest.raises(ValueError, match=r"is 0|lie between|at least 1"):
+    with pytest.raises(ValueError, match=r"is 0|>= 1|1 <="):
         Transformer.from_hf(content)
 
 

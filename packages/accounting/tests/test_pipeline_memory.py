@@ -1,5 +1,8 @@
-"""Pipelines against torch's own: each stage runs its schedule alone, in a group without processes,
-and every tensor that is alive is counted. torch's trackers know neither stages nor sequences."""
+"""Tests that compare pipeline memory with the live tensors of torch's schedules.
+
+Each stage runs its schedule alone, in a group without processes. torch's memory trackers support
+neither pipeline stages nor sequence parallelism.
+"""
 
 import random
 from collections import Counter

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -251,7 +252,9 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["tensor"] == 2
     assert main(["plan", TEXT, "--gpus", "8", "--memory", "0.1"]) == 2
-    assert "no plan over 8 H100" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no plan over 8 H100" in error
+    assert re.search(r"needs about [\d.]+ [KMG]iB per device of 85\.83 MiB", error)
     assert main(["diff", TEXT, TEXT]) == 0
     assert "1.000" in capsys.readouterr().out
     assert main(["diff", TEXT, TEXT + ",tied=true", "--json"]) == 0
@@ -317,10 +320,15 @@ def test_copies_under_tensor_parallelism_take_memory_of_every_device() -> None:
     assert caches[1] == 8 * caches[0]
     caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_a_sequence"] for n in (1, 4, 8)]
     assert caches == [caches[0], caches[0], 2 * caches[0]]
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(ValueError, match="expected tensor to divide"):
         serving(QWEN3_30B, gpus=3)
     with pytest.raises(ValueError, match="keeps no cache"):
         serving(replace(SMALL, causal=False))
+
+
+def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
+    with pytest.raises(ValueError, match="no degrees of parallelism divide both the devices"):
+        plan_for(SMALL, gpus=7, batch=9, seq=64)
 
 
 def test_amounts_are_read_as_they_are_written() -> None:

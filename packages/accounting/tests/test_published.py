@@ -104,7 +104,7 @@ def test_an_interval_says_what_is_known_of_its_device_precision_and_kind() -> No
         "H800 in deepseek_v3, MoE: 1 source (1 run)"
         in predicted(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
     )
-    assert "were not given" in predicted(1.0).basis
+    assert "without device, precision and model" in predicted(1.0).basis
     widest = max(errors_by_source(ratios()).values())
     assert math.log(unknown.high / unknown.middle) == pytest.approx(widest)
     assert unknown.scaled(2.0).basis == unknown.rate(1.0).basis == unknown.basis

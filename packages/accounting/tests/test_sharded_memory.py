@@ -1,5 +1,4 @@
-"""ZeRO-3 against torch's own tracker of FSDP2, on a group that has no processes and tensors that
-have no memory; and any module against torch's tracker of one process."""
+"""Tests that compare memory with torch's FSDPMemTracker and MemTracker on fake tensors."""
 
 import random
 from functools import partial
@@ -133,8 +132,10 @@ def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
 
 
 class Gathered(torch.autograd.Function):
-    """A linear layer on the whole sequence that keeps its share of it, as Megatron's does; here
-    the other shares are copies."""
+    """A linear layer on the gathered sequence that saves its shard, as in Megatron-LM.
+
+    The shards of the other ranks are copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -195,7 +196,7 @@ class SequenceBlock(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: int) -> None:
-    """torch's own keeps the gathered sequence; what is described is Megatron's, counted here."""
+    """Compare with Megatron-LM's layers; torch's save the gathered sequence."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     shape = Transformer(layers=3, d_model=32, heads=4, d_ff=64, vocab_size=0)
