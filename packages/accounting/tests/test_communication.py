@@ -66,7 +66,7 @@ def test_wire_bytes_are_those_that_a_ring_sends(ranks: int) -> None:
 
 
 def test_ddp_and_fsdp_of_torch_hand_over_the_payload() -> None:
-    """What torch's own FSDP2 gathers and scatters, seen at the collectives, on a fake group."""
+    """Compare with the collectives of torch's DDP and FSDP2 on a fake process group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -123,8 +123,8 @@ def test_zero_moves_what_its_paper_says() -> None:
     assert communication(SMALL, Plan(data=8, zero=1)).wire.total == plain
     assert communication(SMALL, Plan(data=8, zero=2)).wire.total == plain
     assert communication(SMALL, Plan(data=8, zero=3)).wire.total == 1.5 * plain
-    kept = Plan(data=8, zero=3, reshard_after_forward=False)
-    assert communication(SMALL, kept).wire.total == plain
+    saved = Plan(data=8, zero=3, reshard_after_forward=False)
+    assert communication(SMALL, saved).wire.total == plain
 
 
 def test_sequence_parallelism_moves_half_as_much_again_in_the_backward() -> None:

@@ -20,7 +20,7 @@ DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"),
     *("encoder_layers", "decoder_layers"),
 )
-# What a class does not fill in, or fills in with what it cannot build.
+# Fields without a default, or with a default that the class cannot build.
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {
@@ -39,7 +39,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
 }
-# Not built by this release of transformers, from the defaults of its own class or at all.
+# Families that this release of transformers does not build.
 UNBUILT = {"dbrx", "kimi_k2", "mimo"}
 NO_SWITCH = ("output_", "is_", "use_cache", "return_", "add_", "use_mamba", "router", "norm_topk")
 SIZES = {
@@ -99,12 +99,12 @@ def flips(family: str) -> Iterator[dict[str, Any]]:
 
 def agrees(family: str, sizes: dict[str, Any]) -> None:
     module = build(family, sizes)
-    held = sum(parameter.numel() for parameter in module.parameters())
+    actual = sum(parameter.numel() for parameter in module.parameters())
     content = module.config.to_dict() | {"architectures": None}
-    assert Transformer.from_hf(content).size == held
+    assert Transformer.from_hf(content).size == actual
     # The object itself is read as well as its content, and so is the file that is written of it.
-    assert parameters(Transformer.from_hf(module.config)).total == held
-    assert parameters(Transformer.from_module(module)).total == held
+    assert parameters(Transformer.from_hf(module.config)).total == actual
+    assert parameters(Transformer.from_module(module)).total == actual
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
@@ -253,9 +253,9 @@ SHAPES: list[tuple[str, dict[str, Any], int]] = [
 def test_published_shapes_are_counted_from_their_own_files(
     family: str, file: dict[str, Any], about: int
 ) -> None:
-    held = sum(p.numel() for p in build(family, dict(file)).parameters())
-    found = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
-    assert found.size == held == pytest.approx(about, rel=0.03)
+    actual = sum(p.numel() for p in build(family, dict(file)).parameters())
+    result = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
+    assert result.size == actual == pytest.approx(about, rel=0.03)
 
 
 @pytest.mark.parametrize("head", ["ElectraForPreTraining", "ElectraForMaskedLM"])
@@ -284,12 +284,12 @@ def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
     run: dict[str, Any] = {"seq": 10, "batch": 2, "phase": "forward"}
     assert flops(model, **run, attention="full").total == counter.get_total_flops()
     # Ten queries see 1, 2, 3 and then 4 keys, and weigh 1 to 10.
-    found = flops(model, **run)
-    assert found["attention/scores"].total == 2 * 2 * 2 * 4 * model.qk_dim * (1 + 2 + 3 + 7 * 4)
-    assert found["index"].total == 2 * 2 * 2 * 3 * (64 + 1) * 55
+    result = flops(model, **run)
+    assert result["attention/scores"].total == 2 * 2 * 2 * 4 * model.qk_dim * (1 + 2 + 3 + 7 * 4)
+    assert result["index"].total == 2 * 2 * 2 * 3 * (64 + 1) * 55
     # The keys of the index are kept beside the latents.
-    kept = 2 * 2 * (512 + 64 + 64)
-    assert kv_cache(model, seq=10).total == kept * 10
+    saved = 2 * 2 * (512 + 64 + 64)
+    assert kv_cache(model, seq=10).total == saved * 10
 
 
 @pytest.mark.parametrize(
@@ -355,13 +355,13 @@ def agrees_on_empty_fields(family: str) -> None:
     for name, value in filled.items():
         if name.startswith(NO_SWITCH) or isinstance(value, dict | str):
             continue
-        # This release ties the head of a T5 whatever its file says; the published ones are not.
+        # This release ties the head of every T5; the published models are not tied.
         if name == "tie_word_embeddings" and family in ("t5", "mt5", "umt5"):
             continue
         for empty in (None, False) if isinstance(value, bool) else (None, 0):
             content = filled | base | {name: empty, "architectures": None}
             try:
-                found = Transformer.from_hf(content).size
+                result = Transformer.from_hf(content).size
             except (ValueError, TypeError):
                 continue
             try:
@@ -370,8 +370,8 @@ def agrees_on_empty_fields(family: str) -> None:
                 # transformers does not build it either.
                 continue
             compared += 1
-            held = sum(parameter.numel() for parameter in module.parameters())
-            assert found == held, (name, empty)
+            actual = sum(parameter.numel() for parameter in module.parameters())
+            assert result == actual, (name, empty)
     assert compared
 
 
@@ -411,15 +411,15 @@ def test_a_size_of_zero_is_not_a_size_that_is_not_given(family: str, field: str)
 
 
 def classes(family: str) -> set[str]:
-    """The classes that transformers maps to a family, whatever their task."""
+    """Return the classes that transformers maps to a family, for all tasks."""
     from transformers.models.auto import modeling_auto
 
-    found: set[str] = set()
+    result: set[str] = set()
     for name in dir(modeling_auto):
         if name.endswith("_MAPPING_NAMES"):
             listed = getattr(modeling_auto, name).get(family, ())
-            found |= {listed} if isinstance(listed, str) else set(listed)
-    return {name for name in found if not name.endswith("Config")}
+            result |= {listed} if isinstance(listed, str) else set(listed)
+    return {name for name in result if not name.endswith("Config")}
 
 
 def agrees_on_classes(family: str) -> None:
@@ -438,14 +438,14 @@ def agrees_on_classes(family: str) -> None:
             except Exception:
                 continue
         content = module.config.to_dict() | {"architectures": [name]}
-        held = sum(parameter.numel() for parameter in module.parameters())
+        actual = sum(parameter.numel() for parameter in module.parameters())
         try:
-            found = Transformer.from_hf(content).size
+            result = Transformer.from_hf(content).size
         except ValueError as error:
             refused = str(error)
         else:
             refused = ""
-            assert found == held, name
+            assert result == actual, name
         assert not refused or "architectures" in refused
         for other in ("My" + name, name + "Plus", name.replace("For", "ForNo")):
             if other not in names:
@@ -479,5 +479,5 @@ def test_a_bert_with_a_head_multiplies_what_torch_counts() -> None:
         module(input_ids=torch.zeros(1, 64, dtype=torch.long, device="meta"), use_cache=False)
     assert model.size == sum(parameter.numel() for parameter in module.parameters())
     assert model.causal
-    found = flops(model, seq=64, phase="forward", attention="full").total
-    assert found == counter.get_total_flops()
+    result = flops(model, seq=64, phase="forward", attention="full").total
+    assert result == counter.get_total_flops()

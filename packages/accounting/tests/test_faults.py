@@ -167,7 +167,7 @@ def test_a_size_in_a_config_that_cannot_be_is_refused(wrong: object) -> None:
 
 def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
     question = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 16}
-    for given, message in (
+    for arguments, message in (
         ({"zero": 7}, "expected zero to be one of 0, 1, 2, 3, got 7"),
         ({"expert": "2"}, "expected expert to be an integer, got '2'"),
         ({"expert": 2}, "expected expert=1 for a model without experts, got expert=2"),
@@ -176,7 +176,7 @@ def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
         ({"tensr": 2}, "did you mean 'tensor'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            plans_that_fit(MODEL, **question, **given)
+            plans_that_fit(MODEL, **question, **arguments)
 
 
 def test_the_command_names_the_sizes_that_are_missing() -> None:
@@ -221,13 +221,13 @@ def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
 def test_a_shape_is_read_off_a_module_or_refused(shape: Transformer) -> None:
     with torch.device("meta"):
         module = Model(shape)
-    found = Transformer.from_module(module, heads=shape.heads)
+    result = Transformer.from_module(module, heads=shape.heads)
     from dataclasses import replace
 
-    assert replace(found, name=shape.name) == shape
-    assert Transformer.from_module(module) == found
+    assert replace(result, name=shape.name) == shape
+    assert Transformer.from_module(module) == result
     module.extra = torch.nn.Linear(3, 3, device="meta")
-    with pytest.raises(ValueError, match=r"holds .* parameters and the shape read off it"):
+    with pytest.raises(ValueError, match=r"has .* parameters and the shape read from it"):
         Transformer.from_module(module)
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
         Transformer.from_module(torch.nn.Linear(3, 3))
@@ -328,10 +328,10 @@ def test_a_search_keeps_each_choice_that_it_is_given(
     option: str, planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, field, value = FITTING[option]
-    given = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
-    assert planned(SHAPE, "--search", "--batch", "8", *given)[field] == value
+    arguments = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
+    assert planned(SHAPE, "--search", "--batch", "8", *arguments)[field] == value
     # The table names what was chosen too.
-    main([SHAPE, *given, "--gpus", "8"])
+    main([SHAPE, *arguments, "--gpus", "8"])
     assert "recompute" in capsys.readouterr().out
 
 
@@ -344,7 +344,7 @@ def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: 
 
 
 def test_a_search_finds_context_parallel_plans() -> None:
-    found = plans_that_fit(
+    result = plans_that_fit(
         Transformer(layers=32, d_model=4096, heads=32, kv_heads=8, vocab_size=128256),
         hardware="H100",
         devices=64,
@@ -353,8 +353,8 @@ def test_a_search_finds_context_parallel_plans() -> None:
         tensor=8,
         recompute="none",
     )
-    assert found
-    assert all(candidate.plan.context > 1 for candidate in found)
+    assert result
+    assert all(candidate.plan.context > 1 for candidate in result)
 
 
 @pytest.mark.parametrize("spelled", ["False", "false", "FALSE"])

@@ -23,7 +23,9 @@ def simulate(run: Run, *, interval_hours: float, seed: int) -> float:
     def next_failure() -> float:
         return dice.expovariate(rate) if rate else math.inf
 
-    clock, done, failure = 0.0, 0.0, next_failure()
+    clock = 0.0
+    done = 0.0
+    failure = next_failure()
     while done < run.work_hours:
         segment = min(interval_hours, run.work_hours - done) + run.checkpoint_hours
         if clock + segment <= failure:

@@ -51,5 +51,5 @@ def test_quantized_caches_keep_their_scales() -> None:
 
 def test_tensor_parallel_devices_share_heads_until_each_has_one() -> None:
     shape = Transformer(layers=1, d_model=64, heads=8, kv_heads=2, vocab_size=0)
-    held = [kv_cache(shape, tensor=t).total for t in (1, 2, 4, 8)]
-    assert held == [held[0], held[0] / 2, held[0] / 2, held[0] / 2]
+    actual = [kv_cache(shape, tensor=t).total for t in (1, 2, 4, 8)]
+    assert actual == [actual[0], actual[0] / 2, actual[0] / 2, actual[0] / 2]

@@ -1,4 +1,4 @@
-"""Predictions of time, held against what was published."""
+"""Tests that compare predicted times with published runs."""
 
 import math
 import statistics
@@ -25,9 +25,9 @@ from accounting.time.published import (
 
 
 def test_each_run_left_out_is_predicted_by_the_others() -> None:
-    found = left_out()
-    assert len(found) == len(RUNS) == 15
-    off = [abs(seconds / run.seconds - 1) for run, seconds in found]
+    result = left_out()
+    assert len(result) == len(RUNS) == 15
+    off = [abs(seconds / run.seconds - 1) for run, seconds in result]
     assert statistics.median(off) <= 0.08
     assert max(off) <= 0.20
 
@@ -60,30 +60,32 @@ def test_too_few_sources_take_the_widest_error_known() -> None:
     for group in (("B", "fp8", "MoE"), ("C", "bf16", "dense"), None):
         interval = learned([*near, far], group)
         assert math.log(interval.high / interval.middle) == pytest.approx(widest)
-    own = learned([*near, far], ("A", "bf16", "dense"))
-    assert math.log(own.high / own.middle) < widest
+    expected = learned([*near, far], ("A", "bf16", "dense"))
+    assert math.log(expected.high / expected.middle) < widest
 
 
 def test_the_printed_coverage_is_counted_on_held_out_sources() -> None:
-    held: dict[str, list[bool]] = {}
+    actual: dict[str, list[bool]] = {}
     for run in (*RUNS, *HELD_OUT):
         name = run.source.split(",")[0]
         others = [ratio for ratio in ratios() if ratio.source != name]
         interval = learned(others, group_of(run.model, run.hardware, run.precision))
         interval = interval.scaled(float(modeled(run, held_out=True).total))
-        held.setdefault(name, []).append(interval.low <= run.seconds <= interval.high)
-    runs = [inside for of_source in held.values() for inside in of_source]
-    sources = [all(of_source) for of_source in held.values()]
+        actual.setdefault(name, []).append(interval.low <= run.seconds <= interval.high)
+    runs = [inside for of_source in actual.values() for inside in of_source]
+    sources = [all(of_source) for of_source in actual.values()]
     assert coverage() == (sum(sources), len(sources), sum(runs), len(runs))
     assert sum(sources) >= 0.8 * len(sources)
     assert sum(runs) >= 0.8 * len(runs)
-    told = f"{sum(sources)} of {len(sources)} published sources ({sum(runs)} of {len(runs)} runs)"
-    assert told in predicted(1.0).basis
+    message = (
+        f"{sum(sources)} of {len(sources)} published sources ({sum(runs)} of {len(runs)} runs)"
+    )
+    assert message in predicted(1.0).basis
 
 
 def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
     for run in (*RUNS, *HELD_OUT):
-        usual, held_out = (float(modeled(run, held_out=held).total) for held in (False, True))
+        usual, held_out = (float(modeled(run, held_out=actual).total) for actual in (False, True))
         set_on_it = run.hardware != "A100"
         assert (usual != pytest.approx(held_out, rel=1e-9)) == set_on_it, run.model.name
 
@@ -152,10 +154,10 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
 
     model = Transformer(layers=8, d_model=4096, heads=32, vocab_size=32000)
 
-    def share(microbatches: int) -> float:
+    def fraction(microbatches: int) -> float:
         seconds = step_time(
             model, Plan(microbatches=microbatches), batch=8, seq=128, hardware="H100"
         )
         return seconds["compute"].total / seconds.total
 
-    assert share(8) < share(2) < share(1)
+    assert fraction(8) < fraction(2) < fraction(1)

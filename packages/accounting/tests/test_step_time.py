@@ -55,8 +55,8 @@ def test_what_hides_and_what_shows_adds_up() -> None:
     assert "gradients" in bare
     assert bare["tensor-parallel forward"].total == shown["tensor-parallel forward"].total > 0
     # A ring of 65 all-reduces over NVLink, by hand.
-    each = 8 * 4096 * 4096 * 2
-    by_hand = 65 * (14 * 2e-6 + 1.75 * each / 450e9)
+    item = 8 * 4096 * 4096 * 2
+    by_hand = 65 * (14 * 2e-6 + 1.75 * item / 450e9)
     assert shown["tensor-parallel forward"].total == pytest.approx(by_hand)
 
 
@@ -69,19 +69,19 @@ def test_groups_take_the_link_they_span() -> None:
 
 def rates(mode: str, batch: int, devices: tuple[int, ...], hardware: Any) -> list[float]:
     """Sequences a second and device over numbers of data-parallel devices."""
-    found = []
+    result = []
     for count in devices:
         whole = batch if mode == "strong" else batch * count
         run: dict[str, Any] = {"batch": whole, "seq": 512, "efficiency": 0.5}
         seconds = float(step_time(MODEL, Plan(data=count), hardware=hardware, **run).total)
-        found.append(whole / seconds / count)
-    return found
+        result.append(whole / seconds / count)
+    return result
 
 
 @pytest.mark.parametrize(("mode", "batch"), [("weak", 1), ("strong", 100_000)])
 def test_from_one_device_to_a_hundred_thousand_each_does_less(mode: str, batch: int) -> None:
-    found = rates(mode, batch, (1, 10, 100, 1_000, 10_000, 100_000), "H100")
-    shares = [round(rate / found[0], 9) for rate in found]
+    result = rates(mode, batch, (1, 10, 100, 1_000, 10_000, 100_000), "H100")
+    shares = [round(rate / result[0], 9) for rate in result]
     assert shares == sorted(shares, reverse=True)
     # One sequence a device hides little: what the gradients take shows.
     assert 0.3 < shares[-1] < 0.9
@@ -89,8 +89,8 @@ def test_from_one_device_to_a_hundred_thousand_each_does_less(mode: str, batch: 
 
 @pytest.mark.parametrize("mode", ["weak", "strong"])
 def test_without_a_network_scaling_is_perfect(mode: str) -> None:
-    found = rates(mode, 1000, (1, 10, 1000), NO_NETWORK)
-    assert found == pytest.approx([found[0]] * 3)
+    result = rates(mode, 1000, (1, 10, 1000), NO_NETWORK)
+    assert result == pytest.approx([result[0]] * 3)
 
 
 @given(s=st.floats(1e6, 1e12), w=st.floats(1e8, 1e12), o=st.floats(1e-6, 1e-2))

@@ -89,7 +89,7 @@ def test_the_peak_in_time_is_everything_at_once_or_less(
 
 
 def test_one_micro_batch_peaks_where_the_followed_step_does() -> None:
-    # peak_memory is held against torch's trackers; here both say the start of the backward.
+    # peak_memory is compared with torch's trackers; both peak at the start of the backward.
     model = Transformer(layers=2, d_model=32, heads=4, vocab_size=4000)
     work = Workload(batch=4, seq=64)
     step = peak_memory(model, work=work)
