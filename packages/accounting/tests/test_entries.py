@@ -187,7 +187,7 @@ def wrong(name: str, value: object, *, optional: bool) -> list[object]:
     return ["no such thing", 3, {}]
 
 
-def test_no_entry_is_forgotten() -> None:
+def test_every_public_function_has_test_arguments() -> None:
     assert FUNCTIONS.keys() == ENTRIES.keys()
     public = {name for name in accounting.__all__ if inspect.isfunction(getattr(accounting, name))}
     assert public <= {name.rpartition(".")[2] for name in ENTRIES}
@@ -207,7 +207,7 @@ def refused(call: Callable[..., object], arguments: dict[str, Any], name: str, b
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_argument_of_every_entry_is_checked_where_it_enters(entry: str) -> None:
+def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
     call, arguments = FUNCTIONS[entry], ENTRIES[entry]
     call(**arguments)
     parameters = inspect.signature(call).parameters
@@ -220,7 +220,7 @@ def test_every_argument_of_every_entry_is_checked_where_it_enters(entry: str) ->
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_keyword_that_is_misspelled_is_answered_with_the_nearest(entry: str) -> None:
+def test_misspelled_keyword_suggests_nearest_name(entry: str) -> None:
     call, arguments = FUNCTIONS[entry], ENTRIES[entry]
     named = inspect.signature(call).parameters.values()
     name = max((p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)), key=len)
@@ -323,7 +323,7 @@ def test_every_word_of_the_command_line_is_checked(
         ),
     ],
 )
-def test_edges_that_make_no_sense_are_refused(call: Callable[[], object], message: str) -> None:
+def test_invalid_combinations_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
@@ -346,7 +346,7 @@ def test_low_rank_updates_are_of_every_matrix_of_that_name() -> None:
     assert result["adapters/weights"].total == 4 * count
 
 
-def test_a_short_block_of_a_quantized_cache_has_a_scale_too() -> None:
+def test_partial_block_of_quantized_cache_has_a_scale() -> None:
     model = Transformer(layers=3, d_model=20, heads=2, vocab_size=0)
     # A token has 20 keys in each layer: two blocks of 16, of which the second holds 4.
     result = kv_cache(model, seq=5, dtype="int8", scale_block=16)
@@ -354,7 +354,7 @@ def test_a_short_block_of_a_quantized_cache_has_a_scale_too() -> None:
     assert isinstance(result.total, int)
 
 
-def test_what_cannot_be_served_says_so_with_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192"]) == 1
     text = capsys.readouterr().out

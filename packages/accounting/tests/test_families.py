@@ -108,13 +108,13 @@ def agrees(family: str, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
-def test_every_family_holds_what_transformers_builds(family: str) -> None:
+def test_every_family_has_parameters_of_transformers_module(family: str) -> None:
     agrees(family, small(family))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
-def test_every_switch_of_every_family_changes_what_it_changes_there(family: str) -> None:
+def test_every_switch_of_every_family_changes_counts_like_transformers(family: str) -> None:
     built = refused = 0
     for flip in flips(family):
         try:
@@ -134,12 +134,12 @@ def test_every_switch_of_every_family_changes_what_it_changes_there(family: str)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - {"lfm2_moe", "ministral"}))
-def test_every_family_at_its_classs_own_size(family: str) -> None:
+def test_every_family_is_exact_at_default_size(family: str) -> None:
     agrees(family, {} if family == "gpt_neo" else NEEDED.get(family, {}))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "jamba", "minimax", "falcon_h1"])
-def test_recurrent_layers_keep_a_state_that_does_not_grow(family: str) -> None:
+def test_recurrent_state_does_not_grow_with_sequence(family: str) -> None:
     model = Transformer.from_hf(defaults(family) | {"architectures": None})
     states = [
         sum(p.total for p in kv_cache(model, seq=s) if p.name.startswith("state"))
@@ -151,7 +151,7 @@ def test_recurrent_layers_keep_a_state_that_does_not_grow(family: str) -> None:
     assert grows == token
 
 
-def test_the_named_class_decides_what_is_counted() -> None:
+def test_named_class_determines_counted_parts() -> None:
     bert = {
         "model_type": "bert",
         "hidden_size": 768,
@@ -170,7 +170,7 @@ def test_the_named_class_decides_what_is_counted() -> None:
         Transformer.from_hf(bert | {"architectures": ["BertForQuestionAnswering"]})
 
 
-def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
+def test_encoder_decoder_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -185,7 +185,7 @@ def test_an_encoder_decoder_multiplies_what_torch_multiplies() -> None:
 
 
 @pytest.mark.parametrize("family", ["vit", "deit", "dinov2", "clip_vision_model"])
-def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> None:
+def test_image_encoder_flops_equal_torch_counter(family: str) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -199,14 +199,14 @@ def test_an_encoder_of_images_multiplies_what_torch_multiplies(family: str) -> N
     assert ours.total == counter.get_total_flops()
 
 
-def test_a_model_of_several_modalities_gives_its_language_model(tmp_path: Path) -> None:
+def test_multimodal_config_gives_language_model(tmp_path: Path) -> None:
     text = defaults("llama4_text")
     whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     assert Transformer.from_hf(tmp_path) == Transformer.from_hf(text)
 
 
-def test_a_name_of_the_hub_says_what_to_download() -> None:
+def test_hub_name_reports_download_command() -> None:
     with pytest.raises(FileNotFoundError, match=r"hf download meta-llama/Llama-3\.1-8B config"):
         Transformer.from_hf("meta-llama/Llama-3.1-8B")
     with pytest.raises(
@@ -218,7 +218,7 @@ def test_a_name_of_the_hub_says_what_to_download() -> None:
 @pytest.mark.parametrize(
     ("alias", "like", "biased"), [("kimi_k2", "deepseek_v3", False), ("mimo", "qwen2", True)]
 )
-def test_a_family_under_another_name_is_the_same(alias: str, like: str, biased: bool) -> None:
+def test_family_alias_equals_family(alias: str, like: str, biased: bool) -> None:
     content = defaults(like) | {"architectures": None, "attention_bias": biased}
     same = Transformer.from_hf(content)
     assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
@@ -250,7 +250,7 @@ SHAPES: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("family", "file", "about"), SHAPES)
-def test_published_shapes_are_counted_from_their_own_files(
+def test_published_shapes_are_counted_from_published_configs(
     family: str, file: dict[str, Any], about: int
 ) -> None:
     actual = sum(p.numel() for p in build(family, dict(file)).parameters())
@@ -268,7 +268,7 @@ def test_electras_heads_are_counted(head: str, narrow: int) -> None:
     assert Transformer.from_module(module).size == sum(p.numel() for p in module.parameters())
 
 
-def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
+def test_sparse_index_scores_all_keys_and_selects_some() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -301,7 +301,7 @@ def test_an_index_weighs_every_key_and_chooses_a_few() -> None:
         ("bailing_moe_v2", "no class of transformers"),
     ],
 )
-def test_what_is_not_described_says_why_and_what_to_do(family: str, why: str) -> None:
+def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None:
     for config in ({"model_type": family}, {"model_type": family, "text_config": {}}):
         with pytest.raises(ValueError, match=rf"{why}.*parameters\(module\).*fits\(module"):
             Transformer.from_hf(config)
@@ -316,9 +316,7 @@ def test_what_is_not_described_says_why_and_what_to_do(family: str, why: str) ->
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "dense", "sparse"]}),
     ],
 )
-def test_what_the_class_takes_notice_of_is_what_counts(
-    family: str, changed: dict[str, Any]
-) -> None:
+def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]) -> None:
     agrees(family, small(family) | changed)
 
 
@@ -343,7 +341,7 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
         Transformer.from_hf(content | {"architectures": None})
 
 
-def test_a_model_type_that_is_no_name_is_refused() -> None:
+def test_model_type_that_is_not_a_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected model_type to be a name, got \['llama'\]"):
         Transformer.from_hf({"model_type": ["llama"]})
 
@@ -404,7 +402,7 @@ def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: s
         ("bloom", "n_head"),
     ],
 )
-def test_a_size_of_zero_is_not_a_size_that_is_not_given(family: str, field: str) -> None:
+def test_size_of_zero_is_not_a_missing_size(family: str, field: str) -> None:
     content = defaults(family) | {"architectures": None, field: 0}
     with pytest.raises(ValueError, match=r"is 0|>= 1|1 <="):
         Transformer.from_hf(content)
@@ -457,17 +455,17 @@ FEW = ["bert", "electra", "gpt2", "llama", "openai-gpt", "roberta", "t5", "vit",
 
 
 @pytest.mark.parametrize("family", FEW)
-def test_a_class_is_matched_by_its_whole_name(family: str) -> None:
+def test_class_is_matched_by_whole_name(family: str) -> None:
     agrees_on_classes(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(FEW)))
-def test_a_class_of_every_family_is_matched_by_its_whole_name(family: str) -> None:
+def test_class_of_every_family_is_matched_by_whole_name(family: str) -> None:
     agrees_on_classes(family)
 
 
-def test_a_bert_with_a_head_multiplies_what_torch_counts() -> None:
+def test_bert_with_head_flops_equal_torch_counter() -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import BertConfig, BertLMHeadModel

@@ -37,7 +37,7 @@ def test_derived_peaks_are_those_of_the_data_sheets(device: str, dtype: str) -> 
     assert HARDWARE[device].peak(dtype) / 1e12 == pytest.approx(SHEETS[device, dtype], rel=0.003)
 
 
-def test_every_entry_says_where_it_is_from() -> None:
+def test_every_hardware_entry_has_a_source() -> None:
     for name, entry in HARDWARE.items():
         assert len(entry.source) > 20
         assert entry.name == name
@@ -92,7 +92,7 @@ def test_at_the_least_batch_arithmetic_and_links_take_the_same_time(
     assert best_mesh(x * y, d_ff=f, **links).per_device <= result.per_device * (1 + 1e-9)
 
 
-def test_an_uncertain_input_gives_an_uncertain_answer() -> None:
+def test_range_propagates_to_result() -> None:
     price = fermi.training_usd(
         fermi.training_flops(175e9, 300e9),
         utilization=Range(0.2, 0.5),

@@ -18,7 +18,7 @@ GELU: dict[str, Any] = {"gated_mlp": False, "activation": "gelu"}
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"tied": True}, GELU], ids=["own head", "tied", "gelu"])
-def test_a_loss_in_chunks_peaks_where_live_tensors_do(chunks: int, more: dict[str, Any]) -> None:
+def test_chunked_loss_peaks_like_live_tensors(chunks: int, more: dict[str, Any]) -> None:
     shape, (batch, seq) = Transformer(**SIZES, vocab_size=2048, **more), (8, 64)
     with FakeTensorMode():
         model, tokens = Model(shape), torch.zeros(batch, seq, dtype=torch.long)
@@ -72,7 +72,7 @@ def saved_bytes(model: Model, tokens: torch.Tensor) -> int:
 @pytest.mark.parametrize(
     "more", [{}, pytest.param(GELU, marks=pytest.mark.exhaustive)], ids=["gated", "gelu"]
 )
-def test_a_compiler_keeps_what_the_partitioner_saves(more: dict[str, Any]) -> None:
+def test_compiled_activations_equal_partitioner_saves(more: dict[str, Any]) -> None:
     shape, work = Transformer(**SIZES, vocab_size=512, **more), Workload(batch=2, seq=32)
     torch._dynamo.reset()
     result = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
@@ -82,7 +82,7 @@ def test_a_compiler_keeps_what_the_partitioner_saves(more: dict[str, Any]) -> No
     assert result == saved + head.total - sum(head[part].total for part in later)
 
 
-def test_chunks_and_a_compiler_hold_less_and_chunks_take_time() -> None:
+def test_chunks_and_compiler_save_memory_and_chunks_take_time() -> None:
     model = Transformer(layers=2, d_model=256, heads=4, vocab_size=50_000)
     run: dict[str, Any] = {"batch": 4, "seq": 1024, "precision": "mixed_bf16"}
     whole = training_memory(model, **run)
@@ -93,5 +93,5 @@ def test_chunks_and_a_compiler_hold_less_and_chunks_take_time() -> None:
         float(step_time(model, Plan(), **run, loss_chunks=n, hardware="H100").total) for n in (1, 8)
     ]
     assert seconds[0] < seconds[1]
-    with pytest.raises(ValueError, match="loss_chunks is 0"):
+    with pytest.raises(ValueError, match="expected loss_chunks >= 1, got 0"):
         Workload(batch=1, seq=1, loss_chunks=0)

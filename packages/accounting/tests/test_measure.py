@@ -14,7 +14,7 @@ MODEL = Transformer(layers=2, d_model=64, heads=4, d_ff=256, vocab_size=512, gat
 RUN: dict[str, Any] = {"batch": 1, "seq": 256, "precision": "fp32"}
 
 
-def test_a_measured_machine_is_read_and_used(tmp_path: Path) -> None:
+def test_measured_machine_is_read_as_hardware(tmp_path: Path) -> None:
     path = tmp_path / "this.toml"
     path.write_text(measured(dtypes=("fp32",), widths=(16, 32), seconds=1e-4))
     machine = find(str(path))
@@ -30,7 +30,7 @@ def test_a_measured_machine_is_read_and_used(tmp_path: Path) -> None:
         find(str(path))
 
 
-def test_products_take_the_time_of_their_own_shapes() -> None:
+def test_product_takes_rate_of_nearest_measured_shape() -> None:
     # Everything is read at 1 GFLOP/s, but what is (256, 64, 256), the way up, at 2.
     table = [(256, 64, 64, 1e9), (256, 64, 256, 2e9), (256, 256, 64, 1e9), (256, 64, 512, 1e9)]
     machine = replace(HARDWARE["A100"], products={"fp32": table})

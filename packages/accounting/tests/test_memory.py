@@ -67,9 +67,7 @@ def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: o
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("flash", [False, True])
-def test_saved_activations_are_those_of_eager_torch_to_the_byte(
-    shape: Transformer, flash: bool
-) -> None:
+def test_saved_activations_equal_eager_torch_to_the_byte(shape: Transformer, flash: bool) -> None:
     with sdpa_kernel(KERNELS[flash]):
         assert saved_bytes(shape, 3, 13) == predicted_saved_bytes(shape, 3, 13, flash=flash)
 
@@ -188,7 +186,7 @@ def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int)
     assert layer(Plan(recompute="full")) == 2 * sbh
 
 
-def test_zero_shards_as_figure_1_of_its_paper_says() -> None:
+def test_zero_stages_equal_figure_1_of_zero_paper() -> None:
     for stage, published in enumerate((120, 31.4, 16.6, 1.88)):
         states = model_states(7_500_000_000, data=64, zero=stage)
         assert states.total / 1e9 == pytest.approx(published, rel=0.01)
@@ -220,7 +218,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
     st.sampled_from([1, 2, 4]),
     st.integers(1, 3),
 )
-def test_no_plan_loses_a_byte(
+def test_devices_of_every_plan_store_all_parameters(
     shape: Transformer, tensor: int, pipeline: int, expert: int, zero: int
 ) -> None:
     shape = even(shape)
@@ -244,7 +242,7 @@ def test_no_plan_loses_a_byte(
 
 @settings(deadline=None, max_examples=40)
 @given(shapes(), st.integers(1, 8), st.integers(1, 32))
-def test_memory_is_a_sum_and_grows_with_every_size(
+def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int
 ) -> None:
     from dataclasses import replace
@@ -281,7 +279,7 @@ def test_more_sharding_and_less_keeping_need_less_memory() -> None:
     assert need(data=4, context=2) < need(data=4)
 
 
-def test_schedules_hold_what_is_in_flight() -> None:
+def test_schedules_store_micro_batches_in_flight() -> None:
     shape = Transformer(layers=8, d_model=64, heads=8, vocab_size=0)
 
     def saved(stage: int, **plan: object) -> float:
@@ -305,7 +303,7 @@ def test_lora_trains_its_updates_alone() -> None:
     assert memory["adapters"].total == 16 * update
 
 
-def test_the_search_gives_plans_that_fit_and_no_smaller_machine_has_any() -> None:
+def test_search_returns_fitting_plans_on_fewest_devices() -> None:
     model = Transformer(
         layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256
     )

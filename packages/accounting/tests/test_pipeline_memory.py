@@ -148,20 +148,20 @@ def agrees(schedule: str, pipeline: int, stage: int, virtual: int = 1) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_stage_holds_what_torchs_schedule_holds(schedule: str, stage: int) -> None:
+def test_stage_peak_equals_torch_schedule(schedule: str, stage: int) -> None:
     agrees(schedule, 2, stage)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_four_stages_hold_what_torchs_schedule_holds(schedule: str, stage: int) -> None:
+def test_four_stage_peaks_equal_torch_schedule(schedule: str, stage: int) -> None:
     agrees(schedule, 4, stage)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
-def test_interleaved_stages_hold_what_torchs_schedule_holds(stage: int) -> None:
+def test_interleaved_stage_peaks_equal_torch_schedule(stage: int) -> None:
     agrees("interleaved", 4, stage, virtual=2)
 
 
@@ -209,19 +209,19 @@ def agrees_with_fsdp(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_fsdp_in_a_pipeline_keeps_weights_and_gradients_whole(seed: int) -> None:
+def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4, 54))
-def test_fifty_stages_of_fsdp_peak_where_live_tensors_do(seed: int) -> None:
+def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fsdp_in_a_pipeline_gathers_and_reduces_as_often_as_torch(
+def test_fsdp_in_pipeline_gathers_and_reduces_as_often_as_torch(
     schedule: str, reshard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()

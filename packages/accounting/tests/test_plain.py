@@ -13,7 +13,7 @@ from hypothesis import strategies as st
     st.integers(1, 9), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4),
     st.integers(1, 99), st.integers(1, 99), st.integers(1, 5), st.integers(1, 40),
 )  # fmt: skip
-def test_the_package_gives_the_plain_numbers(
+def test_package_equals_minimal_implementation(
     layers: int, width: int, group: int, kv: int, d_ff: int, vocab: int, batch: int, seq: int
 ) -> None:
     heads = group * kv

@@ -38,7 +38,7 @@ TEXT = "layers=8,d_model=1024,heads=16,vocab_size=32000"
 
 
 @pytest.mark.timing
-def test_all_axes_for_405b_on_16384_devices_take_less_than_a_second() -> None:
+def test_search_for_405b_on_16384_devices_takes_less_than_one_second() -> None:
     begin = time.process_time()
     answer = plan_for(LLAMA_405B, gpus=16384, hardware="H100", tokens=15.6e12, seq=8192)
     assert time.process_time() - begin < 1
@@ -82,7 +82,7 @@ def test_the_estimate_puts_the_best_plans_in_front() -> None:
     assert second.total == best.step_seconds
 
 
-def test_the_plan_of_a_mixture_has_room_on_its_fullest_stage() -> None:
+def test_plan_with_experts_fits_on_fullest_stage() -> None:
     # Its first layers are dense, so that no end of the pipeline is the fullest stage.
     model = Transformer.from_hf(PUBLISHED["deepseek-v3"].config)
     answer = plan_for(model, gpus=2048, hardware="H100", tokens=14.8e12)
@@ -91,7 +91,7 @@ def test_the_plan_of_a_mixture_has_room_on_its_fullest_stage() -> None:
 
 
 @pytest.mark.parametrize("gpus", [6, 24, 1000])
-def test_any_number_of_devices_has_a_plan(gpus: int) -> None:
+def test_every_number_of_devices_has_a_plan(gpus: int) -> None:
     assert plan_for(SMALL, gpus=gpus).plan.devices == gpus
 
 
@@ -164,7 +164,7 @@ def test_every_plan_proposed_has_lines_that_its_programs_take(
         {"mla": MLA(kv_rank=8, rope_head_dim=4, q_rank=8, **INDEX)},
     ],
 )
-def test_what_megatrons_options_do_not_build_has_no_line(changed: dict[str, Any]) -> None:
+def test_models_that_megatron_cannot_build_have_no_command_line(changed: dict[str, Any]) -> None:
     plan, run = Plan(data=8), {"batch": 8, "seq": 128}
     assert "megatron" in command_lines(SMALL, plan, **run)
     assert "megatron" not in command_lines(replace(SMALL, **changed), plan, **run)
@@ -188,7 +188,7 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 6, 11, 12, 20, 72, 1000])
-def test_a_launcher_starts_one_process_a_device(gpus: int) -> None:
+def test_launcher_starts_one_process_per_device(gpus: int) -> None:
     for line in plan_for(SMALL, gpus=gpus).commands().values():
         words = line.split()
         nodes = int(words[words.index("--nnodes") + 1])
@@ -199,7 +199,7 @@ def test_a_launcher_starts_one_process_a_device(gpus: int) -> None:
     ("precision", "there"),
     [("fp32", ""), ("sgd_fp32", ""), ("megatron_bf16", "--bf16"), ("mixed_fp16", "--fp16")],
 )
-def test_a_command_line_computes_in_what_the_answer_counted(precision: str, there: str) -> None:
+def test_command_line_uses_dtype_of_answer(precision: str, there: str) -> None:
     lines = plan_for(SMALL, gpus=8, precision=precision).commands()
     assert {"--bf16", "--fp16"} & set(lines["megatron"].split()) == {there} - {""}
     # torchtitan computes in bfloat16 if nothing else is said, and does not know fp16.
@@ -210,7 +210,7 @@ def test_a_command_line_computes_in_what_the_answer_counted(precision: str, ther
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("microbatches", [2, 8])
-def test_a_micro_batch_of_torchtitan_is_the_plans(pipeline: int, microbatches: int) -> None:
+def test_torchtitan_micro_batch_equals_that_of_plan(pipeline: int, microbatches: int) -> None:
     arguments = {"data": 4 // pipeline, "pipeline": pipeline, "microbatches": microbatches}
     answer = plan_for(SMALL, gpus=4, batch=64, seq=128, schedule="1f1b", **arguments)
     line = answer.commands()["torchtitan"]
@@ -243,7 +243,7 @@ def test_megatrons_line_has_the_latent_the_shared_expert_and_the_dense_layers() 
     assert "--num-query-groups 2" in line
 
 
-def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_answers_every_question(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", TEXT, "--gpus", "8", "--tokens", "10B", "--batch", "64", "--tp", "2"]
     assert main(words) == 0
     shown = capsys.readouterr().out
@@ -254,7 +254,7 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", TEXT, "--gpus", "8", "--memory", "0.1"]) == 2
     error = capsys.readouterr().err
     assert "no plan over 8 H100" in error
-    assert re.search(r"needs about [\d.]+ [KMG]iB per device of 85\.83 MiB", error)
+    assert re.search(r"needs about [\d.]+ [KMG]iB per device and 85\.83 MiB are usable", error)
     assert main(["diff", TEXT, TEXT]) == 0
     assert "1.000" in capsys.readouterr().out
     assert main(["diff", TEXT, TEXT + ",tied=true", "--json"]) == 0
@@ -265,7 +265,7 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sequences at once" in capsys.readouterr().out
 
 
-def test_what_is_served_follows_from_the_cache() -> None:
+def test_concurrent_sequences_follow_from_cache_size() -> None:
     result = serving(SMALL, gpus=1, hardware="H100", seq=1024)
     cache = kv_cache(SMALL, seq=1024).total
     assert result["cache_bytes_per_sequence"] == cache
@@ -315,7 +315,7 @@ def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int)
     assert result["tokens_per_second_alone_at_most"] == pytest.approx(speed)
 
 
-def test_copies_under_tensor_parallelism_take_memory_of_every_device() -> None:
+def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
     caches = [serving(DEEPSEEK_V3, gpus=n)["cache_bytes_per_sequence"] for n in (1, 8)]
     assert caches[1] == 8 * caches[0]
     caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_per_sequence"] for n in (1, 4, 8)]
@@ -331,7 +331,7 @@ def test_refusal_says_that_no_degrees_divide_devices_and_batch() -> None:
         plan_for(SMALL, gpus=7, batch=9, seq=64)
 
 
-def test_amounts_are_read_as_they_are_written() -> None:
+def test_amounts_with_suffixes_are_parsed() -> None:
     assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
 
 

@@ -42,7 +42,7 @@ def a_run(source: str, off: float, group: tuple[str, str, str] = ("A", "bf16", "
     return Ratio(source=source, group=group, usual=off, held_out=off, learned_from=True)
 
 
-def test_an_interval_is_measured_on_sources_that_are_held_out_whole() -> None:
+def test_interval_is_measured_on_held_out_sources() -> None:
     # Two runs of a source say nothing about another source: within s they agree, s is off by 1.
     seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
     assert errors_by_source(seen) == pytest.approx({"s": 1.0, "t": 1.0})
@@ -50,7 +50,7 @@ def test_an_interval_is_measured_on_sources_that_are_held_out_whole() -> None:
     assert math.log(interval.high / interval.middle) == pytest.approx(1.0)
 
 
-def test_too_few_sources_take_the_widest_error_known() -> None:
+def test_too_few_sources_use_widest_known_error() -> None:
     assert half_width([0.1, 0.2, 0.3]) is None
     assert half_width([0.1, 0.4, 0.2, 0.3]) == 0.4
     assert half_width([0.1 * i for i in range(1, 10)]) == pytest.approx(0.8)
@@ -64,7 +64,7 @@ def test_too_few_sources_take_the_widest_error_known() -> None:
     assert math.log(expected.high / expected.middle) < widest
 
 
-def test_the_printed_coverage_is_counted_on_held_out_sources() -> None:
+def test_printed_coverage_is_counted_on_held_out_sources() -> None:
     actual: dict[str, list[bool]] = {}
     for run in (*RUNS, *HELD_OUT):
         name = run.source.split(",")[0]
@@ -83,7 +83,7 @@ def test_the_printed_coverage_is_counted_on_held_out_sources() -> None:
     assert message in predicted(1.0).basis
 
 
-def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
+def test_constants_of_a_source_do_not_help_to_predict_it() -> None:
     for run in (*RUNS, *HELD_OUT):
         usual, held_out = (float(modeled(run, held_out=actual).total) for actual in (False, True))
         set_on_it = run.hardware != "A100"
@@ -93,7 +93,7 @@ def test_what_was_set_on_one_source_does_not_help_to_predict_it() -> None:
 SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
 
 
-def test_an_interval_says_what_is_known_of_its_device_precision_and_kind() -> None:
+def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
     about = {"hardware": "A100", "precision": "megatron_bf16"}
     assert (
         "A100 in megatron_bf16, dense: 3 sources (15 runs)"
@@ -123,7 +123,7 @@ def test_answers_and_reports_print_the_measured_coverage(
     assert "when held out whole" in capsys.readouterr().out
 
 
-def test_every_run_says_where_it_is_from_and_what_was_assumed() -> None:
+def test_every_run_has_source_and_assumptions() -> None:
     for run in RUNS:
         assert "20" in run.source
         run.plan.check(run.model, batch=run.batch, seq=run.seq)

@@ -86,19 +86,19 @@ def agrees(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_zero_3_peaks_where_torchs_tracker_does(seed: int) -> None:
+def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(3, 53))
-def test_fifty_plans_of_zero_3_peak_where_torchs_tracker_does(seed: int) -> None:
+def test_fifty_zero_3_plans_peak_like_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallelism_keeps_what_torchs_own_keeps(ranks: int) -> None:
+def test_tensor_parallel_activations_equal_parallelize_module(ranks: int) -> None:
     """Columns of the first matrices and rows of the last, by `parallelize_module`; ends whole."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -263,7 +263,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODULES)
-def test_any_module_peaks_where_torchs_tracker_does(name: str, optimizer: str) -> None:
+def test_peak_of_any_module_equals_mem_tracker(name: str, optimizer: str) -> None:
     make, size = MODULES[name]
     sample = torch.zeros(size) if size else torch.zeros(3, 11, dtype=torch.long)
     result = one_process(make(), sample, OPTIMIZERS[optimizer])
@@ -273,7 +273,7 @@ def test_any_module_peaks_where_torchs_tracker_does(name: str, optimizer: str) -
     assert max(now for _, now in traced.timeline) == result
 
 
-def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
+def test_fits_allocates_and_changes_nothing() -> None:
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(65536, 65536), nn.Linear(65536, 65536))
     result = fits(large, torch.zeros(8, 65536, device="meta"), torch.optim.AdamW, "H100")
@@ -287,7 +287,7 @@ def test_following_a_module_allocates_nothing_and_changes_nothing() -> None:
     assert "fits" in fits(small, torch.zeros(2, 3), None).explain()
 
 
-def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
+def test_local_shard_of_sharded_parameter_is_counted() -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     with world_of(2) as mesh:
@@ -298,7 +298,7 @@ def test_of_a_sharded_parameter_what_is_here_is_counted() -> None:
         assert ledger.live_bytes == 4 * 4 * 4
 
 
-def test_what_depends_on_values_is_refused() -> None:
+def test_module_that_depends_on_values_is_refused() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,7 +311,7 @@ def test_what_depends_on_values_is_refused() -> None:
         fits(Routed(), torch.zeros(2, 4))
 
 
-def test_out_of_memory_says_what_held_it() -> None:
+def test_out_of_memory_error_lists_live_tensors() -> None:
     model = convolutional()
     ledger = Ledger()
     ledger.hold("weights", *model.parameters())

@@ -24,7 +24,7 @@ NO_NETWORK = replace(
 )
 
 
-def test_alone_a_device_takes_the_time_of_its_arithmetic() -> None:
+def test_single_device_takes_compute_time_only() -> None:
     seconds = step_time(MODEL, Plan(), batch=1, seq=4096, hardware="H100", efficiency=0.4)
     work = flops(MODEL, seq=4096, flash=True).total
     assert seconds.total == pytest.approx(work / (0.4 * H100.peak("bf16")))
@@ -45,7 +45,7 @@ def test_the_bubble_is_that_of_its_paper() -> None:
     assert bubble(schedule="interleaved", virtual_stages=2) == pytest.approx(3 / 32)
 
 
-def test_what_hides_and_what_shows_adds_up() -> None:
+def test_hidden_and_exposed_traffic_add_up() -> None:
     plan = Plan(data=8, tensor=8)
     run = {"batch": 64, "seq": 4096, "hardware": "H100"}
     shown = step_time(MODEL, plan, **run)["exposed communication"]
@@ -79,7 +79,7 @@ def rates(mode: str, batch: int, devices: tuple[int, ...], hardware: Any) -> lis
 
 
 @pytest.mark.parametrize(("mode", "batch"), [("weak", 1), ("strong", 100_000)])
-def test_from_one_device_to_a_hundred_thousand_each_does_less(mode: str, batch: int) -> None:
+def test_more_devices_each_compute_less(mode: str, batch: int) -> None:
     result = rates(mode, batch, (1, 10, 100, 1_000, 10_000, 100_000), "H100")
     shares = [round(rate / result[0], 9) for rate in result]
     assert shares == sorted(shares, reverse=True)
@@ -88,7 +88,7 @@ def test_from_one_device_to_a_hundred_thousand_each_does_less(mode: str, batch: 
 
 
 @pytest.mark.parametrize("mode", ["weak", "strong"])
-def test_without_a_network_scaling_is_perfect(mode: str) -> None:
+def test_scaling_without_communication_is_perfect(mode: str) -> None:
     result = rates(mode, 1000, (1, 10, 1000), NO_NETWORK)
     assert result == pytest.approx([result[0]] * 3)
 
@@ -142,7 +142,7 @@ def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
 
 
 @given(expert=st.sampled_from([8, 16, 64, 256]), size=st.integers(1, 10**9))
-def test_an_all_to_all_leaves_a_node_through_one_port_a_device(expert: int, size: int) -> None:
+def test_all_to_all_uses_one_port_per_device(expert: int, size: int) -> None:
     exchange = Collective(
         name="tokens", operation="all_to_all", axis="expert", ranks=expert, count=1, call_bytes=size
     )
@@ -154,6 +154,6 @@ def test_an_all_to_all_leaves_a_node_through_one_port_a_device(expert: int, size
     assert seconds == pytest.approx(max(leaves / H100.network.bandwidth, inside))
 
 
-def test_a_stage_sends_through_one_port() -> None:
+def test_pipeline_send_uses_one_port() -> None:
     link = group_link(H100, stride=1, ranks=16, operation="send")
     assert link.bandwidth == H100.network.bandwidth

@@ -215,8 +215,8 @@ def no_room(
             "the batch or the number of devices"
         )
     return (
-        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device of "
-        f"{binary_size(capacity)}; use more devices, a smaller batch, or fewer fixed fields"
+        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device and "
+        f"{binary_size(capacity)} are usable; use more devices, a smaller batch or fewer options"
     )
 
 
