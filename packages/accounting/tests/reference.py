@@ -38,7 +38,9 @@ class Block(nn.Module):
     def __init__(self, t: Transformer) -> None:
         super().__init__()
         self.heads, self.kv_heads = t.heads, t.kv_heads
-        d, h, g = t.d_model, t.heads, t.kv_heads
+        d = t.d_model
+        h = t.heads
+        g = t.kv_heads
         self.attn_norm, self.mlp_norm = nn.RMSNorm(d), nn.RMSNorm(d)
         self.q_proj = nn.Linear(d, h * t.qk_dim, bias=False)
         self.k_proj = nn.Linear(d, g * t.qk_dim, bias=False)

@@ -30,7 +30,7 @@ from accounting.time.goodput import LLAMA3_405B
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
 PEAK: dict[str, Any] = {"devices": 2, "peak_flops": 1e12}
-# What each entry takes; a new one is missed by the first test below.
+# Arguments of each public function; the first test below fails for a function without any.
 TAKES: dict[str, dict[str, Any]] = {
     "cli.questions.amount": {"text": "1T"},
     "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
@@ -99,7 +99,7 @@ TAKES: dict[str, dict[str, Any]] = {
     "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100", "efficiency": 0.5},
 }
-# Steps on the way, of which no reader of the documents is told.
+# Internal functions, which are not documented.
 INSIDE = {
     *("breakdown", "checks", "cli.main", "cli.report", "memory.live", "model.formulas"),
     *("model.matrices", "model.module", "model.registry", "plan", "search.launch"),
@@ -119,7 +119,7 @@ INSIDE = {
     *("time.published.errors_by_source", "time.published.coverage"),
     *("time.published.left_out", "time.step.collectives_on", "time.step.fastest"),
 }
-# Labels, texts that are read by rules of their own, and what stands in for a record.
+# Arguments that are texts with separate rules.
 FREE = {("cli.questions.amount", "text"), ("cli.questions.read_model", "text")}
 
 
@@ -130,20 +130,20 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         if path in ("__main__", "bench", "plain") or path in INSIDE:
             continue
         content = vars(importlib.import_module(module.name))
-        for name, found in content.items():
-            own = inspect.isfunction(found) and found.__module__ == module.name
-            if own and not name.startswith("_") and f"{path}.{name}" not in INSIDE:
-                yield f"{path}.{name}", found
+        for name, result in content.items():
+            expected = inspect.isfunction(result) and result.__module__ == module.name
+            if expected and not name.startswith("_") and f"{path}.{name}" not in INSIDE:
+                yield f"{path}.{name}", result
 
 
 FUNCTIONS = dict(functions())
 FERMI = {
     name: {
         parameter.name: 2 if parameter.annotation == "int" else 2.0
-        for parameter in inspect.signature(found).parameters.values()
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     }
-    for name, found in FUNCTIONS.items()
+    for name, function in FUNCTIONS.items()
     if name.startswith("fermi.")
 }
 ENTRIES = TAKES | FERMI
@@ -170,7 +170,7 @@ MAY_BE_ZERO = {
 
 
 def wrong(name: str, value: object, *, optional: bool) -> list[object]:
-    """What cannot stand where that value does."""
+    """Return values that are invalid in place of `value`."""
     nothing = [] if optional else [None]
     if isinstance(value, bool):
         return [1, "yes", 0.0, *nothing]
@@ -187,62 +187,62 @@ def wrong(name: str, value: object, *, optional: bool) -> list[object]:
     return ["no such thing", 3, {}]
 
 
-def test_no_entry_is_forgotten() -> None:
+def test_every_public_function_has_test_arguments() -> None:
     assert FUNCTIONS.keys() == ENTRIES.keys()
     public = {name for name in accounting.__all__ if inspect.isfunction(getattr(accounting, name))}
     assert public <= {name.rpartition(".")[2] for name in ENTRIES}
     for name in accounting.__all__:
-        found = getattr(accounting, name)
-        if dataclasses.is_dataclass(found) and found is not accounting.Breakdown:
-            assert found in RECORDS
+        result = getattr(accounting, name)
+        if dataclasses.is_dataclass(result) and result is not accounting.Breakdown:
+            assert result in RECORDS
 
 
-def refused(call: Callable[..., object], given: dict[str, Any], name: str, bad: object) -> None:
+def refused(call: Callable[..., object], arguments: dict[str, Any], name: str, bad: object) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
-        call(**given | {name: bad})
-    # It says which, or (a hardware that is no number) what was given; never Python's own words.
+        call(**arguments | {name: bad})
+    # The message names the argument or the value, and is not an error of Python itself.
     message = str(caught.value)
     assert name in message or repr(bad) in message or str(bad) in message, message
     assert not any(word in message for word in ("NoneType", "unsupported operand", "has no attri"))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_argument_of_every_entry_is_checked_where_it_enters(entry: str) -> None:
-    call, given = FUNCTIONS[entry], ENTRIES[entry]
-    call(**given)
+def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
+    call, arguments = FUNCTIONS[entry], ENTRIES[entry]
+    call(**arguments)
     parameters = inspect.signature(call).parameters
-    for name, value in given.items():
+    for name, value in arguments.items():
         if (entry, name) in FREE:
             continue
         default = parameters[name].default if name in parameters else ""
         for bad in wrong(name, value, optional=default is None or name == "plan"):
-            refused(call, given, name, bad)
+            refused(call, arguments, name, bad)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_keyword_that_is_misspelled_is_answered_with_the_nearest(entry: str) -> None:
-    call, given = FUNCTIONS[entry], ENTRIES[entry]
+def test_misspelled_keyword_suggests_nearest_name(entry: str) -> None:
+    call, arguments = FUNCTIONS[entry], ENTRIES[entry]
     named = inspect.signature(call).parameters.values()
     name = max((p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)), key=len)
     for misspelled in (name[:2] + name[3:], name + "s", name[0] + name[2] + name[1] + name[3:]):
         if misspelled in inspect.signature(call).parameters or len(name) < 4:
             continue
         with pytest.raises(TypeError, match=f"got '{misspelled}'; did you mean '"):
-            call(**given, **{misspelled: 1})
+            call(**arguments, **{misspelled: 1})
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_every_field_of_every_record_is_checked(record: type) -> None:
-    given = RECORDS[record]
-    made = record(**given)
+    arguments = RECORDS[record]
+    built = record(**arguments)
     for field in dataclasses.fields(record):
-        if field.name in ("name", "source", "products") or field.name not in given:
+        if field.name in ("name", "source", "products") or field.name not in arguments:
             continue
-        value = given[field.name]
+        value = arguments[field.name]
         for bad in wrong(field.name, value, optional="None" in str(field.type)):
-            refused(record, given, field.name, bad)
+            refused(record, arguments, field.name, bad)
     with pytest.raises(TypeError, match=r"expected one of the .* fields .*did you mean"):
-        dataclasses.replace(made, **{max(given, key=len)[:-1]: 1})
+        dataclasses.replace(built, **{max(arguments, key=len)[:-1]: 1})
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_every_word_of_the_command_line_is_checked(
         ),
     ],
 )
-def test_edges_that_make_no_sense_are_refused(call: Callable[[], object], message: str) -> None:
+def test_invalid_combinations_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
 
@@ -341,20 +341,20 @@ def test_low_rank_updates_are_of_every_matrix_of_that_name() -> None:
     model = _shape(
         d_ff=32, experts=Experts(count=3, per_token=1, width=16, shared=8, layers=(1, 2))
     )
-    found = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
+    result = training_memory(model, batch=0, seq=1, lora_rank=2, lora_targets=("gate",))
     count = 2 * 2 * (64 + 32) + 2 * 3 * 2 * (64 + 16)
-    assert found["adapters/weights"].total == 4 * count
+    assert result["adapters/weights"].total == 4 * count
 
 
-def test_a_short_block_of_a_quantized_cache_has_a_scale_too() -> None:
+def test_partial_block_of_quantized_cache_has_a_scale() -> None:
     model = Transformer(layers=3, d_model=20, heads=2, vocab_size=0)
     # A token has 20 keys in each layer: two blocks of 16, of which the second holds 4.
-    found = kv_cache(model, seq=5, dtype="int8", scale_block=16)
-    assert found.total == 2 * 3 * 5 * (20 + 2 * 4)
-    assert isinstance(found.total, int)
+    result = kv_cache(model, seq=5, dtype="int8", scale_block=16)
+    assert result.total == 2 * 3 * 5 * (20 + 2 * 4)
+    assert isinstance(result.total, int)
 
 
-def test_what_cannot_be_served_says_so_with_the_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192"]) == 1
     text = capsys.readouterr().out

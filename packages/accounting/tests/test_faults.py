@@ -57,7 +57,7 @@ LLAMA = {
         ({"attention_layers": (0, 4)}, "expected layers of attention_layers from 0 to 3, got 4"),
     ],
 )
-def test_sizes_that_cannot_be_are_named(wrong: dict[str, object], message: str) -> None:
+def test_invalid_sizes_are_refused_by_name(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Transformer(**SIZES | wrong)
 
@@ -86,7 +86,7 @@ def test_sizes_must_be_whole_numbers() -> None:
         ({"tensor": 0}, "expected tensor >= 1, got 0"),
     ],
 )
-def test_plans_that_cannot_be_are_named(plan: dict[str, object], message: str) -> None:
+def test_inconsistent_plans_are_refused_by_name(plan: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**plan)
 
@@ -111,7 +111,7 @@ def test_plans_that_do_not_fit_the_model_are_named(
             cost(model, plan, batch=batch, seq=16)
 
 
-def test_options_that_are_not_known_list_those_that_are() -> None:
+def test_unknown_options_list_known_ones() -> None:
     with pytest.raises(ValueError, match=r"expected dtype to be one of fp64, fp32.*, got 'fp12'"):
         kv_cache(MODEL, dtype="fp12")
     with pytest.raises(ValueError, match="expected precision to be one of fp32, amp_bf16"):
@@ -150,14 +150,14 @@ def test_options_that_are_not_known_list_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("missing", [field for field in LLAMA if field != "model_type"])
-def test_a_config_without_a_size_is_refused_by_its_name(missing: str) -> None:
+def test_config_with_missing_size_is_refused_by_name(missing: str) -> None:
     config = {field: value for field, value in LLAMA.items() if field != missing}
     with pytest.raises(ValueError, match=rf"{missing} is missing from this llama config\.json"):
         Transformer.from_hf(config)
 
 
 @pytest.mark.parametrize("wrong", [10**30, "64", -1, 2.5, [], {}])
-def test_a_size_in_a_config_that_cannot_be_is_refused(wrong: object) -> None:
+def test_invalid_size_in_config_is_refused(wrong: object) -> None:
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if wrong == 10**30 and field == "hidden_size":
             continue
@@ -165,9 +165,9 @@ def test_a_size_in_a_config_that_cannot_be_is_refused(wrong: object) -> None:
             Transformer.from_hf(LLAMA | {field: wrong})
 
 
-def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
+def test_fixed_fields_of_search_are_checked_first() -> None:
     question = {"hardware": "H100", "devices": 8, "batch": 8, "seq": 16}
-    for given, message in (
+    for arguments, message in (
         ({"zero": 7}, "expected zero to be one of 0, 1, 2, 3, got 7"),
         ({"expert": "2"}, "expected expert to be an integer, got '2'"),
         ({"expert": 2}, "expected expert=1 for a model without experts, got expert=2"),
@@ -176,7 +176,7 @@ def test_what_a_search_is_given_is_checked_before_it_searches() -> None:
         ({"tensr": 2}, "did you mean 'tensor'"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            plans_that_fit(MODEL, **question, **given)
+            plans_that_fit(MODEL, **question, **arguments)
 
 
 def test_the_command_names_the_sizes_that_are_missing() -> None:
@@ -189,7 +189,7 @@ def test_the_command_names_the_sizes_that_are_missing() -> None:
             read_model(text)
 
 
-def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
+def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"expected a config.json with model_type"):
         Transformer.from_hf({"hidden_size": 64})
     with pytest.raises(
@@ -218,16 +218,16 @@ def test_what_is_no_model_config_is_refused(tmp_path: Path) -> None:
         Transformer(**SIZES | {"head_dim": 5, "layers": 1}, gated_mlp=False, activation="gelu"),
     ],
 )
-def test_a_shape_is_read_off_a_module_or_refused(shape: Transformer) -> None:
+def test_shape_of_module_is_exact_or_refused(shape: Transformer) -> None:
     with torch.device("meta"):
         module = Model(shape)
-    found = Transformer.from_module(module, heads=shape.heads)
+    result = Transformer.from_module(module, heads=shape.heads)
     from dataclasses import replace
 
-    assert replace(found, name=shape.name) == shape
-    assert Transformer.from_module(module) == found
+    assert replace(result, name=shape.name) == shape
+    assert Transformer.from_module(module) == result
     module.extra = torch.nn.Linear(3, 3, device="meta")
-    with pytest.raises(ValueError, match=r"holds .* parameters and the shape read off it"):
+    with pytest.raises(ValueError, match=r"has .* parameters and the shape read from it"):
         Transformer.from_module(module)
     with pytest.raises(ValueError, match=r"has no nn\.ModuleList of blocks"):
         Transformer.from_module(torch.nn.Linear(3, 3))
@@ -253,7 +253,7 @@ def test_importing_needs_the_standard_library_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-def test_importing_takes_a_tenth_of_a_second(tmp_path: Path) -> None:
+def test_importing_takes_at_most_one_tenth_second(tmp_path: Path) -> None:
     assert min(float(imported(tmp_path)[0]) for _ in range(6)) <= 0.100
 
 
@@ -264,7 +264,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_the_command_prints_a_table_json_or_a_page(tmp_path: Path) -> None:
+def test_command_prints_table_json_or_page(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     page = tmp_path / "page.html"
     plan = ("--gpus", "8", "--tp", "2", "--zero", "1", "--seq", "128")
@@ -285,7 +285,7 @@ def test_the_command_prints_a_table_json_or_a_page(tmp_path: Path) -> None:
         assert sum(part["value"] for part in parts) == pytest.approx(result[cost]["value"])
 
 
-def test_the_command_says_what_is_wrong_and_what_does_not_fit() -> None:
+def test_command_reports_errors_and_models_that_do_not_fit() -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert run(large).returncode == 1
     wrong = run(large, "--gpus", "6", "--tp", "4")
@@ -324,18 +324,18 @@ Planned = Callable[..., dict[str, object]]
 
 
 @pytest.mark.parametrize("option", FITTING)
-def test_a_search_keeps_each_choice_that_it_is_given(
+def test_search_keeps_every_fixed_field(
     option: str, planned: Planned, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, field, value = FITTING[option]
-    given = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
-    assert planned(SHAPE, "--search", "--batch", "8", *given)[field] == value
+    arguments = [option, text] if option == "--gpus" else ["--gpus", "8", option, text]
+    assert planned(SHAPE, "--search", "--batch", "8", *arguments)[field] == value
     # The table names what was chosen too.
-    main([SHAPE, *given, "--gpus", "8"])
+    main([SHAPE, *arguments, "--gpus", "8"])
     assert "recompute" in capsys.readouterr().out
 
 
-def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: Planned) -> None:
+def test_search_keeps_expert_parallelism_and_reports_if_nothing_fits(planned: Planned) -> None:
     experts = SHAPE + ",experts.count=8,experts.per_token=2,experts.width=1024"
     assert planned(experts, "--search", "--gpus", "8", "--ep", "4", "--batch", "8")["expert"] == 4
     refused = run(SHAPE.replace("layers=8", "layers=80"), "--search", "--gpus", "1", "--batch", "1")
@@ -343,8 +343,8 @@ def test_a_search_keeps_expert_parallelism_and_says_where_nothing_fits(planned: 
     assert "no plan over 1 H100" in refused.stderr
 
 
-def test_a_search_finds_context_parallel_plans() -> None:
-    found = plans_that_fit(
+def test_search_finds_context_parallel_plans() -> None:
+    result = plans_that_fit(
         Transformer(layers=32, d_model=4096, heads=32, kv_heads=8, vocab_size=128256),
         hardware="H100",
         devices=64,
@@ -353,8 +353,8 @@ def test_a_search_finds_context_parallel_plans() -> None:
         tensor=8,
         recompute="none",
     )
-    assert found
-    assert all(candidate.plan.context > 1 for candidate in found)
+    assert result
+    assert all(candidate.plan.context > 1 for candidate in result)
 
 
 @pytest.mark.parametrize("spelled", ["False", "false", "FALSE"])
@@ -405,13 +405,13 @@ def test_interleaving_and_older_devices_work_from_the_command_line(planned: Plan
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused(call: Callable[[], object], message: str) -> None:
+def test_options_without_effect_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("field", Transformer.derived_sizes)
-def test_an_explicit_zero_is_not_a_size_that_is_left_out(field: str) -> None:
+def test_explicit_zero_is_not_a_missing_size(field: str) -> None:
     sizes: dict[str, Any] = {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 100}
     with pytest.raises(ValueError, match=f"expected {field} >= 1, got 0"):
         Transformer(**sizes, **{field: 0})
@@ -426,7 +426,7 @@ def test_an_explicit_zero_on_the_command_line_is_refused(option: str) -> None:
     assert main([sizes, "--precision", ""]) == 2
 
 
-def test_heads_of_a_module_are_not_guessed_where_they_are_given() -> None:
+def test_explicit_heads_of_module_are_not_guessed() -> None:
     model = Model(Transformer(layers=2, d_model=64, heads=4, d_ff=128, vocab_size=100))
     assert Transformer.from_module(model).heads == 4
     with pytest.raises(ValueError, match="expected heads >= 1, got 0"):

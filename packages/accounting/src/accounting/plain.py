@@ -93,11 +93,11 @@ def bubble(stages: int, microbatches: int) -> float:
 
 def days(
     step_flops: float,
-    tokens_a_step: float,
+    tokens_per_step: float,
     tokens: float,
     devices: int,
     peak: float,
     utilization: float,
 ) -> float:
     """Return the days of a training run at a constant fraction of the peak."""
-    return step_flops * tokens / tokens_a_step / (devices * peak * utilization) / 86_400
+    return step_flops * tokens / tokens_per_step / (devices * peak * utilization) / 86_400

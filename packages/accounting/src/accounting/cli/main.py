@@ -157,7 +157,7 @@ def _serve(words: Sequence[str]) -> int:
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
-            f"{binary_size(result['cache_bytes_a_sequence'])} of one sequence's cache in "
+            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache in "
             f"{binary_size(result['memory_bytes'])}, nine tenths of {options['gpus']} "
             f"{options['hardware']}; {remedy}"
         )

@@ -57,12 +57,12 @@ def serving(
     return {
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes * gpus,
-        "cache_bytes_a_sequence": cache_bytes * gpus,
-        "cache_bytes_a_token": cache_bytes * gpus / seq,
+        "cache_bytes_per_sequence": cache_bytes * gpus,
+        "cache_bytes_per_token": cache_bytes * gpus / seq,
         "sequences_at_once": max(0, int((usable - weight_bytes) // cache_bytes)),
         "devices_needed": _devices_needed(model, usable, on_each),
-        "flops_a_token": work,
-        "bytes_a_token": read * gpus,
+        "flops_per_token": work,
+        "bytes_per_token": read * gpus,
         "tokens_per_second_alone_at_most": device.memory_bandwidth / read,
         "prefill_flops": float(flops(model, seq=seq, phase="prefill").total),
     }
@@ -114,12 +114,12 @@ def differences(
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, readable),
         ("active", lambda model: parameters(model, active=True), readable),
-        ("FLOPs a token", lambda model: flops(model, seq=seq), lambda x: f"{x:.4g}"),
+        ("FLOPs per token", lambda model: flops(model, seq=seq), lambda x: f"{x:.4g}"),
         ("cache", lambda model: kv_cache(model, seq=seq), binary_size),
     )
     for name, cost, show in costs:
         both = cost(first), cost(second)
-        per = seq if name == "FLOPs a token" else 1
+        per = seq if name == "FLOPs per token" else 1
         left, right = (float(whole.total) / per for whole in both)
         yield Difference(name=name, first=left, second=right, show=show)
         for part in dict.fromkeys(part.name for whole in both for part in whole):

@@ -63,7 +63,7 @@ class Report:
         """Return a key, a heading, the breakdown and the number format of each cost."""
         return (
             ("parameters", "Parameters", self.parameters, readable),
-            ("flops", "FLOPs a step", self.flops, lambda value: f"{value:.3g}"),
+            ("flops", "FLOPs per step", self.flops, lambda value: f"{value:.3g}"),
             ("memory", "Memory of the fullest device", self.memory, binary_size),
             ("kv_cache", "KV cache", self.cache, binary_size),
             ("communication", "Bytes sent by a device", self.traffic.wire, binary_size),
@@ -135,10 +135,10 @@ def as_text(result: Report) -> str:
     peak = result.timeline.peak
     heads = {
         "parameters": f"parameters      {all_of_them:,}{some}",
-        "flops": f"FLOPs a step    {float(result.flops.total):.4g}, forward and backward, causal",
-        "memory": f"memory a device {memory}: {verdict}",
+        "flops": f"FLOPs per step  {float(result.flops.total):.4g}, forward and backward, causal",
+        "memory": f"device memory   {memory}: {verdict}",
         "kv_cache": f"KV cache        {binary_size(result.cache.total)} for {work.seq} tokens",
-        "communication": f"sent a device   {binary_size(result.traffic.wire.total)} a step",
+        "communication": f"sent per device {binary_size(result.traffic.wire.total)} per step",
         "step_time": f"step            {result.seconds} s, MFU {result.mfu}, "
         f"{result.tokens_per_second:,.0f} tokens/s",
     }
@@ -147,7 +147,7 @@ def as_text(result: Report) -> str:
         f"tensor {plan.tensor}, pipeline {plan.pipeline}, context {plan.context}, "
         f"expert {plan.expert}, ZeRO {plan.zero}",
         f"batch {work.batch} x {work.seq} tokens in {plan.microbatches} micro-batches, "
-        f"{plan.schedule} with {plan.virtual_stages} chunks a stage, "
+        f"{plan.schedule} with {plan.virtual_stages} chunks per stage, "
         f"recompute {plan.recompute}, offload {plan.offload}, {work.kind.name}",
         "",
     ]

@@ -52,7 +52,7 @@ class Transformer(Shape):
         actual, described = sum(p.numel() for p in module.parameters()), model.size
         if actual != described:
             raise ValueError(
-                f"{type(module).__name__} holds {actual:,} parameters and the shape read off it "
+                f"{type(module).__name__} has {actual:,} parameters and the shape read from it "
                 f"describes {described:,}; describe it with Transformer(layers=..., d_model=...)"
             )
         return model

@@ -21,7 +21,7 @@ from accounting.time.step import step_time
 from accounting.workload import Workload
 
 #: Default batch in tokens, unless the number of devices requires a larger one.
-TOKENS_A_STEP = 4 * 2**20
+TOKENS_PER_STEP = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def plan_for(
         precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
     kind = recipe(precision)
     if batch is None:
-        batch = max(TOKENS_A_STEP // seq, 1)
+        batch = max(TOKENS_PER_STEP // seq, 1)
         # A multiple of the devices, so that any number of devices can divide the batch.
         unit = gpus if batch > gpus else max(1, gpus // 8)
         batch = -(-max(batch, unit) // unit) * unit
@@ -215,8 +215,8 @@ def no_room(
             "the batch or the number of devices"
         )
     return (
-        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device of "
-        f"{binary_size(capacity)}; use more devices, a smaller batch, or fewer fixed fields"
+        f"{head}: the plan with the least memory needs about {binary_size(needed)} per device and "
+        f"{binary_size(capacity)} are usable; use more devices, a smaller batch or fewer options"
     )
 
 
