@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from flashattn2 import aten, attention_reference, flash_attention_with_kvcache
+from flashattn2 import attention_reference, flash_attention_with_kvcache
+from flashattn2.backends import aten
 from flashattn2.kvcache.eager import attend_sequences
 from flashattn2.kvcache.validation import assert_values
 from flashattn2.spec import AttentionSpec, make_spec

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from flashattn2 import attention_reference, flash_attention, sdpa, tiled
+from flashattn2 import attention_reference, flash_attention, sdpa
+from flashattn2.backends import tiled
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 # torch's own forward mode still scripts a few of its rules.

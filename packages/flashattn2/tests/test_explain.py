@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from flashattn2 import aten, explain, flash_attention, tiled
+from flashattn2 import explain, flash_attention
+from flashattn2.backends import aten, tiled
 from flashattn2.kernels import forward as kernels
 
 

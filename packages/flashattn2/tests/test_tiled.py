@@ -3,7 +3,8 @@
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain, results
-from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention, tiled
+from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
+from flashattn2.backends import tiled
 from flashattn2.spec import AttentionSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st

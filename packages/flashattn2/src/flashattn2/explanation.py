@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
+from flashattn2.backends.tiled import TILE
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.spec import AttentionSpec, Window, make_spec
-from flashattn2.tiled import TILE
 from flashattn2.validation import check_dense, check_sinks, check_varlen
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from flashattn2 import aten
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks, is_untransformed
+from flashattn2.backends import aten
 from flashattn2.dispatch import KERNEL_BACKENDS, Method, select_backend
 from flashattn2.kvcache import eager, validation
 from flashattn2.kvcache.operators import append_op, decode_op

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn2 import tiled
+from flashattn2.backends import tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
