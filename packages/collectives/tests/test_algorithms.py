@@ -24,15 +24,15 @@ DTYPES = (
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 LAYOUTS = ("", "strided", "transposed", "scalar", "shared")
-# All ranks on one host, two on each, one on each: as far as they know.
+# Emulated hosts: all ranks on one host, two ranks per host, one rank per host.
 RANKS_PER_HOST = (6, 2, 1)
-# Around a slice, a slot and a piece, and what divides by nothing.
+# Sizes close to a slice, a slot and a piece, and sizes without common divisors.
 SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 LARGE = (70_001, 150_000)
 
 
 def small_values(generator, shape, dtype):
-    """Values whose sums and products over six ranks every dtype holds exactly."""
+    """Return values whose sums and products over six ranks are exact in every dtype."""
     low = 0 if dtype in (torch.uint8, torch.bool) else -2
     values = torch.randint(low, 3, shape, generator=generator)
     if dtype == torch.bool:
@@ -41,7 +41,7 @@ def small_values(generator, shape, dtype):
 
 
 def reference(op, parts):
-    """The reduction in float64 (or complex128), in the plainest way."""
+    """Return the reduction in float64 or complex128, in rank order."""
     wide = torch.complex128 if parts.is_complex() else torch.float64
     dtype, parts = parts.dtype, parts.to(wide)
     result = {
@@ -55,7 +55,7 @@ def reference(op, parts):
 
 
 def laid_out(tensor, how, group):
-    """The same values in another layout, or in memory that the ranks share."""
+    """Return the same values in another layout, or in memory that the ranks share."""
     if how == "strided":
         return torch.stack([tensor, tensor], dim=-1)[..., 0]
     if how == "transposed" and tensor.dim() == 1 and tensor.numel() % 2 == 0:
@@ -72,7 +72,7 @@ def poisoned(shape, dtype):
 
 
 def one_call(choose, generator, group):
-    """One random collective, the same on every rank, compared with its reference."""
+    """Start a random collective, the same on every rank; return it with its reference."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     topology = communicator(group).topology
     kind = choose.choice(KINDS)
@@ -124,7 +124,7 @@ def let_hosts_have(ranks):
 
 
 def random_sequences(first, last):
-    """Sequences of up to three calls in flight, on groups of the first 1..6 ranks; what was called.
+    """Run sequences of up to three pending calls on groups of 1 to 6 ranks; count the calls.
 
     The groups of the same ranks differ in which of them share a host.
     """
@@ -135,7 +135,7 @@ def random_sequences(first, last):
             group = dist.new_group(list(range(world)))
             if dist.get_rank() < world:
                 groups[ranks, world] = group
-                # Unmeasured prices: "auto" picks as soon, if not as well.
+                # Default prices, so that "auto" does not measure.
                 communicator(group).models |= dict.fromkeys(KINDS, collectives.CostModel())
     done = Counter()
     for number in range(first, last):
@@ -163,7 +163,7 @@ def test_thousand_random_sequences_equal_float64_result():
     assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
     assert sizes == {*SIZES, *LARGE}
     assert {sum(ranks) for ranks in hosts} == set(WORLDS)
-    # By every algorithm, wherever it can run, and with every op.
+    # Every algorithm ran on every topology that supports it, with every op.
     called = {(kind, algorithm, ranks) for kind, algorithm, *_, ranks in done}
     for kind in KINDS:
         for ranks in ((2,), (3,), (1, 1), (2, 2), (2, 1), (1, 1, 1)):
@@ -213,7 +213,7 @@ def test_all_ranks_get_identical_bits(algorithm):
 
 
 def narrow_sum(algorithm):
-    """1 and five values of half its last place: summed in bfloat16, they would all be lost."""
+    """Sum 1 and five values of half its last place, which bfloat16 sums would lose."""
     rank = dist.get_rank()
     step = torch.finfo(torch.bfloat16).eps / 2
     tensor = torch.full((1000,), 1.0 if rank == 0 else step, dtype=torch.bfloat16)
@@ -248,7 +248,7 @@ def test_all_to_all_accepts_splits_of_any_length():
 
 
 def wire_bytes(world):
-    """Bytes each rank sends for a tensor of 1 MiB."""
+    """Return the bytes that a rank sends for a tensor of 1 MiB."""
     size = 1 << 20
     flat = torch.zeros(size // 4)
     sent = {}

@@ -78,7 +78,7 @@ def train_and_checkpoint(folder):
 
 
 def train_hybrid():
-    """Shards in one dimension of a mesh, copies in the other."""
+    """Train FSDP2 with shards in one dimension of a mesh and copies in the other."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
     network = model()
@@ -188,7 +188,7 @@ def other_devices():
         dist.all_gather([tensor.new_empty(1) for _ in range(world)], tensor[:1])
         dist.barrier()
     assert cpu_tensor.tolist() == [world**2.0] * world
-    # The names of two of them changed with torch 2.12.
+    # torch 2.12 renamed these methods.
     kinds = [name.strip("_").replace("allgather_base", "all_gather_single") for name in seen]
     kinds = [k.replace("reduce_scatter_base", "reduce_scatter_single") for k in kinds]
     kinds = [k.replace("alltoall_base", "all_to_all_single") for k in kinds]
@@ -218,7 +218,7 @@ def test_device_without_backend_is_refused():
 
 
 def without_options():
-    """The group's own methods, with torch's several signatures."""
+    """Call the group's methods with every signature of torch."""
     group = begin()
     rank, world = dist.get_rank(), dist.get_world_size()
     everyone = world * (world + 1) / 2
@@ -266,7 +266,7 @@ def test_polled_handle_reports_completion():
 
 
 def nested():
-    """Callbacks that start collectives, and wait for them in each of the ways there are."""
+    """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)
     ones = [torch.ones(1000) for _ in range(4)]
 
@@ -328,7 +328,7 @@ def hooks():
 
 
 def hooked(backend):
-    """Parameters after three steps with each hook."""
+    """Return the parameters after three steps with each hook."""
     begin(backend)
     values = {}
     for name, (state, hook) in hooks().items():
@@ -358,7 +358,7 @@ def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
 
 
 def from_two_threads():
-    """The first calls of a group, at once: one group is set up, and both are served."""
+    """Make a group's first two calls from two threads at the same time."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     gate, tensors = threading.Barrier(2), [torch.full((100,), rank + 1.0) for _ in range(2)]
@@ -380,12 +380,12 @@ def test_first_calls_can_come_from_two_threads():
 
 
 def groups_from_two_threads():
-    """The ranks make their groups' first calls in opposite orders, each group on its thread."""
+    """Make the first calls of two groups in opposite orders, each group on its own thread."""
     rank, groups = dist.get_rank(), [dist.new_group() for _ in range(2)]
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
 
     def go(i):
-        # The other thread's call has begun, and waits for the other rank's.
+        # The other thread's call has started, and waits for the other rank.
         time.sleep(0.5 * (i != rank))
         collectives.all_reduce(tensors[i], group=groups[i])
 
@@ -443,7 +443,7 @@ def profiled():
 
 
 def profiled_too_shortly():
-    """The profiler may end while calls are under way; and while many threads are at it."""
+    """Stop the profiler while calls of many threads are in progress."""
     begin()
     for _ in range(20):
         with torch.profiler.profile():

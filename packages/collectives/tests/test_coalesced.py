@@ -63,7 +63,7 @@ def everyone():
 
 
 def gather_lists(outputs, inputs):
-    """Lay the outputs out as all_gather_coalesced takes them: by rank, then by tensor."""
+    """Return the outputs as all_gather_coalesced expects them: by rank, then by tensor."""
     parts = [output.chunk(dist.get_world_size()) for output in outputs]
     return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
@@ -149,7 +149,7 @@ def test_every_coalesced_call_gives_all_results(where):
 
 
 def error_of(function, outputs, inputs):
-    # A future of torch's keeps the text of an error, but not its type.
+    # torch's futures preserve the text of an error, but not its type.
     try:
         function(outputs, inputs)
     except RuntimeError as error:
@@ -158,7 +158,7 @@ def error_of(function, outputs, inputs):
 
 
 def mismatches(where):
-    """One of the tensors is longer on rank 1."""
+    """Pass a tensor that is longer on rank 1, in each position."""
     rank, _ = begin(where)
     with collectives.checked():
         for kind, functions in KINDS.items():
@@ -195,7 +195,7 @@ def test_nan_in_any_coalesced_tensor_is_raised():
 
 
 def first_error():
-    """The second of three calls fails, so the third one is skipped, although it would fail too."""
+    """Fail the second of three calls, so that the third one, which would also fail, is skipped."""
     rank, world = begin()
     dtype = [torch.int32, torch.int64][rank]
     batch = [torch.ones(2), torch.ones(3 + rank), torch.ones(4, dtype=dtype)]
@@ -224,14 +224,14 @@ def test_coalesced_handle_raises_first_error_and_returns_all_results():
 
 
 def counts():
-    """Rank 1 coalesces one tensor more: no tensor may meet the one after it."""
+    """Coalesce one more tensor on rank 1; no tensor may be combined with another one."""
     rank, _ = begin()
     for count in (1, 2, 3, 40):
         batch = [torch.ones(400) for _ in range(count + rank)]
         work = everyone().allreduce_coalesced(batch)
         with pytest.raises(collectives.Mismatch, match=f"one of {count + 1} coalesced"):
             work.wait()
-        # The group is still in step.
+        # The ranks are still synchronized.
         total = torch.full((400,), rank + 1.0)
         dist.all_reduce(total)
         assert total[0] == 3
@@ -245,7 +245,7 @@ def test_coalescing_different_numbers_of_tensors_is_an_error():
 
 
 def messages():
-    """Sends and receives in a batch, and other collectives inside a manager."""
+    """Run sends and receives in a batch, and other collectives inside a manager."""
     rank, world = begin()
     after, before = (rank + 1) % world, (rank - 1) % world
     for managed in (False, True):

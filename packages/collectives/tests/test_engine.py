@@ -1,4 +1,4 @@
-"""The compiled engine and the Python that it stands for: the same steps, the same bits."""
+"""The compiled engine compared with the Python implementation: the same steps and bits."""
 
 import gc
 import hashlib
@@ -78,7 +78,7 @@ def digest(tensor):
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_engine_and_python_give_identical_bits(world):
     python = run_ranks(everything, world, tuple(range(world)))
-    # Where one rank has no compiler, that of another rank does the same steps.
+    # Ranks without a compiler run the same steps as ranks with one.
     for python_ranks in ((), (0,)):
         compiled = run_ranks(everything, world, python_ranks)
         for rank in range(world):
@@ -95,7 +95,7 @@ def many_ticks():
         collectives.all_reduce(tensor)
         want = i * world + world * (world - 1) / 2
         assert (tensor == want).all(), (i, tensor[0], want)
-    # Steps in Python between ticks of the engine, whose fences are all there are on ARM.
+    # Python runs steps between ticks of the engine, which provide the only fences on ARM.
     sent, received = torch.empty(world, dtype=torch.int8), torch.empty(world, dtype=torch.int8)
     for i in range(300):
         collectives.all_to_all_single(received, sent.fill_((i + rank) % 100))
@@ -108,7 +108,7 @@ def test_short_calls_never_read_data_of_another_tick(world):
 
 
 def busy():
-    """Seconds of an asynchronous all-reduce of 25 MiB while Python computes: gloo's and ours."""
+    """Return the seconds of an asynchronous all-reduce while Python computes: gloo's and ours."""
     tensor, seconds = torch.zeros(25 << 18), []
     for _ in range(9):
         turn = []
@@ -189,7 +189,7 @@ def queued(compiled):
     assert (tensor == world).all()
     work.wait()
     del tensor, work
-    # The last call of all is what a synchronous one waits for.
+    # A synchronous call waits for the last asynchronous call of any thread.
     collectives.barrier()
     end = time.monotonic() + 10
     while gone() is not None and time.monotonic() < end:
@@ -204,7 +204,7 @@ def test_asynchronous_calls_of_all_kinds_keep_their_order(compiled, world):
 
 
 def many_threads():
-    """One thread waits for each of its calls, another one for none: they share the group."""
+    """Wait for each call on one thread and for none on another, with the same group."""
     if dist.get_world_size() == 1:
         tensors = [torch.ones(3000) for _ in range(300)]
         later = threading.Thread(
@@ -233,7 +233,7 @@ TIMEOUT = 4.0
 
 
 def fails_beside_python(compiled, how):
-    """The last rank fails while the others compute beside their calls; they say so in time."""
+    """Lose the last rank while the other ranks compute during their calls."""
     if not compiled:
         without_engine()
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -269,7 +269,7 @@ def fails_beside_python(compiled, how):
                 work.wait()
             assert caught.value.ranks == (world - 1,)
     seconds = time.monotonic() - start
-    # A survivor that left at once would be taken for lost by one that looks later.
+    # A survivor that ended at once would be taken for lost by a slower one.
     time.sleep(1)
     return seconds
 
@@ -284,14 +284,14 @@ def test_fault_is_reported_in_time_while_the_caller_computes(compiled, how):
 
 
 def interrupted():
-    """A rank that waits in the engine still hears that its own group was given up."""
+    """Abort the group while the engine waits for another rank."""
     from collectives.communicator import communicator
 
     comm, store = communicator(), dist.distributed_c10d._get_default_store()
 
     def give_up():
         comm.abort()
-        # So long a wait does not hear of it.
+        # The waiting call fails within this time; the other rank joins it only afterwards.
         time.sleep(0.2)
         store.set("given up", "yes")
 

@@ -73,7 +73,7 @@ def test_lost_rank_is_named_by_all_other_ranks(how, where, algorithm):
         assert not outcomes[rank].failed, outcomes[rank].trace
         ranks, seconds = outcomes[rank].value
         assert ranks == (1,)
-        # Ranks wait from their own call on; a busy machine may start them seconds apart.
+        # A rank waits from its call on; a busy machine may start the ranks seconds apart.
         assert seconds < 2 * TIMEOUT
 
 
@@ -197,7 +197,7 @@ def test_late_gloo_connection_does_not_abort_the_process(part):
     for rank in (0, 2):
         ranks, seconds = outcomes[rank].value
         assert ranks in (((1,),) if part > 1 else ((1,), ()))
-        # The group's timeout, and two seconds; and a busy machine.
+        # The group's timeout and two seconds, with a margin for a busy machine.
         assert seconds < TIMEOUT
 
 
@@ -408,7 +408,7 @@ def bring_nan(where):
             collectives.all_reduce(tensor)
         with pytest.raises(collectives.Mismatch, match="ranks 0, 1, 2 passed a NaN"):
             collectives.broadcast(torch.full((2,), torch.nan), 0)
-    # Outside, NaNs are data.
+    # Outside `checked`, NaNs are data.
     collectives.all_reduce(tensor)
     assert tensor[77].isnan()
 
@@ -419,7 +419,7 @@ def test_nan_is_traced_to_its_rank(where):
 
 
 def late_error():
-    """An asynchronous failure is raised by wait, on the thread that waits."""
+    """Wait for a call that fails; the error is raised on the thread that waits."""
     collectives.all_reduce(torch.ones(10))
     if dist.get_rank() == 1:
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Ranks that leave a group, restart, or use several groups, do not keep the others waiting."""
+"""Ranks that leave a group, restart, or use several groups do not block the other ranks."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ THIS_FILE = Path(__file__)
 
 
 def emulate_hosts(where):
-    """Emulate hosts: all ranks on one, each on its own, or two on each."""
+    """Emulate one host, one host per rank ("apart") or one host per two ranks ("pairs")."""
     if where != "together":
         ranks_per_host = 1 if where == "apart" else 2
         segment.host_identity = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
@@ -39,14 +39,14 @@ def begin(backend, where="together", seconds=TIMEOUT):
 
 
 def reduce(group, tensor, **options):
-    """Reduce by torch's name if the group is ours, else by this package's."""
+    """Reduce by torch's function on our backend, and by ours on gloo."""
     if dist.get_backend(group) == "collectives":
         return dist.all_reduce(tensor, group=group, **options)
     return collectives.all_reduce(tensor, group=group, algorithm="ring", **options)
 
 
 def leave(backend, where, part):
-    """Rank 1 destroys its group, keeps a handle of it, and goes on living."""
+    """Destroy the group on rank 1, whose process continues with a reference to the group."""
     rank, store = begin(backend, where)
     world = dist.get_world_size()
     group = dist.new_group(list(range(world))) if part else dist.group.WORLD
@@ -55,7 +55,7 @@ def leave(backend, where, part):
     if rank != 1:
         work.wait()
     if rank == 1:
-        # The call that is under way is finished first.
+        # The pending call is finished first.
         dist.destroy_process_group(group if part else None)
         store.wait([f"{other} is done" for other in range(world) if other != rank])
         work.wait()
@@ -80,12 +80,12 @@ def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
     for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
         assert total == [4.0]
         assert ranks == (1,)
-        # A busy machine may take seconds; the timeout is far away.
+        # A busy machine may take seconds, but much less than the timeout.
         assert seconds < TIMEOUT / 2
 
 
 def leave_in_order(backend, where):
-    """Ranks leave one after the other, each right after its last call: no rank gets an error."""
+    """Leave in different orders right after the last call; no rank gets an error."""
     for i in range(20):
         rank = int(os.environ["RANK"])
         if i == 0:
@@ -122,7 +122,7 @@ def in_opposite_orders(backend, where, compiled, calls):
     total_of_second_group = torch.ones(1)
     if rank == 0:
         works = [reduce(groups[0], tensor, async_op=True) for tensor in tensors]
-        # Rank 1 has called nothing yet, so no call may have waited for it.
+        # Rank 1 has made no call yet, so no call may have waited for it.
         store.set("queued", "")
         reduce(groups[1], total_of_second_group)
     else:
@@ -242,7 +242,7 @@ def test_gloo_options_are_refused():
 
 
 def train_elastically():
-    """Run under torchrun: rank 1 of the first attempt is killed in the middle."""
+    """Run under torchrun; rank 1 of the first attempt is killed between two calls."""
     import collectives.backend  # noqa: F401
 
     dist.init_process_group("collectives", timeout=timedelta(seconds=20))
@@ -254,7 +254,9 @@ def train_elastically():
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         dist.all_reduce(total, dist.ReduceOp.AVG, group=group)
-    print(f"rank {dist.get_rank()} attempt {attempt} {total[0].item()}", flush=True)
+    # One write per line: the ranks share the launcher's output.
+    line = f"rank {dist.get_rank()} attempt {attempt} {total[0].item()}\n"
+    os.write(1, line.encode())
     dist.destroy_process_group()
 
 
@@ -286,7 +288,7 @@ def test_restart_under_torchrun_succeeds(rendezvous, tmp_path):
 
 
 def continue_without_the_lost_rank(where, how):
-    """Rank 1 is lost; the survivors destroy the group and create a smaller one."""
+    """Lose rank 1; the survivors destroy the group and create a smaller one."""
     rank, store = begin("collectives", where, seconds=6)
     world = dist.get_world_size()
     dist.all_reduce(torch.ones(10))

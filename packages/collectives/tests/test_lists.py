@@ -1,4 +1,4 @@
-"""Collectives with lists and with a root, and tensors that are not what their memory holds."""
+"""Collectives with lists and with a root, and tensors with lazy conjugates and negatives."""
 
 import os
 from datetime import timedelta
@@ -64,7 +64,7 @@ def everything(where, by=collectives):
             by.reduce_scatter(out, sends)
             want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
             assert torch.equal(out, sum(want[1:], want[0]))
-    # Ours, unlike gloo's, takes blocks of different lengths.
+    # Ours, unlike gloo's, accepts tensors of different lengths.
     room = [torch.empty(source + 1) for source in range(world)]
     works = by.all_to_all(room, [torch.full((rank + 1,), 1.0 * rank)] * world, async_op=True)
     works.wait()
@@ -106,9 +106,9 @@ def by_torchs_names(where):
         work.wait()
     assert arrived.tolist() == [1.0 * left] * 3
     group = dist.group.WORLD
-    # By torch's own name too, from 2.12 on; before, it asks whether the backend is called gloo.
+    # Before 2.12 torch calls this function on a backend named gloo only.
     group.monitored_barrier(limit)
-    # The group's own methods, called by hand.
+    # The group's methods.
     tensor = torch.full((3,), rank + 1.0)
     group.reduce(tensor, 0, dist.ReduceOp.MAX).wait()
     assert tensor[0] == (world if rank == 0 else rank + 1)
@@ -125,7 +125,7 @@ def test_list_collectives_run_on_the_registered_backend(where):
 
 
 def differing(where):
-    """The odd rank is named by all of them, and no data has moved."""
+    """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -159,7 +159,7 @@ def test_difference_between_lists_is_raised_on_every_rank(where):
 
 
 def lazy(where):
-    """Conjugates and negatives that torch has not written down, on one rank or on all."""
+    """Pass lazy conjugates and negatives, on one rank or on all."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -27,7 +27,7 @@ PORTABLE = {
 
 
 def calls():
-    """Return every call of such a module that the package makes and that may be missing."""
+    """Return the calls of these modules that the package makes and that may be missing."""
     names_found = set()
     for path in SOURCES.rglob("*.py"):
         if "bench" not in path.parts:
@@ -58,14 +58,14 @@ def remove(call, how):
 
 
 def without(removed, how, compiled):
-    """Set a group up, use it in every way that needs these calls, and lose a rank."""
+    """Set up a group, use every feature that needs these calls, and lose a rank."""
     if not compiled:
         engine._compiled.cache_clear()
         engine.shutil.which = lambda name: None
     for call in removed:
         remove(call, how)
     rank = dist.get_rank()
-    # The group is made here, after the calls are gone.
+    # The group is created after the calls have been removed.
     group = dist.new_group([0, 1], timeout=timedelta(seconds=30))
     total = torch.full((100_000,), rank + 1.0)
     collectives.all_reduce(total, group=group)

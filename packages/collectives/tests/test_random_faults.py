@@ -37,7 +37,7 @@ KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_sc
 REDUCES, ROOTED = ("all_reduce", "reduce", "reduce_scatter"), ("reduce", "broadcast", "gather")
 MISMATCHES = ("shape", "dtype", "op", "root", "order")
 HANGS, DEATHS = ("hangs", "is stopped"), ("dies", "is killed")
-# More of those after which the processes live on.
+# Mismatches are twice as frequent, because the processes survive them.
 FAULTS = ("none", *MISMATCHES, *MISMATCHES, *HANGS, *DEATHS)
 PLACES = ("together", "together", "apart", "pairs")
 REAL_HOST = segment.host_identity
@@ -158,7 +158,7 @@ def sequences(world_seed, first, most, timeout):
     """Run sequences until one of them ends a process; return this rank's results."""
     import collectives.backend  # noqa: F401
 
-    # The first fit imports it: on a busy machine for longer than a short timeout lasts.
+    # The first fit imports scipy, which takes longer than a short timeout on a busy machine.
     import scipy.optimize  # noqa: F401
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

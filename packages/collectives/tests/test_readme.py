@@ -1,4 +1,4 @@
-"""The README's first example runs as it stands."""
+"""The quick start of the README runs."""
 
 import os
 import re

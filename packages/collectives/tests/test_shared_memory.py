@@ -1,4 +1,4 @@
-"""Shared memory: in-place tensors, mixtures of shared and private ones, nothing left behind."""
+"""Shared memory: tensors in place, mixtures of shared and private tensors, and cleanup."""
 
 import ctypes
 import dataclasses
@@ -47,7 +47,7 @@ def test_shared_tensors_and_their_views_are_reduced(world):
 
 
 def mixture():
-    """Shared on one rank, private on the others; or different parts of one allocation."""
+    """Reduce a tensor that is shared on one rank only, and different parts of an allocation."""
     rank, world = dist.get_rank(), dist.get_world_size()
     numel = 200_000
     shared = collectives.shared_empty(2 * numel)
@@ -84,7 +84,7 @@ def test_shared_memory_is_freed_with_its_last_view():
 
 
 def overlap():
-    """The caller computes while a long reduction runs; the reduction ends by itself."""
+    """Compute while a long reduction runs, which finishes without the caller."""
     tensor = collectives.shared_empty(8 << 20)
     work = collectives.all_reduce(tensor, async_op=True)
     end = time.monotonic() + 20
@@ -155,7 +155,7 @@ def test_extra_memory_is_at_most_2_mib_for_any_size():
 
 
 def without_room():
-    """A process that may not make files of this size: the system's own refusal, not a mock."""
+    """Limit the file size of a rank, so that the system refuses to create a segment."""
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (ARENA_BYTES // 2, resource.RLIM_INFINITY))

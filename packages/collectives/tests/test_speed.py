@@ -1,4 +1,4 @@
-"""In turns with gloo: the ratios that the package promises."""
+"""The guaranteed ratios to gloo's time, measured in interleaved rounds."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def ratios(sizes):
 KIB, MIB = 1 << 10, 1 << 20
 
 
-# Any tensor, tensors in `shared_empty`.
+# The ratios for any tensor and for tensors in `shared_empty`, by size.
 GUARANTEED = {64 * KIB: (6, 10), MIB: (4, 6), 100 * MIB: (4, 6)}
 
 
@@ -125,7 +125,7 @@ def test_short_call_costs_at_most_50_us_of_processor_time():
 
 
 def cost_of_gloos():
-    """Processor time of a call that gloo does, ours over torch's, in turns: the difference."""
+    """Return the extra processor time of a call that runs on gloo, compared with torch's."""
     tensor, more = torch.zeros(KIB // 4), []
     calls = {"ours": partial(collectives.all_reduce, tensor, algorithm="gloo"),
              "torch": partial(dist.all_reduce, tensor)}  # fmt: skip

@@ -1,7 +1,7 @@
 """The backends that ddp's tests run on.
 
 By default ranks use gloo, and the files in `ON_BOTH` run a second time on the `collectives`
-backend. `DDP_TEST_BACKEND=collectives` runs every test that names no backend itself on that one.
+backend. `DDP_TEST_BACKEND=collectives` selects that backend for every test that does not name one.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-ON_BOTH = {"test_ddp", "test_faults", "test_torch_members", "test_uneven"}
+ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
 
 
 START = ("run_ranks", "try_ranks")
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def backend(request, monkeypatch):
-    """Make the test module's ranks use the backend of that name; return the name."""
+    """Run the ranks of the test module on the backend; return its name."""
     backend = getattr(request, "param", "gloo")
     if backend == "gloo":
         return backend
@@ -46,7 +46,7 @@ def backend(request, monkeypatch):
 
 
 def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
-    """Call `start`, of worker_pool, with "collectives" in place of gloo."""
+    """Call `start` of worker_pool with the `collectives` backend instead of gloo."""
     if backend != "gloo":
         return start(function, world, *args, timeout=timeout, backend=backend)
     path = sys.modules[function.__module__].__file__

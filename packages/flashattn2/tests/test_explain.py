@@ -1,10 +1,11 @@
-"""`explain` names what runs, and what it names is what runs."""
+"""`explain` names the backend and the tiles that run."""
 
 import itertools
 
 import pytest
 import torch
-from flashattn2 import aten, explain, flash_attention, tiled
+from flashattn2 import explain, flash_attention
+from flashattn2.backends import aten, tiled
 from flashattn2.kernels import forward as kernels
 
 
@@ -25,7 +26,9 @@ def q(dim=16, dtype=torch.float32, seq=8):
         ({"backend": "triton"}, "triton", 'backend="triton" was requested'),
     ],
 )
-def test_the_backend_and_the_reason(interpreter, monkeypatch, arguments, backend, reason):
+def test_explanation_names_the_backend_that_runs(
+    interpreter, monkeypatch, arguments, backend, reason
+):
     x = q()
     arguments = {"q": x, "k": x, "v": x, **arguments}
     explanation = explain(**arguments)
@@ -43,7 +46,7 @@ def test_the_backend_and_the_reason(interpreter, monkeypatch, arguments, backend
     assert ran == [backend]
 
 
-def test_the_tiles_are_those_of_the_launch(interpreter):
+def test_explained_tiles_are_those_of_the_launch(interpreter):
     interpreter(splits=3, tma=False)
     x = q(dim=24)
     text = str(explain(x, x, x, backend="triton"))
@@ -67,7 +70,7 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
     assert explain(packed, packed, packed, is_causal=True, **boundaries).backend == "aten"
 
 
-def test_precision_follows_torch_s_own_switch():
+def test_precision_follows_the_setting_of_torch():
     from flashattn2.dispatch import select_backend
     from flashattn2.spec import AttentionSpec
 
@@ -82,7 +85,7 @@ def test_precision_follows_torch_s_own_switch():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
+def test_explanation_names_a_precision_without_a_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(
@@ -103,7 +106,7 @@ def test_it_says_where_a_precision_has_no_tile_and_another_runs(monkeypatch):
     assert text.count("ieee products since tf32x3 has no tile") == 3
 
 
-def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monkeypatch):
+def test_left_window_or_softcap_selects_the_rich_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(
@@ -121,7 +124,7 @@ def test_a_left_window_and_a_softcap_together_run_in_the_tile_made_for_them(monk
         assert f"dkdv: {block_m} queries by {block_n} keys" in tile
 
 
-def test_so_do_splits(monkeypatch):
+def test_splits_select_the_rich_tile(monkeypatch):
     from flashattn2.kernels import configs, launch
 
     monkeypatch.setattr(

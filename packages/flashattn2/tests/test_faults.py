@@ -1,4 +1,4 @@
-"""Input that cannot be right is a ValueError that names the argument, the value and the remedy."""
+"""Invalid input raises an error that names the argument, the value and the remedy."""
 
 import inspect
 from typing import Literal, get_overloads
@@ -47,13 +47,13 @@ KV = torch.zeros(1, 2, 8, 16)
     ids=lambda x: x if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_wrong_tensors_and_options(function, change, message):
+def test_wrong_tensors_and_options_are_refused(function, change, message):
     arguments = {"q": Q, "k": KV, "v": KV, **change}
     with pytest.raises(ValueError, match=message):
         function(**arguments)
 
 
-def test_a_signature_that_was_checked_once_vouches_for_no_other():
+def test_checked_signature_does_not_skip_checks_of_another():
     flash_attention(Q, KV, KV, window=1, scale=1.0)
     flash_attention(Q, KV, KV, window=1, scale=1.0)
     for wrong, error in (
@@ -71,7 +71,7 @@ def test_a_signature_that_was_checked_once_vouches_for_no_other():
                 flash_attention(**{"q": Q, "k": KV, "v": KV, "window": 1, "scale": 1.0, **wrong})
 
 
-def test_what_torch_s_precision_asks_for_is_asked_anew(interpreter):
+def test_plan_follows_changes_of_the_torch_precision(interpreter):
     seen, run = [], attention.run_attention
     with mock.patch.object(attention, "run_attention", lambda *a: seen.append(a[-1]) or run(*a)):
         try:
@@ -87,26 +87,26 @@ NO_TENSORS = (None, [[1.0]], Q.numpy(), 3.0)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_what_is_no_tensor(function, name, given):
+def test_other_types_than_tensors_are_refused(function, name, value):
     with pytest.raises(
-        TypeError, match=rf"{name} to be a .*, got .*{type(given).__name__}; .*as_tensor"
+        TypeError, match=rf"{name} to be a .*, got .*{type(value).__name__}; .*as_tensor"
     ):
-        function(**{"q": Q, "k": KV, "v": KV, name: given})
+        function(**{"q": Q, "k": KV, "v": KV, name: value})
 
 
-@pytest.mark.parametrize("given", NO_TENSORS, ids=lambda x: type(x).__name__)
-def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(given):
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda x: type(x).__name__)
+def test_other_types_are_refused_by_packed_and_paper_functions(value):
     q, cu = torch.zeros(8, 2, 16), torch.tensor([0, 8], dtype=torch.int32)
-    for place in range(5):
+    for index in range(5):
         arguments = [q, q, q, cu, cu]
-        arguments[place] = given
+        arguments[index] = value
         with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             flash_attention_varlen(*arguments)
-    for place in range(3):
+    for index in range(3):
         arguments = [Q[0], Q[0], Q[0]]
-        arguments[place] = given
+        arguments[index] = value
         with pytest.raises(TypeError, match=r"to be a torch\.Tensor"):
             FlashAttentionTorch.apply(*arguments)
     with pytest.raises(TypeError, match=r"cu_seqlens_k to be a torch\.Tensor, got NoneType"):
@@ -124,7 +124,7 @@ def test_what_is_no_tensor_packed_or_in_the_paper_s_functions(given):
     ],
 )
 @pytest.mark.parametrize("function", [flash_attention, attention_reference, explain])
-def test_options_of_another_type(function, options, message):
+def test_options_of_wrong_types_are_refused(function, options, message):
     with pytest.raises(TypeError, match=message):
         function(Q, KV, KV, **options)
 
@@ -140,7 +140,7 @@ def test_options_of_another_type(function, options, message):
         (16, {"backend": "aten", "softcap": 3.0}, "no softcap"),
     ],
 )
-def test_a_backend_that_cannot_take_the_input(dim, options, message):
+def test_unsupported_input_of_a_backend_is_refused(dim, options, message):
     q = torch.zeros(1, 1, 4, dim)
     with pytest.raises(ValueError, match=message):
         flash_attention(q, q, q, **options)
@@ -171,7 +171,7 @@ def test_triton_has_no_float64():
 
 
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton])
-def test_the_paper_s_functions_take_three_dimensions(function):
+def test_paper_functions_need_three_dimensions(function):
     with pytest.raises(ValueError, match=r"expected Q to be \(batch, seq, dim\)"):
         function.apply(Q, Q, Q)
 
@@ -187,7 +187,7 @@ def test_the_paper_s_functions_take_three_dimensions(function):
         ([], [], r"cu_seqlens_q to be int32 .* got torch.int32 of shape \(0,\)"),
     ],
 )
-def test_malformed_boundaries(cu_q, cu_k, message):
+def test_malformed_boundaries_are_refused(cu_q, cu_k, message):
     q = torch.zeros(8, 2, 16)
     boundaries = (torch.tensor(cu, dtype=torch.int32) for cu in (cu_q, cu_k))
     with pytest.raises(ValueError, match=message):

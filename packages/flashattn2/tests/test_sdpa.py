@@ -1,4 +1,4 @@
-"""`sdpa` is torch's function of the same arguments, in float64 and in its gradients."""
+"""`sdpa` equals torch's function in output and gradients."""
 
 import inspect
 import itertools
@@ -35,7 +35,7 @@ def same(q, k, v, **options):
     scale=st.sampled_from((None, 0.7, -1.3, 0.0)),
 )
 @settings(max_examples=80, deadline=None)
-def test_it_is_torch_s_own_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
+def test_sdpa_equals_torch_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
     q = torch.randn(2, 2 * group, seq[0], dims[0], dtype=torch.float64)
     k, v = (torch.randn(2, 2, seq[1], d, dtype=torch.float64) for d in dims)
     same(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1)
@@ -52,11 +52,18 @@ def test_leading_dimensions_broadcast(q, k, is_causal):
     same(q, k, v, is_causal=is_causal)
 
 
-def test_its_signature_is_torch_s():
+def test_sdpa_has_the_signature_of_torch():
     ours = inspect.signature(sdpa).parameters
     assert list(ours) == [
-        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
-    ]  # fmt: skip
+        "query",
+        "key",
+        "value",
+        "attn_mask",
+        "dropout_p",
+        "is_causal",
+        "scale",
+        "enable_gqa",
+    ]
     positional = torch.randn(1, 2, 5, 8)
     assert sdpa(positional, positional, positional, None, 0.0, True).shape == positional.shape
 
@@ -118,9 +125,31 @@ def test_arguments_that_torch_refuses_are_refused():
         sdpa(q, q, q, attn_mask=torch.zeros(5, 5), is_causal=True)
 
 
-def test_compiled_in_one_graph_it_is_the_same():
+def test_sdpa_compiles_in_one_graph():
     q, k = torch.randn(1, 4, 7, 8), torch.randn(1, 4, 5, 8)
     compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
     for keys in (q, k):
         expected = F.scaled_dot_product_attention(q, keys, keys, is_causal=True)
         torch.testing.assert_close(compiled(q, keys, keys, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_changing_scales_and_lengths_compile_without_graph_breaks(is_causal):
+    torch._dynamo.reset()
+
+    def run(q, k, scale):
+        return sdpa(q, k, k, is_causal=is_causal, scale=scale)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    cases = [(0.3, 7, 9), (0.4, 9, 7), (0.5, 8, 8), (0.6, 12, 5), (0.7, 5, 12)]
+    for scale, seq_q, seq_k in cases:
+        q, k = torch.randn(1, 2, seq_q, 8), torch.randn(1, 2, seq_k, 8)
+        expected = F.scaled_dot_product_attention(q, k, k, is_causal=is_causal, scale=scale)
+        torch.testing.assert_close(compiled(q, k, scale), expected)
+
+
+def test_a_mask_compiles_in_one_graph():
+    q, mask = torch.randn(1, 2, 7, 8), torch.rand(7, 7) > 0.4
+    compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
+    expected = F.scaled_dot_product_attention(q, q, q, mask)
+    torch.testing.assert_close(compiled(q, q, q, mask), expected)

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights: the logits of their own eager attention."""
+"""Models of transformers with random weights have the logits of their eager attention."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def registered():
 
 @pytest.fixture(scope="module", params=MODELS)
 def models(request):
-    """The same weights under eager attention and under ours."""
+    """Return two models with the same weights, under eager attention and under ours."""
     name, changes = MODELS[request.param]
     torch.manual_seed(0)
     pair = []
@@ -62,10 +62,10 @@ def tokens(batch=2, seq=13):
     return torch.randint(3, 97, (batch, seq), generator=torch.Generator().manual_seed(1))
 
 
-def compare(models, kept=None, **inputs):
+def compare(models, rows=None, **inputs):
     eager, flash = (m(**inputs).logits for m in models)
-    kept = torch.ones(eager.shape[:2], dtype=torch.bool) if kept is None else kept.bool()
-    torch.testing.assert_close(flash[kept], eager[kept], atol=2e-5, rtol=2e-4)
+    rows = torch.ones(eager.shape[:2], dtype=torch.bool) if rows is None else rows.bool()
+    torch.testing.assert_close(flash[rows], eager[rows], atol=2e-5, rtol=2e-4)
 
 
 def test_logits_without_padding(models):
@@ -91,8 +91,8 @@ def test_gradients_with_padding(models):
         logits = model(input_ids=tokens(), attention_mask=mask).logits
         loss = logits[mask.bool()].square().mean()
         named = dict(model.named_parameters())
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        grads.append(dict(zip(named, found, strict=True)))
+        computed = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        grads.append(dict(zip(named, computed, strict=True)))
     for name, expected in grads[0].items():
         if expected is not None:
             torch.testing.assert_close(grads[1][name], expected, atol=2e-5, rtol=2e-4)
@@ -110,7 +110,7 @@ def test_generation_with_left_padding(models, cache):
     assert torch.equal(*texts)
 
 
-def test_packed_sequences_by_their_positions(models):
+def test_packed_sequences_are_recognized_by_position_ids(models):
     positions = torch.cat([torch.arange(n) for n in (4, 8, 1)])[None].expand(2, -1)
     if models[0].config.model_type == "gpt_oss":
         # Its masks never separate packed sequences.
@@ -120,12 +120,12 @@ def test_packed_sequences_by_their_positions(models):
         compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
 
 
-def test_a_name_that_transformers_would_mistake_is_refused():
+def test_registration_name_with_flash_is_refused():
     with pytest.raises(ValueError, match="reserves such names"):
         ours.register("flashattn2")
 
 
-def test_a_mask_that_it_cannot_honor_is_an_error(models):
+def test_unsupported_mask_is_an_error(models):
     _, flash = models
     four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_holes_in_the_padding_are_followed_or_refused(models):
 
 
 def visible(mask):
-    """Boolean (batch, seq_q, seq_k): what a mask says, written out."""
+    """Return a mask as a boolean tensor (batch, seq_q, seq_k)."""
     rule, seq_k = mask.rule, mask.shape[3]
     q = torch.arange(rule.seq_q)[:, None] + rule.first
     k = torch.arange(seq_k)[None]
@@ -164,7 +164,7 @@ def visible(mask):
 
 @pytest.mark.parametrize("vmap", [False, True])
 def test_any_mask_is_followed_exactly_or_refused(vmap):
-    """Random bands and packed sequences are found; one changed entry is an error."""
+    """Random bands and packed sequences are recognized; one changed entry is an error."""
     generator = torch.Generator().manual_seed(0)
 
     def random(high):
@@ -293,11 +293,11 @@ def test_gradients_through_checkpoints(name, reentrant):
         for dropout in NO_DROPOUT.split():
             if hasattr(config, dropout):
                 setattr(config, dropout, 0.0)
-        auto = "Seq2SeqLM" if name == "bart" else "CausalLM"
+        auto = transformers.AutoModelForCausalLM
+        if name == "bart":
+            auto = transformers.AutoModelForSeq2SeqLM
         torch.manual_seed(0)
-        model = getattr(transformers, f"AutoModelFor{auto}").from_config(
-            config, attn_implementation=implementation
-        )
+        model = auto.from_config(config, attn_implementation=implementation)
         model.train()
         if implementation == "linear_memory" and reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -322,7 +322,7 @@ def tiny(name, **changes):
 
 
 def collated(*parts, **options):
-    """What the padding-free collator of transformers makes of these token sequences."""
+    """Return the batch of these token sequences by the padding-free collator."""
     batch = transformers.DataCollatorWithFlattening(**options)(
         [{"input_ids": part.tolist()} for part in parts]
     )
@@ -333,16 +333,19 @@ def collated(*parts, **options):
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
 @torch.no_grad()
 def test_packed_sequences_of_a_padding_free_collator(name):
-    """Each document has the logits that it has alone, by cu_seq_lens, by positions, and by both."""
+    """Each document has its separate logits, with cu_seq_lens, positions or both."""
     model = tiny(name)
     parts = [tokens(1, n)[0] for n in (9, 1, 6)]
     expected = torch.cat([model(input_ids=part[None]).logits for part in parts], 1)
     both = collated(*parts, return_flash_attn_kwargs=True)
     boundaries = {k: v for k, v in both.items() if k != "position_ids"}
     for batch, use_cache in (
-        (both, False), (both, True), (boundaries, False), (boundaries, True),
+        (both, False),
+        (both, True),
+        (boundaries, False),
+        (boundaries, True),
         (collated(*parts), False),
-    ):  # fmt: skip
+    ):
         logits = model(**batch, use_cache=use_cache).logits
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-4)
     # With a cache transformers makes a mask of one sequence.
@@ -368,8 +371,8 @@ def test_boundaries_that_contradict_are_refused():
 
 
 @torch.no_grad()
-def test_positions_of_padding_are_no_packed_sequences():
-    """Generation numbers left padding 0 or 1, and starts at 0 behind it."""
+def test_positions_of_padding_are_not_packed_sequences():
+    """In generation, left padding has position 0 or 1, and tokens start at 0 after it."""
     model = tiny("llama")
     ids = tokens(1)
     mask = torch.ones_like(ids)
@@ -381,7 +384,7 @@ def test_positions_of_padding_are_no_packed_sequences():
 
 
 @torch.no_grad()
-def test_tensors_that_attention_does_not_know_are_refused():
+def test_unknown_tensor_arguments_are_refused():
     q = torch.randn(1, 2, 4, 8)
     for name in ("position_bias", "alibi", "indices", "sinks"):
         with pytest.raises(ValueError, match=f"flashattn2 does not support {name}"):
@@ -392,7 +395,7 @@ def test_tensors_that_attention_does_not_know_are_refused():
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_a_compiled_model():
+def test_compiled_model_equals_eager_model():
     torch._dynamo.reset()
     model = tiny("mistral", num_hidden_layers=1)
     mask = torch.ones(2, 13, dtype=torch.long)

@@ -1,10 +1,11 @@
-"""A small VGG, trained, and what each way of compression leaves of it: rows and pictures.
+"""A small VGG is trained and compressed by every method: result rows and plots.
 
     python packages/tinyml/study/digits.py                      scikit-learn's digits, five seeds
     python packages/tinyml/study/digits.py --cifar FOLDER       CIFAR-10 (binary version)
-    python packages/tinyml/study/digits.py --draw               the pictures again, from the rows
+    python packages/tinyml/study/digits.py --draw               redraw the plots from saved rows
 
-A seed is another split and another start; an interval is that of the mean over them (95 %).
+Each seed uses another split and another initialization. Intervals are 95 % confidence intervals of
+the mean over seeds.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tinyml.plot import plot_frontier, plot_sensitivity, plot_weights, save
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import Tensor, nn
 
-HERE = Path(__file__).parent
+STUDY_FOLDER = Path(__file__).parent
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AMOUNTS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -52,16 +53,18 @@ Row = dict[str, Any]
 
 
 class Task:
-    """Images, labels and a split; trains and judges."""
+    """Images, labels and a split, with training and evaluation."""
 
     def __init__(self, images: Tensor, labels: Tensor, seed: int, epochs: int) -> None:
-        self.images, self.labels, self.epochs = images, labels, epochs
+        self.images = images
+        self.labels = labels
+        self.epochs = epochs
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
         self.train, self.test = order[: 4 * len(order) // 5], order[4 * len(order) // 5 :]
         torch.manual_seed(seed)
 
     def model(self) -> nn.Module:
-        """Four convolutions with batch normalization, two poolings, a linear layer."""
+        """Train four convolutions with batch normalization, two poolings and a linear layer."""
         channels, size = self.images.shape[1:3]
         layers: list[nn.Module] = []
         for index, width in enumerate((32, 64, 64, 128)):
@@ -74,7 +77,7 @@ class Task:
     def fit(
         self, model: nn.Module, epochs: int, lr: float, after: Callable[[], None] = lambda: None
     ) -> nn.Module:
-        """Adam with a rate that falls to zero."""
+        """Train with Adam and a learning rate that decays to zero."""
         optimizer = torch.optim.Adam(model.parameters(), lr=lr)
         steps = epochs * -(-len(self.train) // 64)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -92,28 +95,28 @@ class Task:
 
     @torch.no_grad()
     def right(self, model: nn.Module) -> int:
-        """How many images of the test are right."""
+        """Return the number of test images that are classified correctly."""
         return int((model(self.images[self.test]).argmax(1) == self.labels[self.test]).sum())
 
 
 def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
-    """Every compressed model by its name, and its bytes."""
-    found: dict[str, tuple[nn.Module, int]] = {"float32": (model, size_of(model).bytes)}
+    """Return every compressed model by name, with its size in bytes."""
+    results: dict[str, tuple[nn.Module, int]] = {"float32": (model, size_of(model).bytes)}
 
     def add(name: str, small: nn.Module) -> nn.Module:
-        found[name] = copy.deepcopy(small), size_of(small).sparse_bytes
+        results[name] = copy.deepcopy(small), size_of(small).sparse_bytes
         return small
 
     tune = max(2, task.epochs // 3)
-    for share in (50, 80, 90):
-        pruned, masks = prune(model, share / 100)
-        add(f"pruned {share} %", pruned)
+    for percent in (50, 80, 90):
+        pruned, masks = prune(model, percent / 100)
+        add(f"pruned {percent} %", pruned)
         task.fit(pruned, tune, 1e-3, lambda m=pruned, k=masks: k.apply(m))  # type: ignore[misc]
-        add(f"pruned {share} %, tuned", pruned)
-    for share in (30, 50):
-        narrow = prune_channels(model, share / 100, task.images[:2])
-        add(f"channels {share} %", narrow)
-        add(f"channels {share} %, tuned", task.fit(narrow, tune, 1e-3))
+        add(f"pruned {percent} %, tuned", pruned)
+    for percent in (30, 50):
+        narrow = prune_channels(model, percent / 100, task.images[:2])
+        add(f"channels {percent} %", narrow)
+        add(f"channels {percent} %, tuned", task.fit(narrow, tune, 1e-3))
     for bits in BITS:
         palette = add(f"palette {bits} bits", kmeans_quantize(model, bits))
         add(f"linear {bits} bits", quantize(model, bits))
@@ -132,7 +135,7 @@ def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     shares = sensitivity(model, batch, _log_likelihood, amounts=AMOUNTS)
     budget = size_of(quantize(model, 3)).bytes
     add("mixed, bytes of 3 bits", allocate(model, budget, bits=scan, sparsity=shares).apply(model))
-    return found
+    return results
 
 
 def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
@@ -141,7 +144,7 @@ def _log_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
 
 @dataclass
 class Trial:
-    """What one seed gives; of the first one also what the layers are like, and the times."""
+    """The results of one seed; for the first seed also the sensitivities and times."""
 
     right: dict[str, int]
     nbytes: dict[str, int]
@@ -153,45 +156,47 @@ def trial(images: Tensor, labels: Tensor, epochs: int, seed: int) -> Trial:
     torch.set_num_threads(1)
     task = Task(images, labels, seed, epochs)
     model = task.model()
-    made = ways(task, model)
+    models = ways(task, model)
     rows: list[Row] = []
     if not seed:
         rows = _layers(task, model)
-        times = _times({name: made[name][0] for name in _TIMED}, images[task.test])
+        times = _times({name: models[name][0] for name in _TIMED}, images[task.test])
         for name, (ms, faster) in times.items():
             rows.append({"case": "latency", "model": name, "time_ms": ms, "times_faster": faster})
-        (HERE / "pictures").mkdir(exist_ok=True)
-        save(plot_weights(model), HERE / "pictures" / "weights.svg")
-    right = {name: task.right(small) for name, (small, _) in made.items()}
+        (STUDY_FOLDER / "pictures").mkdir(exist_ok=True)
+        save(plot_weights(model), STUDY_FOLDER / "pictures" / "weights.svg")
+    right = {name: task.right(small) for name, (small, _) in models.items()}
     print(f"seed {seed} done", flush=True)
-    return Trial(right, {name: size for name, (_, size) in made.items()}, rows)
+    return Trial(right, {name: size for name, (_, size) in models.items()}, rows)
 
 
 def study(images: Tensor, labels: Tensor, seeds: int, epochs: int, processes: int = 1) -> list[Row]:
-    """All rows: what each way leaves, by seeds; of the first seed also its layers and times."""
-    one = partial(trial, images, labels, epochs)
+    """Return the rows of every method over seeds, and the layers and times of the first seed."""
+    run_trial = partial(trial, images, labels, epochs)
     if processes == 1:
-        trials = [one(seed) for seed in range(seeds)]
+        trials = [run_trial(seed) for seed in range(seeds)]
     else:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            trials = list(pool.map(one, range(seeds)))
-    rows, nbytes, count = trials[0].rows, trials[-1].nbytes, len(images) - 4 * len(images) // 5
-    found: list[Row] = []
+            trials = list(pool.map(run_trial, range(seeds)))
+    rows = trials[0].rows
+    nbytes = trials[-1].nbytes
+    count = len(images) - 4 * len(images) // 5
+    results: list[Row] = []
     for name in nbytes:
-        each = [float(one.right[name]) for one in trials]
+        right = [float(t.right[name]) for t in trials]
         lost = [100 * (t.right["float32"] - t.right[name]) / count for t in trials]
-        low, high = _interval(each)
+        low, high = _interval(right)
         least, most = _interval(lost)
-        found.append(
+        results.append(
             {
-                "case": "digits", "model": name, f"right_of_{count}": statistics.mean(each),
+                "case": "digits", "model": name, f"right_of_{count}": statistics.mean(right),
                 "low": low, "high": high, "points": statistics.mean(lost), "points_low": least,
                 "points_high": most, "kib": nbytes[name] / 1024,
                 "times_smaller": nbytes["float32"] / nbytes[name], "seeds": seeds,
             }
         )  # fmt: skip
     timed = [row for row in rows if row["case"] == "latency"]
-    return [row for row in rows if row not in timed] + found + timed
+    return [row for row in rows if row not in timed] + results + timed
 
 
 _INTEGERS = ("integers, weights 2 bits, values 4, trained", "integers only, 8 bits")
@@ -201,7 +206,7 @@ _TIMED = ("float32", "pruned 50 %, tuned", "channels 30 %, tuned", "channels 50 
 
 @torch.no_grad()
 def _times(models: dict[str, nn.Module], images: Tensor) -> dict[str, tuple[float, float]]:
-    """Processor milliseconds of a batch, and float32's over it, the models in turns."""
+    """Return the processor milliseconds per batch, and float32's time over it, interleaved."""
     clocks: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(31):
         for name, model in models.items():
@@ -209,10 +214,10 @@ def _times(models: dict[str, nn.Module], images: Tensor) -> dict[str, tuple[floa
             model(images)
             clocks[name].append((time.process_time() - start) * 1e3)
     over = {
-        name: statistics.median(a / b for a, b in zip(clocks["float32"], each, strict=True))
-        for name, each in clocks.items()
+        name: statistics.median(a / b for a, b in zip(clocks["float32"], times, strict=True))
+        for name, times in clocks.items()
     }
-    return {name: (statistics.median(each), over[name]) for name, each in clocks.items()}
+    return {name: (statistics.median(times), over[name]) for name, times in clocks.items()}
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
@@ -233,37 +238,44 @@ def _layers(task: Task, model: nn.Module) -> list[Row]:
     for name, values in scan.values.items():
         weight = model.get_submodule(name).get_parameter("weight").detach()
         rows.append(
-            {"case": "sensitivity", "layer": name, "weights": weight.numel(),
-             "std": float(weight.std()), "untouched": scan.baseline}
+            {
+                "case": "sensitivity",
+                "layer": name,
+                "weights": weight.numel(),
+                "std": float(weight.std()),
+                "untouched": scan.baseline,
+            }
             | {str(amount): value for amount, value in values.items()}
-        )  # fmt: skip
+        )
     return rows
 
 
 def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Every picture that the rows hold, by its name."""
-    found = {row["model"]: row for row in rows if row["case"] == "digits"}
+    """Return every plot that the rows contain, by name."""
+    results = {row["model"]: row for row in rows if row["case"] == "digits"}
 
-    right = next(key for key in found["float32"] if key.startswith("right_of"))
+    right = next(key for key in results["float32"] if key.startswith("right_of"))
     count = int(right.rpartition("_")[2])
 
     def point(name: str, x: float | None = None) -> tuple[float, ...]:
-        row = found[name]
-        each = (100 * row[key] / count for key in (right, "low", "high"))
-        return (row["kib"] if x is None else x, *each)
+        row = results[name]
+        percents = (100 * row[key] / count for key in (right, "low", "high"))
+        return (row["kib"] if x is None else x, *percents)
 
-    top = 100 * found["float32"][right] / count
+    top = 100 * results["float32"][right] / count
     curves = {
         "k-means": "palette {} bits", "k-means, trained": "palette {} bits, tuned",
         "linear": "linear {} bits", "linear, trained": "linear {} bits, trained",
     }  # fmt: skip
-    by_bits = {name: [point(way.format(b), b) for b in BITS] for name, way in curves.items()}
+    by_bits = {
+        name: [point(pattern.format(b), b) for b in BITS] for name, pattern in curves.items()
+    }
     ways = {
         "k-means, trained": [point(f"palette {bits} bits, tuned") for bits in BITS],
         "linear, trained": [point(f"linear {bits} bits, trained") for bits in BITS],
         "weights pruned, tuned": [point(f"pruned {s} %, tuned") for s in (90, 80, 50)],
         "channels pruned, tuned": [point(f"channels {s} %, tuned") for s in (50, 30)],
-        "integers only": [point(name) for name in _INTEGERS if name in found],
+        "integers only": [point(name) for name in _INTEGERS if name in results],
         "mixed bits and sparsity": [point("mixed, bytes of 3 bits")],
     }
     timed = {row["model"]: row["time_ms"] for row in rows if row["case"] == "latency"}
@@ -282,7 +294,7 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1,797 images of 8 x 8."""
+    """Return scikit-learn's 1,797 images of 8 x 8."""
     from sklearn.datasets import load_digits
 
     pixels, classes = load_digits(return_X_y=True)
@@ -291,7 +303,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def cifar(folder: Path) -> tuple[Tensor, Tensor]:
-    """The binary version's records: a label, then 3 x 32 x 32 bytes."""
+    """Read the binary version's records: a label, then 3 x 32 x 32 bytes."""
     files = sorted(folder.glob("data_batch_*.bin"))
     raw = np.concatenate([np.fromfile(file, np.uint8).reshape(-1, 3073) for file in files])
     images = torch.from_numpy(raw[:, 1:]).view(-1, 3, 32, 32).float() / 127.5 - 1
@@ -299,13 +311,13 @@ def cifar(folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Measure, keep the rows and draw them."""
+    """Measure, save the rows and plot them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="seeds at a time")
-    parser.add_argument("--json", type=Path, default=HERE / "rows.json")
+    parser.add_argument("--json", type=Path, default=STUDY_FOLDER / "rows.json")
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
     if not arguments.draw:
@@ -313,7 +325,7 @@ def main() -> None:
         rows = study(images, labels, arguments.seeds, arguments.epochs, arguments.processes)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
-        save(picture, HERE / "pictures" / f"{name}.svg")
+        save(picture, STUDY_FOLDER / "pictures" / f"{name}.svg")
 
 
 if __name__ == "__main__":

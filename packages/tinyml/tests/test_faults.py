@@ -162,8 +162,8 @@ def test_a_state_dict_of_another_format_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"granularity": "channel", "group_size": 4}, "groups have a size, others none"),
-        ({"granularity": "group"}, "groups have a size, others none"),
+        ({"granularity": "channel", "group_size": 4}, "expected a group_size with 'group' only"),
+        ({"granularity": "group"}, "expected a group_size with 'group' only"),
         ({"granularity": "chanel"}, "'tensor', 'channel' or 'group'"),
         ({"group_size": 0}, "groups of 0 do not divide"),
         ({"group_size": 3}, "groups of 3 do not divide"),

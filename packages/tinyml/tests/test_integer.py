@@ -394,9 +394,9 @@ def test_what_a_c_program_takes_is_counted():
     assert "float" not in program.source
     assert "double" not in program.source
     for name in ("a-b", "main", "pool", "for", "while", "double", "fread", "weight_0", "\xe9"):
-        with pytest.raises(ValueError, match="no name of a C function"):
+        with pytest.raises(ValueError, match="expected the name of a C function"):
             to_c(model, name=name)
-    with pytest.raises(TypeError, match="not Linear"):
+    with pytest.raises(TypeError, match="got Linear"):
         to_c(nn.Linear(2, 2))
 
 
@@ -446,7 +446,7 @@ def test_a_factor_is_31_bits_and_a_shift(factor):
         (nn.AdaptiveAvgPool2d(3), "does not divide"),
         (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
         (nn.AvgPool2d(2, padding=1, count_include_pad=False), "count_include_pad"),
-        (nn.BatchNorm2d(2, track_running_stats=False), "keeps no statistics"),
+        (nn.BatchNorm2d(2, track_running_stats=False), "no running statistics"),
         (nn.LayerNorm(8), r"layer_norm.* has no integer form"),
     ],
 )
@@ -457,7 +457,7 @@ def test_what_has_no_integer_form_says_so(layer, message):
 
 @pytest.mark.parametrize("batches", [[], torch.zeros(4, 2), [torch.zeros(0, 2)]])
 def test_no_calibration_says_so(batches):
-    with pytest.raises(ValueError, match=r"at least one batch|no inputs"):
+    with pytest.raises(ValueError, match=r"at least one"):
         IntegerModel(nn.Sequential(nn.Linear(2, 2)), batches)
 
 
@@ -525,7 +525,7 @@ def test_a_constant_of_each_place_says_that_it_has_no_form():
         def forward(self, x):
             return x + self.places
 
-    with pytest.raises(ValueError, match="not one number for each channel"):
+    with pytest.raises(ValueError, match="not one number per channel"):
         IntegerModel(Places(), [torch.randn(2, 2, 6, 6)])
 
 
@@ -678,7 +678,7 @@ def test_a_matrix_product_is_the_linear_layer_of_it(compute):
             r"matmul \(.*constant matrix",
         ),
         (lambda m, x: torch.addmm(x[:, :6], x, m.w), r"\(aten.slice"),
-        (lambda m, x: torch.addmm(m.w[:2, :], x, m.w), r"addmm \(aten.addmm.*each output"),
+        (lambda m, x: torch.addmm(m.w[:2, :], x, m.w), r"addmm \(aten.addmm.*per output"),
         (lambda m, x: nn.functional.dropout(x) @ m.w, r"native_dropout \(.*in evaluation mode too"),
     ],
 )

@@ -123,7 +123,7 @@ def test_targets_and_the_adapters_state():
 
 
 def test_bad_requests_say_what_to_ask_for():
-    with pytest.raises(ValueError, match="rank is 17; between 1 and 16"):
+    with pytest.raises(ValueError, match=r"expected 1 <= rank <= 16, .*got 17"):
         add_lora(mlp(), 17)
     with pytest.raises(ValueError, match="no layer"):
         add_lora(mlp(), 2, targets=["query"])
@@ -240,7 +240,7 @@ def test_a_base_or_factors_that_are_not_finite_are_refused(bad):
     assert isinstance(model[0], nn.Linear)
     model = adapted()
     model[2].lora_B.data[0, 0] = bad
-    with pytest.raises(ValueError, match=r"2: lora_B holds nan or inf.*nothing was merged"):
+    with pytest.raises(ValueError, match=r"2: .*finite values in lora_B.*nothing was merged"):
         merge(model)
     assert not model[0].merged
 

@@ -81,7 +81,7 @@ def test_the_fastest_is_chosen_by_time(monkeypatch):
     only = {"int8": slow, "float64": WAYS["float64"]}
     monkeypatch.setattr("tinyml.quantization.products.WAYS", only)
     choice = Int8Weights(codes(64, 64, 0)).choice(torch.ones(4, 64))
-    assert choice.way == "float64"
+    assert choice.fastest == "float64"
     assert choice.timing.milliseconds["int8"] > 10 * choice.timing.milliseconds["float64"]
     assert "float64 (" in str(choice)
 

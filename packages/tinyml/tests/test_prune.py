@@ -86,9 +86,9 @@ def test_wanda_weighs_by_the_norm_of_the_inputs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sparsity": 1.2}, "sparsity is 1.2"),
+        ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
         ({"sparsity": {"9": 0.5}}, r"no such layer: \['9'\]"),
-        ({"sparsity": 0.5, "pattern": "2of4"}, "write n:m"),
+        ({"sparsity": 0.5, "pattern": "2of4"}, "a pattern n:m"),
         ({"sparsity": 0.5, "pattern": "2:5"}, "does not fit rows of 12"),
         ({"sparsity": 0.5, "scope": "world"}, "'layer' or 'global'"),
         ({"sparsity": {"0": 0.5}, "scope": "global"}, "one sparsity for all"),

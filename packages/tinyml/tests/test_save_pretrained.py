@@ -119,7 +119,7 @@ def test_a_plain_model_is_plain_again():
         assert torch.equal(other(inputs), exact)
     alone = LoRA(nn.Linear(6, 6), 2)
     assert merge_and_unload(alone) is alone.base
-    with pytest.raises(ValueError, match="no adapter"):
+    with pytest.raises(ValueError, match="expected a model with adapters"):
         merge_and_unload(model)
 
 

@@ -139,9 +139,9 @@ def test_bad_requests_say_what_to_ask_for():
         SoftPrompt(0, 4)
     with pytest.raises(ValueError, match=r"init is \(2, 4\)"):
         SoftPrompt(3, 4, init=torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="one truth value a token"):
+    with pytest.raises(ValueError, match="one truth value per token"):
         SoftPrompt(3, 4).targets(torch.zeros(2, 5), torch.ones(2, 4))
-    with pytest.raises(ValueError, match="no task"):
+    with pytest.raises(ValueError, match="at least one task"):
         meta_loss(torch.zeros(2), [], steps=1, lr=0.1)
 
 

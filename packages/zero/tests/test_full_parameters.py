@@ -26,6 +26,7 @@ from worker_pool import run_ranks, try_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, load_checkpoint, save_checkpoint
+from zero.fsdp.unit import UnitState
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 DEADLINE = 300.0
@@ -164,6 +165,50 @@ def test_ignored_parameters_are_not_synchronized():
     (a, b), (c, d) = run_ranks(ignored, 2, timeout=DEADLINE)
     assert c - a == pytest.approx(35)
     assert b != d
+
+
+class FailingWork:
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        self.work.wait()
+        raise RuntimeError("the connection was lost")
+
+
+def change_states():
+    """Follow Note [Lifetime of a unit], and gather again after an all-gather that failed."""
+    model = FSDP(make())
+    unit = model.units[0]
+    assert unit.state is UnitState.SHARDED
+    for _ in range(2):
+        unit.unshard()
+        assert unit.state is UnitState.UNSHARDING
+    unit.wait_for_unshard()
+    assert unit.state is UnitState.UNSHARDED
+    with torch.no_grad():
+        unit.shard.mul_(2.0)
+    unit.unshard()
+    assert unit.state is UnitState.UNSHARDING
+    unit._unshard_work = FailingWork(unit._unshard_work)
+    with pytest.raises(RuntimeError, match="the connection was lost"):
+        unit.wait_for_unshard()
+    assert unit.state is UnitState.SHARDED
+    unit.full.zero_()
+    unit.wait_for_unshard()
+    expected = 2 * make()[0].weight
+    torch.testing.assert_close(unit.parameters[0].full.data, expected.data)
+    unit.keep_unsharded = True
+    unit.reshard()
+    assert unit.state is UnitState.UNSHARDED
+    unit.keep_unsharded = False
+    unit.reshard()
+    assert unit.state is UnitState.SHARDED
+    return unit.unsharded_bytes
+
+
+def test_a_unit_changes_its_state_as_documented_and_gathers_again_after_a_failure():
+    assert run_ranks(change_states, 2, timeout=DEADLINE) == [0, 0]
 
 
 def penalty(model, inputs):

@@ -132,6 +132,8 @@ def select():
     names = ["blocks.1", "head", "embed"]
     policies = [
         ((Conv1D, "head"), {"Linear", "Conv1D"}),
+        ([Conv1D, "head"], {"Linear", "Conv1D"}),
+        (Residual, {"Residual"}),
         (lambda name, module: name in names, {"Residual", "Linear"}),
     ]
     for policy, classes in policies:

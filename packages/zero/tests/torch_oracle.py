@@ -136,7 +136,7 @@ def newest(name):
 def take_apart(whole):
     """Restore the parameters from before FSDP."""
     for unit in whole.units:
-        values = unit.full_parameters()
+        values = unit.gather_full_parameters()
         for sharded in unit.parameters:
             parameter = nn.Parameter(values[sharded.name].clone(), sharded.shard.requires_grad)
             for module, attribute in sharded.owners:
@@ -156,7 +156,7 @@ def check_sharded_parity(case, replicated, sharded, prefixes_to_ignore=()):
             theirs = theirs.replace(prefix, "")
         assert name == theirs
         unit, home = find_unit(parameter)
-        assert_close(unit.full_parameters()[home.name], expected.detach())
+        assert_close(unit.gather_full_parameters()[home.name], expected.detach())
         assert (expected.grad is None) == (parameter.grad is None), name
         if expected.grad is not None:
             assert_close(parameter.grad.full_tensor(), expected.grad)

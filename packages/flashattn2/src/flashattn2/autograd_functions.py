@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 
-from flashattn2 import aten, autocast, derivatives
+from flashattn2 import autocast, derivatives
+from flashattn2.backends import aten
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.operators import backward_op, forward_op, map_sequences
 from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec

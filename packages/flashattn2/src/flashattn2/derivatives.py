@@ -18,8 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flashattn2.backends.tiled import Tiles, flatten_heads, group_queries, row_lse, scores
 from flashattn2.spec import AttentionSpec
-from flashattn2.tiled import Tiles, flatten_heads, group_queries, row_lse, scores
 
 
 def tangent(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashattn2 import aten
+from flashattn2.backends import aten
 from flashattn2.spec import AttentionSpec
 
 BACKENDS = ("auto", "triton", "gluon", "aten", "torch")

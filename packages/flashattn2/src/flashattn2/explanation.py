@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from flashattn2.autocast import cast_for_autocast
+from flashattn2.backends.tiled import TILE
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.spec import AttentionSpec, Window, make_spec
-from flashattn2.tiled import TILE
 from flashattn2.validation import check_dense, check_sinks, check_varlen
 
 
@@ -101,7 +101,8 @@ def find_torch_reason(
         return "sdpa passes an attn_mask to torch's own function; flashattn2 reads no mask tensor"
     if dropout_p:
         return "sdpa passes dropout to torch's own function; flashattn2 has no dropout"
-    if isinstance(scale, (int, float)) and not math.isfinite(scale):
+    # A comparison, unlike math.isfinite, is possible for a symbolic scale in a compiled graph.
+    if isinstance(scale, (int, float)) and not -math.inf < scale < math.inf:
         return f"sdpa passes scale {scale} to torch's own function; flashattn2 needs a finite scale"
     for x in (query, key, value):
         if isinstance(x, Tensor) and x.layout != torch.strided:

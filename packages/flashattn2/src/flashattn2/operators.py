@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn2 import aten, autocast, tiled
+from flashattn2 import autocast
+from flashattn2.backends import aten, tiled
 from flashattn2.dispatch import KERNEL_BACKENDS
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries

@@ -92,7 +92,8 @@ def _check_positive(name: str, value: float, default: str) -> None:
     """
     if isinstance(value, (Tensor, str)) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a float, or None for {default}, got {value!r}")
-    if not (math.isfinite(value) and value > 0):
+    # A comparison, unlike math.isfinite, is possible for a symbolic value in a compiled graph.
+    if not 0 < value < math.inf:
         raise ValueError(
             f"expected {name} to be positive and finite, or None for {default}, got {value}"
         )

@@ -120,23 +120,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless dtypes, devices and dimensions of the three tensors match."""
-    for name, other in (("k", k), ("v", v)):
-        if other.dtype != q.dtype:
-            raise ValueError(
-                f"q has dtype {q.dtype} and {name} {other.dtype}; convert one of them with "
-                f"{name}.to(q.dtype)"
-            )
-        if other.device != q.device:
-            raise ValueError(
-                f"q has device {q.device} and {name} {other.device}; move one of them with "
-                f"{name}.to(q.device)"
-            )
-        if other.dim() != q.dim():
-            raise ValueError(
-                f"expected the same number of dimensions, got {q.dim()} for q and {other.dim()} "
-                f"for {name}"
-            )
+    """Raise ValueError unless dtypes, devices and shapes of the three tensors match."""
+    _check_same_kind(q, k, v)
     if q.dtype not in DTYPES:
         raise ValueError(f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}")
     if q.shape[-1] != k.shape[-1]:
@@ -157,3 +142,23 @@ def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"expected k and v to have the same shape except for the head dim, got shape "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
+
+
+def _check_same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless k and v have the dtype, device and number of dimensions of q."""
+    for name, other in (("k", k), ("v", v)):
+        if other.dtype != q.dtype:
+            raise ValueError(
+                f"q has dtype {q.dtype} and {name} {other.dtype}; convert one of them with "
+                f"{name}.to(q.dtype)"
+            )
+        if other.device != q.device:
+            raise ValueError(
+                f"q has device {q.device} and {name} {other.device}; move one of them with "
+                f"{name}.to(q.device)"
+            )
+        if other.dim() != q.dim():
+            raise ValueError(
+                f"expected the same number of dimensions, got {q.dim()} for q and {other.dim()} "
+                f"for {name}"
+            )

@@ -1,7 +1,7 @@
-"""The same function in fewer bytes: pruning, quantization and low-rank adapters.
+"""Model compression: pruning, quantization and low-rank adapters.
 
-Every function that compresses returns a new model that still runs and leaves yours as it was;
-adapters are put into the model that they train.
+Every function that compresses a model returns a new model and leaves its argument unchanged.
+Adapters are inserted into the model that they train.
 """
 
 from tinyml.adapters.lora import LoRA, add_lora, lora_state_dict, merge, merge_and_unload, unmerge

@@ -1,7 +1,7 @@
-"""What compression costs and gives, beside the plain way of doing the same.
+"""Benchmarks of compression, compared with the standard implementations.
 
-Ratios are medians over rounds in which both take turns; "over ours" above 1 means that ours is
-faster. Errors, bytes and counts do not depend on the machine's mood.
+Ratios are medians over rounds in which both implementations alternate. A ratio "over ours" above 1
+means that this package is faster. Errors, bytes and counts do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """All rows: k-means, linear layers of 8 and 4 bits, an integer network."""
+    """Return all rows: k-means, linear layers of 8 and 4 bits, and an integer network."""
     return [
         *_kmeans(device, quick),
         *_linear(device, quick),
@@ -43,7 +43,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def _kmeans(device: str, quick: bool) -> list[Row]:
-    """16 clusters of normal weights to the fixed point; a plain iteration timed and multiplied."""
+    """Cluster normal weights into 16 values; time one plain iteration for comparison."""
     rows: list[Row] = []
     for count in (100_000,) if quick else (100_000, 10_000_000):
         values = torch.randn(count, generator=_generator(0)).mul(0.02).to(device)
@@ -68,7 +68,7 @@ def _kmeans(device: str, quick: bool) -> list[Row]:
 
 
 def _plain_lloyd(values: Tensor, centroids: Tensor) -> Tensor:
-    """One iteration with all distances, a million values at a time."""
+    """Run one iteration on all distances, a million values at a time."""
     centroids = centroids.to(values)
     codes = torch.cat(
         [(v[:, None] - centroids).abs().argmin(1) for v in torch.split(values, 1 << 20)]
@@ -78,7 +78,7 @@ def _plain_lloyd(values: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _sklearn(values: Tensor) -> tuple[float, float]:
-    """Milliseconds and squared error of scikit-learn's default; -1 if it is absent or too slow."""
+    """Return milliseconds and squared error of scikit-learn's default, or -1 if not run."""
     if values.numel() > 1_000_000:
         return -1.0, -1.0
     if not importlib.util.find_spec("sklearn"):
@@ -90,7 +90,7 @@ def _sklearn(values: Tensor) -> tuple[float, float]:
 
 
 def _linear(device: str, quick: bool) -> list[Row]:
-    """Linear layers of 8 and 4 bits beside nn.Linear in float32, and torchao's where it is."""
+    """Compare linear layers of 8 and 4 bits with float32 and, if installed, with torchao."""
     shapes: tuple[tuple[int, int, int], ...] = ((1, 1024, 1024), (32, 1024, 1024))
     if not quick:
         shapes += ((1, 4096, 4096), (32, 4096, 4096), (256, 1024, 4096), (512, 1024, 1024))
@@ -119,10 +119,10 @@ def _linear(device: str, quick: bool) -> list[Row]:
             }
             peer = _torchao(linear) if name == "int8 dynamic" else None
             if peer is not None:
-                again = _ratio(partial(peer, x), partial(ours, x), rounds)
-                row["torchao_over_ours_p50"] = again["float32_over_ours_p50"]
+                torchao_ratio = _ratio(partial(peer, x), partial(ours, x), rounds)
+                row["torchao_over_ours_p50"] = torchao_ratio["float32_over_ours_p50"]
                 change = (peer(x) - linear(x)).norm() / linear(x).norm()
-                row["torchao_relative_error"] = float(change)  # its sums clip without VNNI
+                row["torchao_relative_error"] = float(change)  # its sums saturate without VNNI
             rows.append(row)
     return rows
 
@@ -133,7 +133,7 @@ _LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (
 
 
 def _torchao(linear: nn.Module) -> nn.Module | None:
-    """The same layer by torchao, eager: int8 weights, inputs rounded as they come."""
+    """Return the same layer by torchao in eager mode, with int8 weights and dynamic inputs."""
     if not importlib.util.find_spec("torchao"):
         return None
     library: Any = importlib.import_module("torchao.quantization")
@@ -143,14 +143,14 @@ def _torchao(linear: nn.Module) -> nn.Module | None:
 
 
 def _processor() -> str:
-    """The vector instructions that int8 products depend on, as torch and oneDNN may use them."""
+    """Return the vector instructions that torch and oneDNN may use."""
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return f"{torch.backends.cpu.get_cpu_capability()}{allowed and f' (oneDNN: {allowed})'}"
 
 
 @torch.no_grad()
 def _integer(quick: bool) -> list[Row]:
-    """An integer VGG beside the float one, images of 32 x 32."""
+    """Compare an integer VGG with the float one on images of 32 x 32."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
@@ -183,7 +183,7 @@ def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
 
 
 def _ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
-    """Seconds of the peer over seconds of ours, in turns, warmed up."""
+    """Return the quantiles of the peer's time over ours, measured alternately."""
     repeats = max(1, round(0.01 / _seconds(ours, 3)))
     pairs = [(_seconds(peer, repeats), _seconds(ours, repeats)) for _ in range(rounds)]
     return {
@@ -217,7 +217,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table; write the rows as JSON if asked."""
+    """Print one table, and write the rows as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m tinyml.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.execve(
             sys.executable,
             [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],
-            os.environ | _AVX2,  # both libraries read it once, when they are loaded
+            os.environ | _AVX2,  # both libraries read it when they are loaded
         )
     rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows as aligned text, a block for each set of columns."""
+    """Return the rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]

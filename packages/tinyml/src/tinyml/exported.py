@@ -1,8 +1,8 @@
-"""The graph of a model as `torch.export` makes it: tensors and operators, whoever wrote them.
+"""The graph of a model as `torch.export` returns it: tensors and ATen operators.
 
-Notable: the model's own code runs once, so wrappers, functions and operators count as much as
-layers do. What it does in place is written anew as values (views of a tensor included), and what is
-no tensor among its outputs, such as a cache, is left out.
+The graph is independent of how the model's code is written: modules, functions and operators are
+treated alike. Views and in-place operations are rewritten as functional ones. Outputs that are not
+tensors, such as a cache, are dropped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tinyml.layers import plain_copy
 from tinyml.pruning.size_attributes import SizeReads
 
 _MODEL = "model."
+#: Operators on each element alone, one tensor and numbers.
 ELEMENTWISE = {
     "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid",
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-"""Operators on each element alone, one tensor and numbers."""
 
 
 class Exported:
-    """The nodes, and what each placeholder that is not an input holds."""
+    """The nodes of an exported graph, and the value of each placeholder that is not an input."""
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         signature = program.graph_signature
@@ -38,16 +38,18 @@ class Exported:
         stored = {**program.state_dict, **program.constants}
         names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         self.nodes: list[fx.Node] = list(program.graph.nodes)
+        #: The name in the model of each parameter and buffer.
         self.names = {node: name.removeprefix(_MODEL) for node, name in names.items()}
-        """The name in the model of each parameter and buffer."""
         names |= signature.inputs_to_lifted_tensor_constants
         self.constants: dict[str, Tensor] = {node: stored[name] for node, name in names.items()}
 
     def arguments(self, inputs: tuple[Any, ...]) -> list[Any]:
         """Return the values of all placeholders, in order, to run `module` on `inputs`."""
         leaves = iter(tree_leaves(inputs))
-        places = [node.name for node in self.nodes if node.op == "placeholder"]
-        return [self.constants[n] if n in self.constants else next(leaves) for n in places]
+        inputs_and_constants = [node.name for node in self.nodes if node.op == "placeholder"]
+        return [
+            self.constants[n] if n in self.constants else next(leaves) for n in inputs_and_constants
+        ]
 
 
 def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None = None) -> Exported:
@@ -89,7 +91,7 @@ class _TensorsOnly(nn.Module):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested tuples, lists and mappings, in order."""
+    """Return the tensors of nested tuples, lists and mappings, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -100,18 +102,18 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator's plain name: "conv2d" for aten.conv2d.default."""
+    """Return the operator's short name, such as "conv2d" for `aten.conv2d.default`."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
-def place_of(node: fx.Node) -> str:
-    """The module whose forward made this node, by its name in the model."""
+def module_of(node: fx.Node) -> str:
+    """Return the name of the module whose forward created this node."""
     stack = node.meta.get("nn_module_stack") or {}
-    places = [path for path, _ in stack.values()]
-    return "" if not places or places[-1] == _MODEL[:-1] else str(places[-1]).removeprefix(_MODEL)
+    paths = [path for path, _ in stack.values()]
+    return "" if not paths or paths[-1] == _MODEL[:-1] else str(paths[-1]).removeprefix(_MODEL)
 
 
 def described(node: fx.Node) -> str:
-    """A node as messages name it."""
-    place = place_of(node)
-    return f"{node.name} ({node.target}{f' in {place}' if place else ''})"
+    """Return the description of a node that error messages use."""
+    module = module_of(node)
+    return f"{node.name} ({node.target}{f' in {module}' if module else ''})"

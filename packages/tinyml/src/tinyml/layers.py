@@ -1,4 +1,4 @@
-"""Which layers of a model hold the weights, each weight once."""
+"""Weight-bearing layers of a model, and the parametrizations that compress their weights."""
 
 from __future__ import annotations
 
@@ -22,71 +22,71 @@ QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D: a linear layer whose weight is (in, out)."""
+    """Return True if a module is transformers' `Conv1D`: a linear layer with a weight (in, out)."""
     return type(module).__name__.removeprefix("Parametrized") == "Conv1D" and hasattr(module, "nf")
 
 
 def is_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
-    """Whether a layer is of one of these kinds; a Conv1D is a linear layer."""
+    """Return True if a layer is one of `kinds`; a `Conv1D` counts as a linear layer."""
     return isinstance(module, tuple(kinds)) or (nn.Linear in kinds and is_conv1d(module))
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """The dense weight, whatever it is stored as."""
+    """Return the dense weight of a layer, decompressed if necessary."""
     return cast(Tensor, layer.weight).detach()
 
 
 def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
-    """A tensor of the weight's shape with the layer's outputs as its first dimension."""
+    """Return a tensor of the weight's shape with the layer's outputs as its first dimension."""
     return weight.t() if is_conv1d(layer) else weight
 
 
 def layers_of(
     model: nn.Module, kinds: Sequence[type[nn.Module]], protect: Sequence[str] = ()
 ) -> dict[str, nn.Module]:
-    """The layers of these kinds by name; of layers that share one weight, the first.
+    """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
-    A weight that is compressed counts as much as a dense one. A weight of a layer that `protect`
-    names (see `guarded`) is left out, whoever else has it.
+    Compressed weights count like dense ones. A weight is left out if any layer that uses it is
+    named by `protect` (see `guarded`).
     """
-    found: dict[str, nn.Module] = {}
-    held = guarded(model, protect)
-    seen = {identity(m) for n, m in model.named_modules() if n in held} - {None}
+    layers: dict[str, nn.Module] = {}
+    protected = guarded(model, protect)
+    seen = {identity(m) for n, m in model.named_modules() if n in protected} - {None}
     for name, module in model.named_modules():
         if is_of(module, kinds) and (key := identity(module)) is not None:
             if key not in seen:
-                found[name] = model.get_submodule(name)
+                layers[name] = model.get_submodule(name)
             seen.add(key)
-    if not found:
+    if not layers:
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{type(model).__name__} has no layer of the kinds {wanted}")
-    return found
+    return layers
 
 
 def guarded(model: nn.Module, protect: Sequence[str]) -> set[str]:
-    """The modules that `protect` names, and all inside them.
+    """Return the names of the modules that `protect` names, and of all modules inside them.
 
-    A name is a module's whole one, or some of its parts between dots: "lm_head", "layers.0",
-    "q_proj". One that fits no module is an error.
+    A name is the full name of a module or some of its dot-separated parts: "lm_head",
+    "layers.0", "q_proj". Raise `ValueError` if a name matches no module.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    held: set[str] = set()
+    protected: set[str] = set()
     for wanted in [protect] if isinstance(protect, str) else protect:
         if not (fits := {name for name in names if f".{wanted}." in f".{name}."}):
             like = nearest(wanted, names)
             raise ValueError(f"protect: no layer has a name like {wanted!r}{like}")
-        held |= fits
-    return held
+        protected |= fits
+    return protected
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not known, as the end of a message."""
+    """Return the end of an error message that suggests the known name closest to `name`."""
     alike = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; {alike[0]!r} may be meant" if alike else ""
 
 
 def identity(layer: nn.Module) -> int | None:
-    """What layers that share a weight have in common; None without a weight that is ours."""
+    """Return a key that layers with a shared weight have in common; None without a weight."""
     if (compressed := compressed_weight(layer)) is not None:
         return id(compressed)
     weight = layer._parameters.get("weight")
@@ -94,10 +94,10 @@ def identity(layer: nn.Module) -> int | None:
 
 
 def by_layer(
-    given: Mapping[str, Any], layers: Mapping[str, nn.Module], model: nn.Module
+    settings: Mapping[str, Any], layers: Mapping[str, nn.Module], model: nn.Module
 ) -> dict[str, nn.Module]:
-    """The layers that `given` names; a name that is none of them is an error."""
-    if unknown := sorted(given.keys() - layers.keys()):
+    """Return the layers that `settings` names; raise `ValueError` if a name is unknown."""
+    if unknown := sorted(settings.keys() - layers.keys()):
         firsts = {identity(layer): name for name, layer in layers.items()}
         shared = {
             name: firsts[identity(module)]
@@ -107,35 +107,35 @@ def by_layer(
         why = "".join(f"; {n!r} shares the weight of {first!r}" for n, first in shared.items())
         why = why or nearest(unknown[0], layers)
         raise ValueError(f"no such layer: {unknown}; there are {sorted(layers)}{why}")
-    return {name: layer for name, layer in layers.items() if name in given}
+    return {name: layer for name, layer in layers.items() if name in settings}
 
 
 def for_each(
-    given: T | Mapping[str, T], layers: Mapping[str, nn.Module], model: nn.Module
+    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module], model: nn.Module
 ) -> dict[str, T]:
-    """What each layer gets, of one for all or of some by name; the others are left out."""
-    if not isinstance(given, Mapping):
-        return dict.fromkeys(layers, given)
-    by_layer(given, layers, model)
-    return dict(given)
+    """Return the setting of each layer: one value for all layers, or a value per named layer."""
+    if not isinstance(settings, Mapping):
+        return dict.fromkeys(layers, settings)
+    by_layer(settings, layers, model)
+    return dict(settings)
 
 
 def check_bits(bits: int, what: str, least: int = 1) -> None:
-    """Refuse what is not a whole number of bits that a code can have."""
+    """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
-        raise ValueError(f"{bits} bits; {what} {least} to 8, a whole number")
+        raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits} bits")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that holds nan or inf, by name."""
+    """Raise `ValueError` if a tensor contains NaN or infinity."""
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{name} holds nan or inf, of which nothing can be kept or removed")
+        raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
 def some(batches: Sequence[T]) -> Sequence[T]:
-    """The batches to calibrate on, of which there has to be one."""
+    """Return the calibration batches; raise `ValueError` if there are none."""
     if isinstance(batches, Tensor) or not batches:
-        raise ValueError("at least one batch of inputs, in a list, is needed to calibrate on")
+        raise ValueError("expected a list with at least one batch of inputs to calibrate on")
     return batches
 
 
@@ -162,10 +162,10 @@ def _refuse_save_pretrained(*_: Any) -> None:
 
 
 class CompressedWeight(nn.Module):
-    """How a weight is stored, in place of the dense one: `forward(x)` makes it from tensor `x`.
+    """A stored form of a weight, as a parametrization: `forward(x)` computes the dense weight.
 
-    It is a parametrization in the sense of `torch.nn.utils.parametrize`, so `layer.weight` is still
-    the dense weight for whoever reads it, and any layer can have one.
+    `layer.weight` remains the dense weight for all code that reads it, and any layer with a weight
+    can be compressed (see `torch.nn.utils.parametrize`).
     """
 
     def __init__(self) -> None:
@@ -173,23 +173,23 @@ class CompressedWeight(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(_refuse_save_pretrained)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The tensor to train or keep in place of `weight`."""
+        """Return the tensor to store or train in place of `weight`."""
         raise NotImplementedError
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """A dense weight of this shape as it would be if it were stored so."""
+        """Return the dense weight that results from storing `weight` in this format."""
         return weight
 
     def format(self) -> list[int]:
-        """The whole numbers that the stored codes cannot be read without."""
+        """Return the integers that are needed to interpret the stored codes."""
         raise NotImplementedError
 
     def get_extra_state(self) -> Tensor:
-        """The format, so that a state dict holds all that it takes to read it."""
+        """Return the format, so that a state dict contains everything needed to read the codes."""
         return torch.tensor(self.format(), dtype=torch.int16)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse the codes of another format, which would be read as other numbers."""
+        """Raise `RuntimeError` if the state dict has another format."""
         if state.tolist() != self.format():
             raise RuntimeError(
                 f"the state dict holds a {type(self).__name__} of format {state.tolist()}, the "
@@ -203,29 +203,30 @@ def compress_weights(
     compress: Callable[[str, nn.Module], CompressedWeight | None],
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Give every layer of `kinds` the compressed weight that `compress(name, layer)` returns.
+    """Replace the weight of every layer of `kinds` by `compress(name, layer)`, in place.
 
-    Layers that share a weight share its compressed form. None leaves a layer as it is. All of the
-    compressed weights are made before the first is put in, so an error changes nothing.
+    Layers that share a weight share its compressed form. A layer for which `compress` returns None
+    is unchanged. All compressed weights are computed before the first is installed, so an error
+    leaves the model unchanged.
     """
     chosen = layers_of(model, kinds, protect)
     for name, layer in chosen.items():
         check_finite(f"{name}.weight".lstrip("."), weight_of(layer))
-    made = {name: compress(name, layer) for name, layer in chosen.items()}
-    for name, compressed in made.items():
+    stored = {name: compress(name, layer) for name, layer in chosen.items()}
+    for name, compressed in stored.items():
         if compressed is None:
             continue
-        same = make_dense(model, chosen[name])
-        for other in same:
+        sharing = make_dense(model, chosen[name])
+        for other in sharing:
             put_on(other, "weight", compressed)
-        first, *rest = (cast(Any, other).parametrizations.weight for other in same)
-        for other in rest:
+        first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
+        for other in others:
             other.original = first.original
     return guarded_loading(model)
 
 
 def put_on(layer: nn.Module, name: str, stored: nn.Module) -> nn.Module:
-    """Put a parametrization on a layer, which can be pickled then, as torch's own cannot."""
+    """Register a parametrization and make the layer picklable, which torch's own are not."""
     parametrize.register_parametrization(layer, name, stored, unsafe=True)
     cast(Any, type(layer)).__reduce_ex__ = _reduced
     return layer
@@ -236,7 +237,7 @@ def _reduced(layer: Any, _: Any) -> tuple[Any, ...]:
 
 
 def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
-    """A layer of the class that torch makes for parametrizations of these names, to be filled."""
+    """Return an empty layer of the class that torch creates for these parametrizations."""
     layer = kind.__new__(kind)
     nn.Module.__init__(layer)
     for name in names:
@@ -246,21 +247,21 @@ def _blank(kind: type[nn.Module], names: Sequence[str]) -> nn.Module:
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """The layers of `model` that share this one's weight, which is a parameter again."""
-    same = [m for m in model.modules() if identity(m) == identity(layer)]
+    """Make a layer's weight a parameter again; return all layers of `model` that share it."""
+    sharing = [m for m in model.modules() if identity(m) == identity(layer)]
     if compressed_weight(layer) is not None:
         weight = nn.Parameter(weight_of(layer).clone())
-        for each in same:
-            # Taking the parametrization off by torch's function would take it off every copy of
-            # the model too, because they share the class that was made for it.
-            each.__class__ = type(each).__bases__[0]
-            del each._modules["parametrizations"]
-            each.register_parameter("weight", weight)
-    return same
+        for shared in sharing:
+            # torch.nn.utils.parametrize.remove_parametrizations would also affect every copy
+            # of the model, because the copies share the generated class.
+            shared.__class__ = type(shared).__bases__[0]
+            del shared._modules["parametrizations"]
+            shared.register_parameter("weight", weight)
+    return sharing
 
 
 def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
-    """The compressed weight of a layer, if it has one."""
+    """Return the compressed weight of a layer, or None if its weight is dense."""
     if "parametrizations" not in layer._modules or not parametrize.is_parametrized(layer, "weight"):
         return None
     last = cast(Any, layer).parametrizations.weight[-1]
@@ -268,28 +269,28 @@ def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
 
 
 class Replacement(nn.Module):
-    """A layer of our own in place of a linear layer or an embedding."""
+    """A module of this package that replaces a linear layer or an embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(_refuse_save_pretrained)
 
     def restored(self) -> nn.Module:
-        """A plain layer with the dense weight that is computed with, where there is one."""
+        """Return a plain layer with the dense weight that this module computes with."""
         raise NotImplementedError
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` to compress, in which every replacement is a plain layer again."""
+    """Return a copy of `model` in which every `Replacement` is a plain layer again."""
     model = copy.deepcopy(model)
-    made: dict[nn.Module, nn.Module] = {
+    replacements: dict[nn.Module, nn.Module] = {
         module: module.restored() for module in model.modules() if isinstance(module, Replacement)
     }
-    return with_modules(model, made)
+    return with_modules(model, replacements)
 
 
 def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)) -> nn.Module:
-    """A plain copy in which layers of these kinds have a dense weight, a parameter, again."""
+    """Return a plain copy in which the layers of these kinds have dense parameters as weights."""
     model = plain_copy(model)
     for layer in list(model.modules()):
         if is_of(layer, kinds) and compressed_weight(layer) is not None:
@@ -297,26 +298,26 @@ def dense_copy(model: nn.Module, kinds: Sequence[type[nn.Module]] = (nn.Module,)
     return model
 
 
-def with_modules(model: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """`model` with other modules in the place of some, itself perhaps among them."""
-    if model in made:
-        return made[model]
+def with_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Replace modules of `model` in place; return the model, or its replacement."""
+    if model in replacements:
+        return replacements[model]
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if child in made:
-                setattr(parent, name, made[child])
+            if child in replacements:
+                setattr(parent, name, replacements[child])
     return model
 
 
 def stamp_of(*tensors: Tensor) -> list[tuple[int, int]]:
-    """What changes whenever one of these holds other numbers."""
-    # A tensor that was made in inference mode counts no versions.
+    """Return a value that changes when one of these tensors is replaced or modified in place."""
+    # A tensor created in inference mode has no version counter.
     return [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode afterwards."""
+    """Run the body in evaluation mode, then restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -327,5 +328,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def empty_like_nothing(weight: Tensor) -> Tensor:
-    """What stands for a dense weight that is not kept: no elements, same type and device."""
+    """Return a placeholder without elements for a dense weight that is not stored."""
     return torch.empty(0, dtype=weight.dtype, device=weight.device)

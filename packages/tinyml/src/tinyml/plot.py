@@ -1,7 +1,7 @@
-"""Pictures by matplotlib: what the weights look like, what each layer can lose, what bytes cost.
+"""Plots by matplotlib: histograms of weights, sensitivities, and quality against size.
 
-Notable: figures need no display, and `save` writes the same bytes for the same numbers, so that a
-picture can be committed beside the rows that it shows.
+Figures need no display. `save` writes the same bytes for the same numbers, so that a plot can be
+committed next to its data.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tinyml.pruning.sensitivity import Sensitivity
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: (x, y), or (x, y, low, high) with an interval of y.
 Points = Sequence[tuple[float, ...]]
-"""(x, y), or (x, y, low, high) with an interval of y."""
 
 
 @torch.no_grad()
 def plot_weights(model: nn.Module, *, bins: int = 128, nonzero: bool = False) -> Figure:
-    """A histogram of every layer's weights; `nonzero` leaves pruned ones out."""
+    """Plot a histogram of every layer's weights; `nonzero` leaves out pruned weights."""
     layers = layers_of(model, PRUNABLE)
     figure, panels = _panels(len(layers))
     for axes, (name, layer) in zip(panels, layers.items(), strict=True):
@@ -38,7 +38,7 @@ def plot_weights(model: nn.Module, *, bins: int = 128, nonzero: bool = False) ->
 
 
 def plot_sensitivity(result: Sensitivity, *, metric: str = "metric") -> Figure:
-    """The metric of each layer's trials, and a line at the untouched model's."""
+    """Plot the metric of each layer's trials, and a line at the uncompressed model's metric."""
     figure, panels = _panels(len(result.values))
     for axes, (name, values) in zip(panels, result.values.items(), strict=True):
         axes.plot([*values.keys()], [*values.values()], "o-", markersize=4)
@@ -55,7 +55,7 @@ def plot_frontier(
     level: float | None = None,
     log: bool = True,
 ) -> Figure:
-    """What each way keeps of a metric at each size, time or width: one line for each way."""
+    """Plot a metric against size, time or width, with one line per method."""
     figure, (axes,) = _panels(1)
     for name, points in lines.items():
         across, up, *ends = zip(*points, strict=True)
@@ -65,12 +65,12 @@ def plot_frontier(
     if level is not None:
         axes.axhline(level, color="0.6", linestyle="--")
     axes.set(xlabel=x, ylabel=metric, xscale="log" if log else "linear")
-    figure.legend(fontsize=8, loc="outside upper center", ncols=2)  # over no point
+    figure.legend(fontsize=8, loc="outside upper center", ncols=2)  # does not cover any point
     return figure
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as SVG, without the date and with names that do not change."""
+    """Write a figure as SVG, without the date and with stable identifiers."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tinyml"}):
@@ -78,7 +78,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def _panels(count: int) -> tuple[Figure, list[Any]]:
-    """A figure and its axes, at most three in a row."""
+    """Return a figure and its axes, at most three per row."""
     from matplotlib.figure import Figure
 
     columns = min(3, count)

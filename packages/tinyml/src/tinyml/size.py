@@ -1,7 +1,8 @@
-"""What a model takes: bytes as stored, codebooks and scales included, multiplications, time.
+"""Size and cost of a model: bytes as stored, multiplications, and time.
 
-Notable: each tensor once, however many layers share it; a pruned weight also by what a sparse file
-of it takes, a bit for each weight and the weights that are not zero.
+Each tensor counts once, even if several layers share it. Bytes include codebooks and scales. A
+pruned weight is also counted as a sparse file stores it: a bit per element plus the nonzero
+elements.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ _PASSES = 7
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes by tensor. `str()` is a table."""
+    """Bytes by tensor. `str()` returns a table."""
 
+    #: Bytes of every parameter and buffer as it is stored.
     by_name: dict[str, int]
-    """Bytes of every parameter and buffer as it is stored."""
+    #: The smaller of dense and sparse storage (a bit per element plus the nonzero elements).
     sparse_by_name: dict[str, int]
-    """The smaller of dense and sparse (one bit for each element, plus the non-zero ones)."""
+    #: Elements of the dense weights, independent of their storage.
     parameters: int
-    """Elements of the weights as the layers see them, whatever they are stored as."""
+    #: The number of these elements that are not zero.
     nonzero: int
-    """How many of those are not zero."""
+    #: Multiply-accumulates of one forward pass on the given inputs.
     macs: int | None = None
-    """Multiply-accumulates of one forward pass on the given inputs."""
+    #: The median time of a forward pass on the given inputs.
     milliseconds: float | None = None
-    """The median time of some passes on the given inputs, here and now."""
 
     @property
     def bytes(self) -> int:
-        """All tensors as stored."""
+        """Return the bytes of all tensors as stored."""
         return sum(self.by_name.values())
 
     @property
     def sparse_bytes(self) -> int:
-        """All tensors with zeros left out where that is smaller."""
+        """Return the bytes of all tensors, with zeros left out if that is smaller."""
         return sum(self.sparse_by_name.values())
 
     @property
     def bits_per_parameter(self) -> float:
-        """Bits as stored, codebooks, scales and whatever else included."""
+        """Return the stored bits per parameter, including codebooks and scales."""
         return 8 * self.bytes / max(1, self.parameters)
 
     def __str__(self) -> str:
         lines = [f"{nbytes:>14,}  {name}" for name, nbytes in self.by_name.items()]
-        lines.append(f"{self.bytes:>14,}  bytes, {self.bits_per_parameter:.2f} bits a parameter")
+        lines.append(f"{self.bytes:>14,}  bytes, {self.bits_per_parameter:.2f} bits per parameter")
         if self.macs is not None:
             lines.append(f"{self.macs:>14,}  multiplications, {self.milliseconds:.3g} ms")
         return "\n".join(lines)
@@ -62,9 +63,9 @@ class Size:
 
 @torch.no_grad()
 def size_of(model: nn.Module, *inputs: Any) -> Size:
-    """The size of `model`; with example `inputs`, also the cost of `model(*inputs)`.
+    """Return the size of `model`; with example `inputs`, also the cost of `model(*inputs)`.
 
-    Multiplications with pruned (zero) weights count: the model is dense.
+    Multiplications by pruned (zero) weights count, because the model is dense.
     """
     by_name: dict[str, int] = {}
     sparse: dict[str, int] = {}
@@ -89,21 +90,23 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
     from tinyml.quantization.int4 import Int4Linear
     from tinyml.quantization.int8 import Int8Linear
 
-    found: dict[int, torch.Tensor] = {}
+    tensors_by_id: dict[int, torch.Tensor] = {}
     for layer in model.modules():
         if hasattr(layer, "parametrizations"):
             for name, parametrization in layer.parametrizations.items():  # type: ignore[operator, union-attr]
                 key = id(parametrization[-1])
-                if key not in found:
-                    found[key] = getattr(layer, name)
+                if key not in tensors_by_id:
+                    tensors_by_id[key] = getattr(layer, name)
         elif isinstance(layer, Int4Linear | Int8Linear | IntegerProduct):
-            found[id(layer)] = layer.weight_codes if isinstance(layer, Int8Linear) else layer.weight
+            tensors_by_id[id(layer)] = (
+                layer.weight_codes if isinstance(layer, Int8Linear) else layer.weight
+            )
             if layer.bias is not None:
-                found[id(layer.bias)] = layer.bias
+                tensors_by_id[id(layer.bias)] = layer.bias
     for name, parameter in model.named_parameters():
         if "parametrizations." not in name:
-            found[id(parameter)] = parameter
-    return list(found.values())
+            tensors_by_id[id(parameter)] = parameter
+    return list(tensors_by_id.values())
 
 
 def _milliseconds(model: nn.Module, inputs: tuple[Any, ...]) -> float:
@@ -124,7 +127,7 @@ def _macs(model: nn.Module, inputs: tuple[Any, ...]) -> int:
     from tinyml.integer.layers import IntegerProduct
     from tinyml.quantization.fastest import FastestLinear
 
-    # However whole numbers are multiplied here, they are as many as the dense model's.
+    # Integer layers perform the same number of multiplications as their dense layers.
     model, total = copy.deepcopy(model).eval(), 0
     ours = [module for module in model.modules() if isinstance(module, Replacement)]
     model = with_modules(

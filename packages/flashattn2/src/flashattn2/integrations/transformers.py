@@ -45,8 +45,7 @@ def register(name: str = "linear_memory") -> None:
 
 
 def _refuse_tables_of_classes(name: str) -> None:
-    """Make models that look up their attention in a table of classes raise an error with the
-    reason.
+    """Make models that look up their attention in a table of classes raise a clear error.
 
     Falcon and GPT-J are such models: they would raise `KeyError: 'linear_memory'`.
     """

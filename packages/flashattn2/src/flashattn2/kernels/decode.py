@@ -154,7 +154,7 @@ def decode_kernel(
     # See Note [Pages that do not exist].
     capacity = page_size * tl.cast(table_shape[1], tl.int64)
     fits = (seq_k >= 0) & (seq_k <= capacity)
-    nothing = tl.where(fits, 0.0, float("nan"))
+    invalid_sequence = tl.where(fits, 0.0, float("nan"))
     seq_k = tl.where(fits, seq_k, 0)
     q_tile = load_tile(
         q, q_strides, (batch, kv_head, 0, rows), first, meta.BLOCK_M, meta.D, meta.BLOCK_D
@@ -172,7 +172,7 @@ def decode_kernel(
         positions, spec, meta,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
-    total += nothing
+    total += invalid_sequence
     part = split * (num_lines // kv_heads) + batch
     acc = acc / total[:, None]
     store_tile(out, out_strides, (part, kv_head, 0, rows), first, acc, meta.DV)

@@ -6,7 +6,7 @@ has the maximum number of tiles that the rows may need, and a program without a 
 Note [Kernel arguments]
 The kernels receive their scalars as plain tuples, in the order that the docstring of
 `flashattn2.kernels.tiles` defines, and their compile-time constants as a `Meta`.  Named tuples as
-run-time arguments were not tried on a GPU with Triton 3.6, so the tuples are plain.
+run-time arguments are untested on a GPU, so the tuples are plain.
 """
 
 import functools
@@ -204,7 +204,7 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def has_addressable_rows(x: Tensor) -> bool:
-    """Return True if kernels can address the rows of ``x``; batch and head strides are free."""
+    """Return True if kernels can address the rows of `x`; batch and head strides are free."""
     return x.stride(-1) == 1 and (x.shape[2] <= 1 or x.stride(2) < MAX_ROW_STRIDE)
 
 

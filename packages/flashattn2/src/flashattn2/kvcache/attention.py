@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from flashattn2 import aten
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks, is_untransformed
+from flashattn2.backends import aten
 from flashattn2.dispatch import KERNEL_BACKENDS, Method, select_backend
 from flashattn2.kvcache import eager, validation
 from flashattn2.kvcache.operators import append_op, decode_op
@@ -66,7 +66,7 @@ def flash_attention_with_kvcache(
     signature, plan = look_up_plan(q, k_cache, v_cache, options)
     if is_grad_enabled():
         validation.check_no_gradient(q, k_cache, v_cache, k, v)
-    if plan is not None and plan.is_cpu_kernel and type(cache_seqlens) is int and sinks is None:
+    if plan is not None and plan.is_cpu_kernel and sinks is None:
         # Fast path for a decoded token; with it, Python takes at most 15 us (test_speed.py).
         result = _call_cpu_kernel(q, k_cache, v_cache, k, v, cache_seqlens, plan.spec)
         if result is not None:
@@ -76,8 +76,7 @@ def flash_attention_with_kvcache(
     if plan is None:
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
         validation.check_shapes(q, k_cache, v_cache, is_paged)
-    if block_table is not None:
-        validation.check_table(block_table, q)
+    validation.check_table(block_table, q)
     check_sinks(sinks, q.shape[1], q)
     new = validation.check_new_rows(q, k_cache, v_cache, k, v)
 
@@ -152,13 +151,15 @@ def _call_cpu_kernel(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    cache_seqlens: int,
+    cache_seqlens: int | Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor] | None:
     """Append the new rows and call torch's CPU kernel; return None for the general path.
 
     The call copies each new row and reads the caches through views.
     """
+    if type(cache_seqlens) is not int:
+        return None
     new = 0
     if k is not None and v is not None:
         if not (type(k) is Tensor and type(v) is Tensor and k.is_cpu and v.is_cpu):

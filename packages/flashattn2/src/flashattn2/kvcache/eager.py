@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashattn2 import aten, autocast, tiled
+from flashattn2 import autocast
+from flashattn2.backends import aten, tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
 

@@ -52,8 +52,10 @@ def check_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, is_paged: bool) ->
         )
 
 
-def check_table(block_table: Tensor, q: Tensor) -> None:
-    """Raise an error unless the block table is int32 with one row per sequence."""
+def check_table(block_table: Tensor | None, q: Tensor) -> None:
+    """Raise an error unless the block table is None or int32 with one row per sequence."""
+    if block_table is None:
+        return
     check_tensors(block_table=block_table)
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != len(q):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""What is trained beside a frozen model: low-rank updates and soft prompts."""
+"""Trainable additions to a frozen model: low-rank adapters and soft prompts."""

@@ -1,14 +1,13 @@
 """Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
 
-Notable (Hu et al., "LoRA", 2021; names and initialization are those of the peft library):
-- A (r, in) starts uniform, B (out, r) starts at zero, so the function starts unchanged. Both zero
-  is a point where both gradients vanish; neither zero would change the function from the start;
-- A and B have 32 bits beside a base of 16, which could not hold the small steps of their training;
-  what is added to the base's outputs is rounded to its type once, at the end;
-- `merge` puts a new weight in place of the base's and keeps the old one, so `unmerge` gives back
-  every bit (adding and then subtracting a product does not), and a tied weight stays elsewhere;
-- a state dict holds the base without the update, merged or not: loaded anywhere, the update is
-  applied once.
+Names and initialization are those of the peft library (Hu et al., "LoRA", 2021). A (r, in) starts
+uniform and B (out, r) at zero, so the function is unchanged at first. If both were zero, both
+gradients would vanish; if neither were, the initial function would change.
+
+A and B have 32 bits even if the base has 16, which could not represent the small steps of training.
+The sum with the base's outputs is rounded once. `merge` replaces the base weight and keeps the old
+one, so `unmerge` restores every bit; adding and subtracting a product would not. A state dict
+always contains the base without the update, whether merged or not.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tinyml.layers import (
 
 
 class LoRA(Replacement):
-    """A frozen linear layer or embedding with a trainable update of rank `rank` beside it."""
+    """A frozen linear layer or embedding with a trainable update of rank `rank`."""
 
     def __init__(
         self,
@@ -56,10 +55,10 @@ class LoRA(Replacement):
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(
-                f"rank is {rank}; between 1 and {min(inputs, outputs)}, the smaller side of W"
+                f"expected 1 <= rank <= {min(inputs, outputs)}, the smaller side of W; got {rank}"
             )
         if alpha is not None and not math.isfinite(alpha):
-            raise ValueError(f"alpha is {alpha}; a finite number")
+            raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":
             check_finite("the base weight", weight)
         self.rank = rank
@@ -70,12 +69,14 @@ class LoRA(Replacement):
         self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank, dtype=dtype))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         if isinstance(base, nn.Embedding):
-            # One column of A is read at a time: A starts at zero and B does not.
+            # An index reads one column of A, so here A starts at zero and B does not.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
-        self.base = base.requires_grad_(False)  # last: what is refused above stays as it was
+        self.base = base.requires_grad_(
+            False
+        )  # last, so that an error above leaves the base unchanged
         self._before: tuple[nn.Parameter] | None = None  # a tuple, so that it is not registered
-        hooks: Any = self  # torch's own methods for these have no types
+        hooks: Any = self  # these torch methods are not typed
         hooks.register_state_dict_post_hook(_without_update)
         hooks.register_load_state_dict_pre_hook(_unmerge_to_load)
         hooks.register_load_state_dict_post_hook(_merge_what_was_loaded)
@@ -83,29 +84,29 @@ class LoRA(Replacement):
 
     @property
     def merged(self) -> bool:
-        """Whether the update is in the base weight."""
+        """Return True if the base weight includes the update."""
         return self._before is not None
 
     @property
     def update(self) -> Tensor:
-        """The update of the base weight, in its shape."""
+        """Return the update of the base weight, in the weight's shape."""
         delta = self.scaling * (self.lora_B @ self.lora_A)
         return delta.t() if self.transposed else delta
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the layer acts with."""
+        """Return the weight with the update."""
         weight = cast(Tensor, self.base.weight)
         return weight if self.merged else (weight + self.update).to(weight)
 
     def __getattr__(self, name: str) -> Any:
-        # Code that computes with a layer's tensors itself, as attention does, reads these too.
+        # Attention and similar code reads these attributes directly.
         if name in ("bias", "in_features", "out_features", "num_embeddings", "embedding_dim"):
             return getattr(self.base, name)
         return super().__getattr__(name)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out), or indices -> (..., out) for an embedding."""
+        """Map (..., in) to (..., out), or indices to (..., out) for an embedding."""
         outputs: Tensor = self.base(input)
         if self.merged:
             return outputs
@@ -113,7 +114,7 @@ class LoRA(Replacement):
             rows = F.embedding(input, self.lora_A.t(), self.base.padding_idx)
             change = self.scaling * (rows @ self.lora_B.t())
             if (scale := getattr(self.base, "embed_scale", None)) is not None:
-                change = change * torch.as_tensor(scale).to(change)  # Gemma's, of all its rows
+                change = change * torch.as_tensor(scale).to(change)  # Gemma scales its embeddings
         else:
             low = F.linear(self.dropout(input.to(self.lora_A.dtype)), self.lora_A)
             change = self.scaling * F.linear(low, self.lora_B)
@@ -121,7 +122,7 @@ class LoRA(Replacement):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Put the weight with the update in place of the base's, which is kept for `unmerge`."""
+        """Replace the base weight by the updated one; the old weight is kept for `unmerge`."""
         self.check_mergeable()
         before = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(self.weight, requires_grad=False)
@@ -129,7 +130,7 @@ class LoRA(Replacement):
 
     @torch.no_grad()
     def check_mergeable(self) -> None:
-        """Raise if the update cannot be merged."""
+        """Raise an error if the update cannot be merged."""
         if (stored := compressed_weight(self.base)) is not None:
             whole = cast(Tensor, self.base.weight) + self.update
             change = float(self.update.norm())
@@ -139,7 +140,9 @@ class LoRA(Replacement):
                 f"{100 * lost:.3g} % of the update; leave the adapter beside it, or merge first"
             )
         if identity(self.base) is None:
-            raise RuntimeError("the base weight is made of others and cannot take the update")
+            raise RuntimeError(
+                "the base weight is computed from other tensors and cannot be updated"
+            )
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
         check_finite("lora_A", self.lora_A)
@@ -147,25 +150,25 @@ class LoRA(Replacement):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Give the base weight back, bit for bit; nothing if it was not merged."""
+        """Restore the base weight bit for bit; do nothing if the update is not merged."""
         if self._before is not None:
             (before,) = self._before
             before.data = before.data.to(
                 cast(Tensor, self.base.weight)
-            )  # where the model has moved since
+            )  # the model may have moved to another device
             self.base.weight = before
             self._before = None
 
     def restored(self) -> nn.Module:
-        """The base with the update in it, which is what is compressed; itself if not merged."""
+        """Return the base with the update if it is merged, otherwise the adapter itself."""
         return self.base if self.merged else self
 
     def get_extra_state(self) -> Tensor:
-        """What the factors are multiplied with: alpha / r."""
+        """Return the factor alpha / r of the update."""
         return torch.tensor(self.scaling, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take the saved scaling, which belongs to the saved factors."""
+        """Load the saved scaling, which belongs to the saved factors."""
         self.scaling = float(state)
 
 
@@ -197,11 +200,11 @@ def add_lora(
     kinds: Sequence[type[nn.Module]] = (nn.Linear,),
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Freeze `model` and put an adapter at every layer of `kinds`, in place; return the model.
+    """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
 
-    `targets` keeps those layers whose name is one of them or ends with one after a dot, as
-    "q_proj" does for "blocks.0.q_proj"; each has to be found. A layer that the model holds twice
-    has one adapter. An error leaves the model as it was.
+    `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
+    does for "blocks.0.q_proj". Every entry has to match. A layer that the model contains twice has
+    one adapter. An error leaves the model unchanged.
     """
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
@@ -213,55 +216,55 @@ def add_lora(
 def put_in(
     model: nn.Module, children: Iterable[nn.Module], make: Callable[[nn.Module], LoRA]
 ) -> nn.Module:
-    """Freeze `model` and put what `make` gives for each of `children` in its place.
+    """Freeze `model` and replace each of `children` by the adapter that `make` returns.
 
-    All are made before the first is put in. A layer that the model holds twice has one adapter at
-    both places: the weight that it is merged into is one too.
+    All adapters are created before the first is installed. A layer that the model contains twice
+    has one adapter in both positions, because its weight is merged once.
     """
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
-        made: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
+        replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
     except Exception:
         for parameter, was in trained.items():
             parameter.requires_grad_(was)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    return with_modules(model, made)
+    return with_modules(model, replacements)
 
 
 def _chosen(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
     targets: tuple[str, ...] | None,
-    held: set[str],
+    protected: set[str],
 ) -> list[nn.Module]:
-    """The layers to adapt; one that a protected name has too is left out."""
-    found: dict[nn.Module, None] = {}
+    """Return the layers to adapt, without layers that also have a protected name."""
+    matches: dict[nn.Module, None] = {}
     missed = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))
-    stays = {module for name, module in named_modules if name in held}
+    stays = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         if isinstance(module, LoRA):
             raise ValueError(f"{full or 'the model'} has an adapter already; a layer takes one")
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
         if full and module not in stays and is_of(module, kinds) and (targets is None or matching):
-            found[module] = None
+            matches[module] = None
             missed -= set(matching)
     named = [kind.__name__ for kind in kinds]
     if missed:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
         like = nearest(min(missed), known)
         raise ValueError(f"no layer of {named} has a name like {sorted(missed)}{like}")
-    if not found:
+    if not matches:
         raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
-    return list(found)
+    return list(matches)
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Merge every adapter of `model`, in place; it then runs at the speed of the base.
+    """Merge every adapter of `model` in place, so that it runs at the speed of the base.
 
-    An adapter that cannot be merged, or is merged already, is an error, and none is merged.
+    Raise an error, and merge none, if an adapter cannot be merged or is already merged.
     """
     _merge_all(adapters_of(model))
     return model
@@ -278,12 +281,12 @@ def _merge_all(adapters: dict[str, LoRA]) -> None:
 
 
 def merge_and_unload(model: nn.Module) -> nn.Module:
-    """Merge every adapter, merged ones included, and put the plain layers back; return the model.
+    """Merge every adapter and restore the plain layers, in place; return the model.
 
-    The names of the weights are those of the model before `add_lora`, so `save_pretrained` writes
-    what `from_pretrained` reads. The weights stay frozen. This works in place, and an adapter that
-    cannot be merged is an error that changes nothing. A weight that was tied to another one is its
-    own afterwards, and the model's configuration says so.
+    Adapters that are already merged are included. Weights have the names that they had before
+    `add_lora`, so `save_pretrained` writes what `from_pretrained` reads, and they remain frozen. If
+    an adapter cannot be merged, an error is raised and nothing changes. An adapted weight that was
+    tied to another layer is separate afterwards, and the model's configuration is updated.
     """
     adapters = adapters_of(model)
     untied = _tied_weights(model, adapters)
@@ -303,28 +306,28 @@ def _tied_weights(model: nn.Module, adapters: dict[str, LoRA]) -> bool:
     for name, adapter in adapters.items():
         before = cast(Any, adapter.base.weight if adapter._before is None else adapter._before[0])
         weights[f"{name}.base" if name else "base"] = before
-    found = False
+    is_shared = False
     for name in adapters:
         base = f"{name}.base" if name else "base"
         sharing = [n for n, w in weights.items() if w is weights[base] and n != base]
-        found |= bool(sharing)
+        is_shared |= bool(sharing)
         if len(sharing) > 1 and _tying_configs(model):
             raise RuntimeError(
                 f"the weight of {name} is tied to those of {sharing}, and a configuration unties "
                 "all or none of them; adapt other layers, or untie the weights before add_lora"
             )
-    return found
+    return is_shared
 
 
 def _tying_configs(model: nn.Module) -> list[Any]:
     """Return the configurations, as transformers has them, that tie embeddings and heads."""
-    found = []
+    matches = []
     for module in model.modules():
         config = getattr(module, "config", None)
-        for each in (config, getattr(config, "text_config", None)):
-            if getattr(each, "tie_word_embeddings", False):
-                found.append(each)
-    return found
+        for candidate in (config, getattr(config, "text_config", None)):
+            if getattr(candidate, "tie_word_embeddings", False):
+                matches.append(candidate)
+    return matches
 
 
 def _untie_config(model: nn.Module) -> None:
@@ -340,7 +343,7 @@ def unmerge(model: nn.Module) -> nn.Module:
 
 
 def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters alone: what there is to save of a fine-tuned model."""
+    """Return the tensors of the adapters alone."""
     return {
         f"{name}.{key}" if name else key: getattr(adapter, key).detach()
         for name, adapter in adapters_of(model).items()
@@ -349,8 +352,8 @@ def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
-    """The adapters of a model by name; having none is an error."""
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
-    if not found:
-        raise ValueError("the model has no adapter; add_lora(model) puts them in")
-    return found
+    """Return the adapters of a model by name; raise `ValueError` if there are none."""
+    matches = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
+    if not matches:
+        raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
+    return matches

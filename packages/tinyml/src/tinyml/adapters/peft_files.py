@@ -1,9 +1,9 @@
-"""LoRA adapters as the peft library reads and writes them: a folder of two files.
+"""LoRA adapters in peft's format: a folder with two files.
 
-Notable: `adapter_model.safetensors` holds the factors under the module's name behind
-"base_model.model.", `adapter_config.json` what they are multiplied with. What peft can say and
-these adapters cannot be (DoRA, trained biases, whole modules) is refused by name, because leaving
-it out would be another function.
+`adapter_model.safetensors` contains the factors, named after their module with the prefix
+"base_model.model.". `adapter_config.json` contains ranks and scalings. Features of peft that these
+adapters do not support (DoRA, trained biases, whole modules) raise an error, because ignoring them
+would change the function.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `model` into `folder`; each file appears whole or not at all."""
+    """Write the adapters of `model` into `folder`; each file is replaced atomically."""
     adapters = adapters_of(model)
     if "" in adapters:
         raise ValueError(
-            "the model is one adapter; put it into a module, whose name the file needs"
+            "expected adapters inside a module, got a single adapter, which has no name in the file"
         )
     tensors: dict[str, Tensor] = {}
     for name, adapter in adapters.items():
-        for key, kept in zip(("A", "B"), (adapter.lora_A, adapter.lora_B), strict=True):
-            tensors[_key(name, adapter.base, key)] = kept.detach().cpu().contiguous()
+        for key, parameter in zip(("A", "B"), (adapter.lora_A, adapter.lora_B), strict=True):
+            tensors[_key(name, adapter.base, key)] = parameter.detach().cpu().contiguous()
     first = next(iter(adapters.values()))
     alphas = {name: adapter.scaling * adapter.rank for name, adapter in adapters.items()}
     alpha = first.scaling * first.rank
@@ -71,9 +71,9 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Put the adapters in `folder` into `model`, the plain one, in place; return the model.
+    """Add the adapters in `folder` to `model`, which has none, in place; return the model.
 
-    The base is frozen. Everything is checked before anything is changed.
+    The base is frozen. Everything is validated before the model is changed.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
@@ -87,28 +87,10 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
             f"{folder} has init_lora_weights={start!r}, which changes the base; let peft write it "
             "as a plain adapter (path_initial_model_for_weight_conversion)"
         )
-    stored = load_file(folder / _WEIGHTS)
-    pairs: dict[str, dict[str, Tensor]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for key, tensor in stored.items():
-        base = re.fullmatch(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight", key)
-        if base is not None and ".lora_" not in key:
-            own = getattr(modules.get(base[1]), "weight", None)
-            if own is None or not torch.equal(own.detach().cpu(), tensor.to(own.dtype)):
-                raise ValueError(
-                    f"{folder} holds {key!r}, a weight of the base that is not the model's; load "
-                    "that weight into the model first"
-                )
-            continue
-        match = re.fullmatch(
-            r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
-        )
-        if match is None:
-            raise ValueError(f"{folder} holds {key!r}, which is no factor of a LoRA update")
-        check_finite(key, tensor)
-        pairs.setdefault(match[1], {})[match[2]] = tensor
-    if held := sorted(name for name, module in modules.items() if isinstance(module, LoRA)):
-        raise ValueError(f"the model has adapters already, at {held[:3]}")
+    pairs = _factors(folder, modules)
+    if adapted := sorted(name for name, module in modules.items() if isinstance(module, LoRA)):
+        raise ValueError(f"the model has adapters already, at {adapted[:3]}")
     if unknown := sorted(pairs.keys() - modules.keys()):
         raise ValueError(f"the adapters are of another model: it has no {unknown[:3]}")
     named = {modules[name]: name for name in pairs}
@@ -119,41 +101,71 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     return put_in(model, named, make)
 
 
+def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    """Return the factors A and B in `folder` by the name of their module.
+
+    Raise `ValueError` if a weight of the base in the folder differs from the model's.
+    """
+    stored = load_file(folder / _WEIGHTS)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in stored.items():
+        base = re.fullmatch(r"(?:base_model\.model\.)?(.+?)(?:\.base_layer)?\.weight", key)
+        if base is not None and ".lora_" not in key:
+            parameter = getattr(modules.get(base[1]), "weight", None)
+            if parameter is None or not torch.equal(
+                parameter.detach().cpu(), tensor.to(parameter.dtype)
+            ):
+                raise ValueError(
+                    f"{folder} holds {key!r}, a weight of the base that is not the model's; load "
+                    "that weight into the model first"
+                )
+            continue
+        match = re.fullmatch(
+            r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
+        )
+        if match is None:
+            raise ValueError(f"{folder} holds {key!r}, which is not a factor of a LoRA update")
+        check_finite(key, tensor)
+        pairs.setdefault(match[1], {})[match[2]] = tensor
+    return pairs
+
+
 def _adapter(name: str, base: nn.Module, pair: dict[str, Tensor], config: dict[str, Any]) -> LoRA:
     if pair.keys() != {"A", "B"}:
         raise ValueError(f"{name} has factor {sorted(pair)} alone; A and B belong together")
     rank = pair["A"].shape[0]
-    said = _of_pattern(name, config.get("rank_pattern"), config["r"])
-    if rank != said:
-        raise ValueError(f"{name}: the factors have rank {rank}, the settings say {said}")
+    expected = _of_pattern(name, config.get("rank_pattern"), config["r"])
+    if rank != expected:
+        raise ValueError(f"{name}: the factors have rank {rank}, the settings say {expected}")
     alpha = _of_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
     if config.get("use_rslora"):  # alpha / sqrt(r) instead of alpha / r
         alpha = alpha * rank**0.5
     dropout = float(config.get("lora_dropout") or 0.0)
     adapter = LoRA(base, rank, alpha=alpha, dropout=dropout)
     with torch.no_grad():
-        for own, given in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
-            if own.shape != given.shape:
+        for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
+            if parameter.shape != factor.shape:
                 raise ValueError(
-                    f"{name}: a factor is {tuple(given.shape)}, {tuple(own.shape)} fits; the "
+                    f"{name}: expected a factor of shape {tuple(parameter.shape)}, got "
+                    f"{tuple(factor.shape)}; the "
                     "adapters are of another model"
                 )
-            own.copy_(given)
+            parameter.copy_(factor)
     return adapter
 
 
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Entries that `_of_pattern` finds the values by.
+    """Return the entries from which `_of_pattern` recovers the values.
 
-    A name that is the end of another one's fits that too: the longer one stands before it.
+    A name may also match as the end of a longer name, so longer names come first.
     """
-    own = [name for name, value in values.items() if value != usual]
-    named = {name for name in values if _of_pattern(name, dict.fromkeys(own, True), False)}
+    parameter = [name for name, value in values.items() if value != usual]
+    named = {name for name in values if _of_pattern(name, dict.fromkeys(parameter, True), False)}
     return {name: values[name] for name in sorted(named, key=len, reverse=True)}
 
 
 def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:
-    """The entry whose key the end of the name matches, as peft looks it up."""
+    """Return the first entry whose key matches the end of the name, as peft does."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", name):
             return value

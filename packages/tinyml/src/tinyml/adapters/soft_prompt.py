@@ -1,11 +1,10 @@
-"""Teach a frozen language model a task with a few vectors in front of its input.
+"""Soft prompts: trainable vectors in front of the input of a frozen language model.
 
-Notable (Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021):
-- length x width numbers are trained, nothing else; only the answer's tokens carry loss;
-- attention is causal, so what the prompt does inside the model does not depend on what follows: its
-  keys and values are computed once and shared by every sequence of a batch (`PrefixCache`);
-- a prompt can start where a few steps take it to any of many tasks (`meta_loss`; Finn et al.,
-  "Model-Agnostic Meta-Learning", 2017).
+Only `length` x `width` numbers are trained, and only the answer's tokens contribute to the loss
+(Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021). Attention is
+causal, so the prompt's keys and values do not depend on the tokens after it. They are computed once
+and shared by all sequences of a batch (`PrefixCache`). `meta_loss` trains an initial prompt that a
+few steps adapt to any of many tasks (Finn et al., "Model-Agnostic Meta-Learning", 2017).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ IGNORED = -100  # the target that torch's cross entropy leaves out
 
 
 class SoftPrompt(nn.Module):
-    """`length` trainable vectors of width `dim`, put before the embeddings of the tokens.
+    """`length` trainable vectors of width `dim` before the embeddings of the tokens.
 
-    `init` (length, dim) is where they start, such as the embeddings of a text; otherwise normal
-    with standard deviation 0.02.
+    `init` (length, dim) contains the initial values, such as the embeddings of a text. The default
+    is normal with standard deviation 0.02.
     """
 
     def __init__(self, length: int, dim: int, *, init: Tensor | None = None) -> None:
@@ -38,20 +37,20 @@ class SoftPrompt(nn.Module):
         self.embeddings = nn.Parameter(start)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """(batch, seq, dim) -> (batch, length + seq, dim)."""
+        """Map (batch, seq, dim) to (batch, length + seq, dim)."""
         prompt = self.embeddings.to(embeddings.dtype).expand(len(embeddings), -1, -1)
         return torch.cat([prompt, embeddings], dim=1)
 
     def targets(self, tokens: Tensor, carries_loss: Tensor) -> Tensor:
-        """What each output of the prompted model should predict: (batch, length + seq), int64.
+        """Return the target of each output of the prompted model: (batch, length + seq), int64.
 
-        Output i predicts the token after position i. Only tokens where `carries_loss` (batch, seq)
-        is True are asked for; the rest is -100, which `F.cross_entropy` ignores.
+        Output i predicts the token after position i. Only tokens at which `carries_loss` (batch,
+        seq) is True are targets; all others are -100, which `F.cross_entropy` ignores.
         """
         if tokens.shape != carries_loss.shape:
             raise ValueError(
                 f"tokens are {tuple(tokens.shape)}, carries_loss is {tuple(carries_loss.shape)}; "
-                "one truth value a token"
+                "expected one truth value per token"
             )
         wanted = torch.where(carries_loss, tokens, IGNORED)
         prompt = wanted.new_full((len(tokens), len(self.embeddings) - 1), IGNORED)
@@ -60,10 +59,10 @@ class SoftPrompt(nn.Module):
 
 
 class PrefixCache:
-    """What a prompt leaves behind in a causal model: tensors with batch first, size 1.
+    """The keys and values of a prompt in a causal model: tensors with batch first, of size 1.
 
-    `past` may be a tuple, a dict or an object such as transformers' caches, which a model extends
-    as it runs. Each `expand` therefore gives out containers of its own.
+    `past` may be a tuple, a dict or an object such as a transformers cache, which a model extends
+    as it runs. Therefore each `expand` returns new containers.
     """
 
     def __init__(self, past: Any, length: int) -> None:
@@ -71,14 +70,14 @@ class PrefixCache:
 
     @staticmethod
     def of(prompt: SoftPrompt, forward: Callable[[Tensor], Any]) -> PrefixCache:
-        """Run the prompt alone once. `forward` maps (1, length, dim) to keys and values."""
+        """Run the prompt alone once; `forward` maps (1, length, dim) to keys and values."""
         return PrefixCache(forward(prompt.embeddings[None]), len(prompt.embeddings))
 
     def expand(self, batch: int) -> Any:
-        """The same containers anew for `batch` sequences, their tensors without a copy.
+        """Return new containers for `batch` sequences that share the cached tensors.
 
-        The rows of an expanded tensor share their memory, so torch refuses to write into it. One
-        row alone could be written into, and is a copy.
+        The rows of an expanded tensor share their memory, so torch refuses to write to them. For a
+        single sequence the tensors are copied, because torch would allow writing to them.
         """
         if batch < 1:
             raise ValueError(f"a batch of {batch} sequences; give 1 or more")
@@ -87,16 +86,19 @@ class PrefixCache:
 
 
 class _Expanding(TorchFunctionMode):
-    """What a deep copy makes of a tensor: one for so many sequences."""
+    """Makes a deep copy expand each tensor to the batch instead of copying it."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()
         self._batch = batch
 
     def __torch_function__(
-        self, function: Any, _: Any, arguments: Sequence[Any] = (),
+        self,
+        function: Any,
+        _: Any,
+        arguments: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if function is not Tensor.__deepcopy__:
             return function(*arguments, **(options or {}))
         tensor: Tensor = arguments[0]
@@ -117,10 +119,10 @@ def adapt(
     lr: float,
     first_order: bool = True,
 ) -> Tensor:
-    """`steps` of gradient descent on `loss` from `start`; `start` itself does not change.
+    """Return the result of `steps` of gradient descent on `loss` from `start`.
 
-    With first_order=False the result is differentiable in `start` through the steps; with True
-    through the identity alone, which spares the second derivatives.
+    With first_order=False the result is differentiable in `start` through the steps. With
+    first_order=True the steps count as the identity, which avoids second derivatives.
     """
     prompt = start
     for _ in range(steps):
@@ -139,15 +141,15 @@ def meta_loss(
     lr: float,
     first_order: bool = False,
 ) -> Tensor:
-    """How well `start` does after adapting to each task: minimize this over `start`.
+    """Return the mean loss of `start` after adapting to each task, to minimize over `start`.
 
-    A task is a pair (support loss, query loss), functions of the prompt: the mean over tasks of
-    query(adapt(start, support)). At deployment, `adapt` with the same steps.
+    A task is a pair (support loss, query loss), functions of the prompt: the result is the mean
+    over tasks of query(adapt(start, support)). At deployment, call `adapt` with the same steps.
     """
     losses = [
         query(adapt(start, support, steps=steps, lr=lr, first_order=first_order))
         for support, query in tasks
     ]
     if not losses:
-        raise ValueError("there is no task to learn from")
+        raise ValueError("expected at least one task, got none")
     return torch.stack(losses).mean()

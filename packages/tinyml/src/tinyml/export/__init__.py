@@ -1,1 +1,1 @@
-"""Compressed models and adapters as files."""
+"""File formats of compressed models and adapters."""

@@ -1,11 +1,8 @@
 """Compressed models as safetensors files.
 
-Notable:
-- what is packed in memory is packed in the file; a pruned weight is a bit for each element and the
-  elements that are not zero, where that is smaller. `size_of(model).sparse_bytes` is the data's
-  size;
-- how each weight is stored stands in the file's metadata, so `load` needs only the plain model;
-- a file appears whole or not at all.
+Weights are stored packed, as in memory. A pruned weight is stored as a bitmap and its nonzero
+elements if that is smaller; `size_of(model).sparse_bytes` is the size of the data. The storage of
+each weight is described in the file's metadata, so `load` needs only the uncompressed model.
 """
 
 from __future__ import annotations
@@ -32,27 +29,27 @@ from tinyml.whole_state import guarded_loading
 
 _FORMAT = "tinyml-1"
 _SPARSE = "!mask", "!values"
-_FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # stands in the metadata too
+_FORMAT_OF_WEIGHT = "parametrizations.weight.0._extra_state"  # also in the metadata
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write every tensor of `model` once, compressed as it is."""
+    """Write every tensor of `model` once, in its compressed form."""
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
-    same: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for name, tensor in model.state_dict().items():
         if not tensor.numel() or name.endswith(_FORMAT_OF_WEIGHT):
             continue
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if key in names:
-            same[name] = names[key]
+            aliases[name] = names[key]
             continue
         names[key] = name
         tensors.update(_sparse_if_smaller(name, tensor.detach().cpu()))
     metadata = {
         "format": _FORMAT,
         "layers": json.dumps(_describe(model)),
-        "same": json.dumps(same),
+        "same": json.dumps(aliases),
         "shapes": json.dumps({names[key]: list(key[1]) for key in names}),
     }
     with whole_file(path) as part:
@@ -61,17 +58,17 @@ def save(model: nn.Module, path: str | Path) -> None:
 
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
-    """A copy of `model`, the plain one, with the weights of the file, compressed as they were."""
+    """Return a copy of the uncompressed `model` with the compressed weights of a file."""
     model = copy.deepcopy(model)
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path} is not a file that tinyml.save wrote")
+            raise ValueError(f"expected a file written by tinyml.save, got {path}")
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     shapes = json.loads(metadata["shapes"])
     state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in json.loads(metadata["same"]).items()}
-    made: dict[str, nn.Module] = {}
+    restored: dict[str, nn.Module] = {}
     for name, how in json.loads(metadata["layers"]).items():
         try:
             layer = model.get_submodule(name)
@@ -80,13 +77,13 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
                 f"the file has a layer {name!r} that the model lacks; load into the model it was "
                 "made from"
             ) from error
-        layer = _as_stored(model, name, layer, how, state, made)
+        layer = _as_stored(model, name, layer, how, state, restored)
         parent, _, child = name.rpartition(".")
         if name:
             setattr(model.get_submodule(parent), child, layer)
-        else:  # the model is one layer
+        else:  # the model itself is the layer
             model = layer
-    # A weight that is not kept has no elements, so it is in the model but not in the file.
+    # Placeholders without elements are in the model but not in the file.
     empty = {
         name: t
         for name, t in model.state_dict().items()
@@ -131,34 +128,38 @@ def _of_grid(grid: GridWeight) -> dict[str, Any]:
 
 
 def _as_stored(
-    model: nn.Module, name: str, layer: Any, how: dict[str, Any], state: dict[str, Tensor],
-    made: dict[str, nn.Module],
-) -> nn.Module:  # fmt: skip
-    """A layer in the form that `how` tells; layers of one weight share what was `made` first."""
+    model: nn.Module,
+    name: str,
+    layer: Any,
+    how: dict[str, Any],
+    state: dict[str, Tensor],
+    restored: dict[str, nn.Module],
+) -> nn.Module:
+    """Return a layer in the form that `how` describes; shared weights are stored once."""
     kind, first = how["kind"], how.get("same", name)
     start = f"{name}." if name else ""
-    place = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
+    prefix = f"{start}grid." if kind == "int4" else f"{start}parametrizations.weight.0."
     names = ("codes", "scale", "zero", "divide")
-    parts = {part: state[place + part] for part in names if place + part in state}
+    parts = {part: state[prefix + part] for part in names if prefix + part in state}
     settings = {k: how[k] for k in ("bits", "rows", "low", "transposed") if k in how}
-    if kind in ("tied embedding", "int8 embedding"):  # what files before had
-        return TiedEmbedding(cast(FastestLinear, made[how["table"]]))
+    if kind in ("tied embedding", "int8 embedding"):  # names in older files
+        return TiedEmbedding(cast(FastestLinear, restored[how["table"]]))
     if kind == "int8":
-        if first not in made:
+        if first not in restored:
             over = state.get(f"{start}divide")
-            made[first] = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
-        return made[first]
-    if first not in made:
+            restored[first] = Int8Linear(layer, may_stay_float=how.get("auto", False), divide=over)
+        return restored[first]
+    if first not in restored:
         weight = layer.get_parameter("weight").detach()
         if kind == "palette":
             parts["palette"] = state[f"{start}parametrizations.weight.original"]
         restore: Any = Palette.restore if kind == "palette" else GridWeight.restore
-        made[first] = restore(weight, **parts, **settings)
+        restored[first] = restore(weight, **parts, **settings)
         if kind == "int4":
-            made[first] = Int4Linear(cast(GridWeight, made[first]), layer.bias)
+            restored[first] = Int4Linear(cast(GridWeight, restored[first]), layer.bias)
     if kind == "int4":
-        return made[first]
-    put_on(layer, "weight", made[first])
+        return restored[first]
+    put_on(layer, "weight", restored[first])
     if first != name:
         other: Any = model.get_submodule(first)
         layer.parametrizations.weight.original = other.parametrizations.weight.original

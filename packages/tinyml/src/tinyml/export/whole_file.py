@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes its place when all went well."""
+    """Yield a temporary path next to `path`; rename it to `path` if the body succeeds."""
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

@@ -1,8 +1,8 @@
-"""Exact convolutions of int8, by whichever way is fastest on the machine at hand.
+"""Exact convolutions of int8 by the fastest implementation on this machine.
 
-Notable: the ways of `quantization.products`, for windows. Patches are gathered with the channels
-last, where a row of a window is one run of bytes; as floats the library's own convolution is taken,
-exact while no partial sum can pass 2^24.
+The implementations are those of `quantization.products`, applied to windows. Patches are gathered
+with the channels last, so that each row of a window is contiguous. The float32 implementation uses
+torch's own convolution on parts of the channels whose sums cannot exceed 2^24.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ class Int8Filters(Exact):
 
     @property
     def parts(self) -> list[slice]:
-        """Input channels whose sums are exact in float32."""
+        """Return slices of the input channels whose sums are exact in float32."""
         if self._parts is None:
             self._parts = _parts(self.codes)
         return self._parts
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
-        """Those of this file."""
+        """Return the implementations in this file."""
         return WAYS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Images to the next power of two, channels, height, width, filters."""
+        """Return the images rounded up to a power of two, channels, height, width and filters."""
         count = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return count, *inputs.shape[1:], len(self.codes)
 
     def details(self) -> object:
-        """The library's kernel depends on these too, and one of its kernels may clip sums."""
+        """Return the geometry and the number of parts, which determine the library's kernel."""
         return self.geometry, len(self.parts)
 
     def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Images of the ends, where every sum is the largest, and of large sums that are odd.
+        """Return images for which sums are largest, or large and odd.
 
-        These weights are tried too, as the hardest ones are cut into more parts.
+        The actual weights are tried too, because the hardest ones are split into more parts.
         """
         codes = ends(self.codes, -127, 127, 0)
         codes[: (len(codes) + 1) // 2] = 127
@@ -63,7 +63,7 @@ class Int8Filters(Exact):
         return [*((hard, trial) for trial in trials), (self, lowest), (self, highest)]
 
     def padded(self, images: Tensor, fill: int) -> Tensor:
-        """The images with `fill` around them, as the product takes them."""
+        """Return the images padded with `fill`, as the product expects them."""
         rows, columns = self.geometry.padding
         return (
             F.pad(images, (columns, columns, rows, rows), value=fill) if rows or columns else images
@@ -71,16 +71,18 @@ class Int8Filters(Exact):
 
 
 def float64(filters: Int8Filters, images: Tensor) -> Tensor:
-    """The plainest way, right everywhere: 53 bits hold any sum."""
+    """Compute the reference result; 53 bits are exact for every sum."""
     g = filters.geometry
     weight = filters.codes.double()
     return F.conv2d(images.double(), weight, None, g.stride, 0, g.dilation, g.groups)
 
 
 def _float32(filters: Int8Filters, images: Tensor) -> Tensor:
-    """Float32, over as many input channels at a time as are exact."""
+    """Compute in float32, over as many input channels at a time as are exact."""
     g, last = filters.geometry, torch.channels_last
-    if g.groups > 1 < len(filters.parts):  # a part of each group is not one of the images
+    if (
+        g.groups > 1 < len(filters.parts)
+    ):  # a part of each group is not a contiguous slice of the images
         return float64(filters, images)
 
     def weights() -> list[Tensor]:
@@ -95,18 +97,20 @@ def _float32(filters: Int8Filters, images: Tensor) -> Tensor:
 
 
 def _added(
-    filters: Int8Filters, images: Tensor, weights: Sequence[Any],
+    filters: Int8Filters,
+    images: Tensor,
+    weights: Sequence[Any],
     product: Callable[[Tensor, Any], Tensor],
-) -> Tensor:  # fmt: skip
-    """The sum of a product of each part of the channels, each exact in float32."""
+) -> Tensor:
+    """Return the sum of a product per part of the channels, each exact in float32."""
     if len(weights) == 1:
         return product(images, weights[0])
     sums = (product(images[:, part], w) for part, w in zip(filters.parts, weights, strict=True))
-    return functools.reduce(lambda total, each: total.add_(each), sums, next(sums).double())
+    return functools.reduce(lambda total, part_sum: total.add_(part_sum), sums, next(sums).double())
 
 
 def _parts(codes: Tensor) -> list[slice]:
-    """The input channels, cut so that no sum over a part can pass 2^24."""
+    """Return slices of the input channels such that no sum over a slice exceeds 2^24."""
     sums = codes.short().abs().sum((2, 3), dtype=torch.int64)  # (out, in)
     edges, total = [0], torch.zeros(len(codes), dtype=torch.int64)
     for channel, column in enumerate(sums.unbind(1)):
@@ -118,7 +122,7 @@ def _parts(codes: Tensor) -> list[slice]:
 
 
 def _int8_patches(filters: Int8Filters, images: Tensor) -> Tensor:
-    """Windows as rows, channels last, and one product of int8 matrices."""
+    """Compute one product of int8 matrices, with windows as rows and channels last."""
     g = filters.geometry
     if g.groups > 1 or g.dilation != (1, 1):
         raise RuntimeError("patches are for one group without dilation")
@@ -136,9 +140,9 @@ def _int8_patches(filters: Int8Filters, images: Tensor) -> Tensor:
 
 
 def _int8_library(filters: Int8Filters, images: Tensor) -> Tensor:
-    """oneDNN's convolution, which takes unsigned inputs: the codes moved up by 128.
+    """Compute by OneDNN's convolution, which takes unsigned inputs: the codes plus 128.
 
-    Its sums are int32 and come out as float32, so they are parts too.
+    The int32 sums are returned as float32, so they are also split into parts.
     """
     g = filters.geometry
     if g.groups > 1 < len(filters.parts):
@@ -148,18 +152,39 @@ def _int8_library(filters: Int8Filters, images: Tensor) -> Tensor:
 
     def packed(part: slice) -> Tensor:
         codes, (n, _, *size) = filters.codes[:, part].contiguous(), images.shape
-        made: Tensor = operators.qconv_prepack(
-            codes, ones, 1.0, 128, list(g.stride), [0, 0], list(g.dilation), g.groups,
+        prepacked: Tensor = operators.qconv_prepack(
+            codes,
+            ones,
+            1.0,
+            128,
+            list(g.stride),
+            [0, 0],
+            list(g.dilation),
+            g.groups,
             [n, codes.shape[1] * g.groups, *size],
-        )  # fmt: skip
-        return made
+        )
+        return prepacked
 
     def part(moved: Tensor, weight: Tensor) -> Tensor:
         sums: Tensor = operators.qconv2d_pointwise(
-            moved.contiguous(memory_format=torch.channels_last), 1.0, 128, weight, ones, zeros,
-            None, list(g.stride), [0, 0], list(g.dilation), g.groups, 1.0, 0, torch.float32,
-            "none", [], "",
-        )  # fmt: skip
+            moved.contiguous(memory_format=torch.channels_last),
+            1.0,
+            128,
+            weight,
+            ones,
+            zeros,
+            None,
+            list(g.stride),
+            [0, 0],
+            list(g.dilation),
+            g.groups,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
         return sums
 
     weights = filters.keep("int8 library", lambda: [packed(part) for part in filters.parts])

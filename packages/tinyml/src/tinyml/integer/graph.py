@@ -1,9 +1,9 @@
-"""A float network as a list of steps: what there is to compute, whoever wrote the forward.
+"""A float network as a list of steps, independent of how its forward is written.
 
-Notable:
-- what does not depend on the input (a palette's lookup, say) is computed here;
-- batch normalization after a product is folded into it, an activation that only cuts a range off
-  (ReLU, ReLU6) into the step before, because integers are clamped there anyway.
+Everything that does not depend on the input, such as the lookup of a palette, is computed while the
+graph is traced. A batch normalization after a product is folded into the product. Activations that
+only clamp, such as ReLU and ReLU6, are folded into the previous step, because integers are clamped
+there anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinyml.quantization.grid import Grid
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a convolution or pooling window reads: (rows, columns) each."""
+    """The window of a convolution or pooling: (rows, columns) per field."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int] = (1, 1)
@@ -35,39 +35,39 @@ class Geometry:
 
 @dataclass(eq=False)
 class Step:
-    """One value made of earlier ones; `kind` says how, and which fields count."""
+    """A value computed from earlier values; `kind` determines which fields are relevant."""
 
+    #: One of input, product, sum, gate, cat, table, largest, mean and reshape.
     kind: str
-    """input, product, sum, gate, cat, table, largest, mean or reshape."""
     name: str
     sources: list[Step]
     shape: tuple[int, ...]
     weight: Tensor | None = None
     bias: Tensor | None = None
+    #: The grid of the weight, with one row per output.
     grid: Grid | None = None
-    """Of the weight, a row for each output."""
     geometry: Geometry | None = None
     signs: tuple[float, ...] = ()
     function: Callable[[Tensor], Tensor] | None = None
+    #: Range-cutting activations that were folded in, in order.
     cuts: list[Callable[[Tensor], Tensor]] = field(default_factory=list)
-    """Range-cutting activations that were folded in, in order."""
     operator: str = ""
 
     def run(self, *values: Tensor) -> Tensor:
-        """The float value."""
+        """Return the float value of the step."""
         result = self.uncut(*values)
         for cut in self.cuts:
             result = cut(result)
         return result
 
     def product(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution or linear layer with this weight."""
+        """Apply the step's convolution or linear layer with this weight."""
         if (g := self.geometry) is None:
             return F.linear(values, weight, bias)
         return F.conv2d(values, weight, bias, g.stride, g.padding, g.dilation, g.groups)
 
     def uncut(self, *values: Tensor) -> Tensor:
-        """The float value before its range is cut."""
+        """Return the float value of the step before its range is clamped."""
         first, g = values[0], self.geometry
         if self.kind == "product":
             assert self.weight is not None
@@ -93,7 +93,10 @@ class Step:
 
 
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
-    """The steps of `model`, first the input, last the output; an error names what has none."""
+    """Return the steps of `model`, from the input to the output.
+
+    Raise `ValueError` with the name of the operator if an operator has no integer form.
+    """
     example = example[:2] if len(example) > 1 else torch.cat([example, example])
     walk = _Walk(exported(model, (example,)), len(example))
     return _folded(walk.steps, walk.output)
@@ -101,7 +104,7 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator on one tensor, by its name, which can be pickled."""
+    """An operator applied to one tensor, stored by name so that it can be pickled."""
 
     name: str
     rest: tuple[Any, ...]
@@ -115,7 +118,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Affine:
-    """factor x + shift, two numbers."""
+    """The function factor * x + shift, with two numbers."""
 
     factor: Any
     shift: Any = 0
@@ -130,7 +133,7 @@ def _rows_times(factor: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Walk:
-    """Goes through an exported graph; every node becomes a step or a constant."""
+    """Visits an exported graph and turns every node into a step or a constant."""
 
     def __init__(self, graph: Exported, batch: int) -> None:
         self._constants, self._batch = graph.constants, batch
@@ -153,11 +156,13 @@ class _Walk:
             if len(outputs) != 1:
                 raise ValueError(f"the model returns {len(outputs)} values; one is supported")
             if not isinstance(self._at[outputs[0]], Step):
-                raise ValueError("what the model returns does not depend on its input")
+                raise ValueError("the output of the model does not depend on its input")
             self.output = self._at[outputs[0]]
-        elif node.target is operator.getitem:  # of what an operator returns, the values
-            held = self._at[node.args[0]]  # type: ignore[index]
-            self._at[node] = held if isinstance(held, Step) else held[node.args[1]]
+        elif (
+            node.target is operator.getitem
+        ):  # the first result of an operator with several results
+            value = self._at[node.args[0]]  # type: ignore[index]
+            self._at[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
             self._at[node] = self._call(node)
 
@@ -167,25 +172,26 @@ class _Walk:
         options = fx.node.map_arg(node.kwargs, lambda n: self._at[n])
         if not values:
             return node.target(*arguments, **options)  # type: ignore[operator]
-        name, made = operator_name(node), node.meta.get("val")
-        if isinstance(made, Tensor) and not made.is_floating_point():
-            raise self._unknown(node, f"it makes {made.dtype}, which is rounded otherwise")
-        make = getattr(self, f"_{_SAME.get(name, name)}", None)
+        name = operator_name(node)
+        result_like = node.meta.get("val")
+        if isinstance(result_like, Tensor) and not result_like.is_floating_point():
+            raise self._unknown(node, f"its result is {result_like.dtype}, not a float type")
+        rule = _RULES.get(name)
         alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
         if name in _ELEMENTWISE and alone and len(values) == 1 and isinstance(arguments[0], Step):
             function = _Call(str(node.target), arguments[1:], options)
             return self._step("table", node, [arguments[0]], function=function, operator=name)
-        if make is None:
+        if rule is None:
             raise self._unknown(node)
         try:
-            result: Step = make(node, *arguments, **options)
-        except (TypeError, AttributeError) as error:  # called in a way that has no rule
+            result: Step = rule(self, node, *arguments, **options)
+        except (TypeError, AttributeError) as error:  # an argument that no rule supports
             raise self._unknown(node, "these arguments") from error
         return result
 
     def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
-            f"{described(node)} has no integer form here{why and ': ' + why}; see IntegerModel"
+            f"{described(node)} has no integer form{why and ': ' + why}; see IntegerModel"
         )
 
     def _step(self, kind: str, node: fx.Node, sources: Sequence[Step], **fields: Any) -> Step:
@@ -198,9 +204,16 @@ class _Walk:
         return step
 
     def _conv2d(
-        self, node: fx.Node, x: Step, weight: Any, bias: Any = None, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    ) -> Step:  # fmt: skip
+        self,
+        node: fx.Node,
+        x: Step,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Step:
         if not isinstance(weight, Tensor) or len(x.shape) != 4:
             raise self._unknown(node, "the weight depends on the input")
         kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
@@ -223,13 +236,13 @@ class _Walk:
     def _addmm(
         self, node: fx.Node, bias: Any, x: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1
     ) -> Step:
-        """x w, of a constant matrix (inputs, outputs), plus a constant of the outputs."""
+        """Make x w + b with a constant matrix (inputs, outputs) and a constant per output."""
         if not isinstance(x, Step) or not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise self._unknown(node, "only x w is, of a constant matrix w")
+            raise self._unknown(node, "only x w with a constant matrix w is supported")
         weight = (weight * alpha).t()
         if bias is not None:
             if not isinstance(bias, Tensor) or bias.shape[:-1].numel() != 1:
-                raise self._unknown(node, "what is added is not one number for each output")
+                raise self._unknown(node, "the added constant is not one number per output")
             bias = (bias * beta).reshape(-1).expand(len(weight))
         return self._step("product", node, [x], weight=weight, bias=bias)
 
@@ -237,14 +250,14 @@ class _Walk:
         self, node: fx.Node, x: Step, weight: Any, bias: Any, mean: Any, variance: Any, *rest: Any
     ) -> Step:
         if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or rest[0] is True:
-            raise self._unknown(node, "it keeps no statistics")
+            raise self._unknown(node, "it has no running statistics")
         eps = rest[2] if isinstance(rest[0], bool) else rest[1]
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
 
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """factor x + shift, a number of each for every channel: a product with one weight each."""
+        """Make factor * x + shift per channel: a product with one weight per channel."""
         if len(x.shape) == 4:
             weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
         elif len(x.shape) == 2:
@@ -254,18 +267,18 @@ class _Walk:
         like = node.meta["val"][0] if isinstance(node.meta["val"], tuple) else node.meta["val"]
         weight, bias = weight.to(like.dtype), shift.to(like.dtype)
         step = self._step("product", node, [x], weight=weight, bias=bias, geometry=geometry)
-        # Signs mark it until it is folded into the product before, where there is one.
+        # `signs` marks the step until `_folded` has merged it into a preceding product.
         step.signs = (1.0,)
         step.function = partial(_rows_times, factor)
         return step
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
-        """A number, or one for each channel, as one for each channel."""
+        """Return a constant as one number per channel."""
         value = torch.as_tensor(constant, dtype=torch.float64)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
         fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
         if not fits or any(n > 1 for i, n in enumerate(shape) if i != 1):
-            raise self._unknown(node, "a constant that is not one number for each channel")
+            raise self._unknown(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
     def _add(self, node: fx.Node, a: Any, b: Any, alpha: float = 1.0) -> Step:
@@ -280,11 +293,13 @@ class _Walk:
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
             return self._step("sum", node, [a, b], signs=(1.0, sign))
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
-        ours, theirs = (1.0, sign) if value is a else (sign, 1.0)
+        value_sign, constant_sign = (1.0, sign) if value is a else (sign, 1.0)
         if _several(constant):
-            shift = theirs * self._constant(node, value, constant)
-            return self._by_channel(node, value, torch.full_like(shift, ours), shift)
-        return self._step("table", node, [value], function=_Affine(ours, theirs * constant))
+            shift = constant_sign * self._constant(node, value, constant)
+            return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
+        return self._step(
+            "table", node, [value], function=_Affine(value_sign, constant_sign * constant)
+        )
 
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
@@ -299,33 +314,46 @@ class _Walk:
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
-            raise self._unknown(node, "only a constant divides")
+            raise self._unknown(node, "only division by a constant is supported")
         return self._mul(node, a, 1 / b)
 
     def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int = 0) -> Step:
         if not all(isinstance(part, Step) for part in parts):
             raise self._unknown(node, "a tensor that is not computed from the input")
         if dim not in (1, 1 - len(parts[0].shape)):
-            raise self._unknown(node, f"along dimension {dim}; 1 is supported")
+            raise self._unknown(node, f"it concatenates along dimension {dim}; only 1 is supported")
         return self._step("cat", node, parts)
 
     def _max_pool2d(
-        self, node: fx.Node, x: Step, kernel: Any, stride: Any = (), padding: Any = 0,
-        dilation: Any = 1, ceil_mode: bool = False,
-    ) -> Step:  # fmt: skip
+        self,
+        node: fx.Node,
+        x: Step,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+    ) -> Step:
         if ceil_mode or pair(dilation) != (1, 1) or len(x.shape) != 4:
-            raise self._unknown(node, "no ceil_mode and no dilation are what is supported")
+            raise self._unknown(node, "ceil_mode and dilation are not supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
         return self._step("largest", node, [x], geometry=geometry)
 
     def _avg_pool2d(
-        self, node: fx.Node, x: Step, kernel: Any, stride: Any = (), padding: Any = 0,
-        ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: Any = None,
-    ) -> Step:  # fmt: skip
+        self,
+        node: fx.Node,
+        x: Step,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: Any = None,
+    ) -> Step:
         if ceil_mode or divisor_override or len(x.shape) != 4:
-            raise self._unknown(node, "no ceil_mode and no divisor are what is supported")
+            raise self._unknown(node, "ceil_mode and divisor_override are not supported")
         if not count_include_pad and pair(padding) != (0, 0):
-            raise self._unknown(node, "count_include_pad=True is what is supported")
+            raise self._unknown(node, "only count_include_pad=True is supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
         return self._step("mean", node, [x], geometry=geometry)
 
@@ -347,26 +375,47 @@ class _Walk:
     def _reshape(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
         return self._step("reshape", node, [x])
 
-    def _same(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
+    def _identity(self, node: fx.Node, x: Step, *_: Any, **__: Any) -> Step:
         return x
 
 
-_SAME = {
-    "flatten": "reshape", "view": "reshape", "_unsafe_view": "reshape", "squeeze": "reshape",
-    "unsqueeze": "reshape", "dropout": "same", "feature_dropout": "same", "clone": "same",
-    "native_dropout": "same", "alpha_dropout": "same", "mm": "matmul",
-    "contiguous": "same", "alias": "same", "detach": "same", "_to_copy": "same", "to": "same",
-    "max_pool2d_with_indices": "max_pool2d", "concat": "cat", "concatenate": "cat",
-    "_native_batch_norm_legit_no_training": "batch_norm", "convolution": "conv2d",
-    "_native_batch_norm_legit": "batch_norm",
-}  # fmt: skip
+#: The rule of each operator, called with the walk, the node and the node's arguments.
+_RULES: dict[str, Callable[..., Step]] = {
+    operator: rule
+    for rule, operators in (
+        (_Walk._conv2d, "conv2d convolution"),
+        (_Walk._linear, "linear"),
+        (_Walk._matmul, "matmul mm"),
+        (_Walk._addmm, "addmm"),
+        (
+            _Walk._batch_norm,
+            "batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training",
+        ),
+        (_Walk._add, "add"),
+        (_Walk._sub, "sub"),
+        (_Walk._mul, "mul"),
+        (_Walk._div, "div"),
+        (_Walk._cat, "cat concat concatenate"),
+        (_Walk._max_pool2d, "max_pool2d max_pool2d_with_indices"),
+        (_Walk._avg_pool2d, "avg_pool2d"),
+        (_Walk._adaptive_avg_pool2d, "adaptive_avg_pool2d"),
+        (_Walk._mean, "mean"),
+        (_Walk._reshape, "reshape flatten view _unsafe_view squeeze unsqueeze"),
+        (
+            _Walk._identity,
+            "dropout feature_dropout native_dropout alpha_dropout clone contiguous alias detach "
+            "_to_copy to",
+        ),
+    )
+    for operator in operators.split()
+}
 _ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
 _CUT_HERE = {"product", "sum", "cat", "gate"}
 _CUTS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 
 
 def _folded(steps: list[Step], output: Step) -> list[Step]:
-    """Normalization and cutting activations into the step before, where nobody else reads it."""
+    """Fold normalizations and clamping activations into previous steps with one reader."""
     needed: set[Step] = set()
     waiting = [output, steps[0]]
     while waiting:
@@ -377,7 +426,7 @@ def _folded(steps: list[Step], output: Step) -> list[Step]:
     steps = [step for step in steps if step in needed]
     readers = {step: [s for s in steps if step in s.sources] for step in steps}
     replaced: dict[Step, Step] = {}
-    kept = []
+    remaining = []
     for step in steps:
         step.sources = [replaced.get(source, source) for source in step.sources]
         before = step.sources[0] if step.sources else None
@@ -392,11 +441,11 @@ def _folded(steps: list[Step], output: Step) -> list[Step]:
             before.cuts.append(step.function)
             replaced[step], readers[before] = before, readers[step]
             continue
-        kept.append(step)
-    for step in kept:
+        remaining.append(step)
+    for step in remaining:
         if step.kind == "product":
             step.signs = ()
-    return [s for s in kept if s is not replaced.get(output, output)] + [
+    return [s for s in remaining if s is not replaced.get(output, output)] + [
         replaced.get(output, output)
     ]
 
@@ -406,7 +455,7 @@ def _several(constant: Any) -> bool:
 
 
 def _cuts(step: Step) -> bool:
-    """Whether a step leaves a range that holds zero as it is, and moves the rest to its ends."""
+    """Return True if a step only clamps, to a range that contains zero."""
     if step.operator not in _CUTS or step.function is None:
         return False
     ends = step.function(torch.tensor([-1e30, 1e30]))
@@ -414,7 +463,7 @@ def _cuts(step: Step) -> bool:
 
 
 def _normalize(product: Step, norm: Step) -> None:
-    """w' = w f, b' = b f + shift."""
+    """Fold a normalization into a product: w' = w f, b' = b f + shift."""
     assert product.weight is not None
     assert norm.function is not None
     assert norm.bias is not None
@@ -426,7 +475,7 @@ def _normalize(product: Step, norm: Step) -> None:
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of one number or two."""
+    """Return (rows, columns) from one integer or two."""
     if isinstance(value, int):
         return value, value
     return (operator.index(value[0]), operator.index(value[-1]))

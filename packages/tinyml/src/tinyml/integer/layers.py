@@ -1,13 +1,10 @@
-"""The layers of an integer network: int8 in, int8 out, and no float in between.
+"""The layers of an integer network: int8 in, int8 out, without float arithmetic.
 
-Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018):
-- a sum of products is int32; the step to the next layer's int8 is one multiplication by a 31-bit
-  integer and one rounding shift for each channel;
-- what an activation does to 256 codes is a table of 256 codes;
-- values of different scales are added after each was multiplied with an integer of 22 bits.
-
-Everything that the arithmetic needs is a buffer, so a state dict is the whole network.
+The arithmetic follows Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018. Sums of products are int32. They are converted to the next
+layer's int8 by one multiplication with a 31-bit integer and one rounding shift per channel. An
+activation is a table of 256 codes. Values of different scales are multiplied by 22-bit integers
+before they are added. All constants are buffers, so a state dict describes the whole network.
 """
 
 from __future__ import annotations
@@ -27,14 +24,14 @@ from tinyml.layers import stamp_of
 from tinyml.quantization.grid import Grid
 from tinyml.quantization.products import Int8Weights
 
+#: Bits of the multipliers of a sum: 16 inputs, each times 255, need 34 bits.
 SUM_BITS = 22
-"""Bits of the multipliers of a sum: 255 times as much, from 16 inputs, still fits in 34 bits."""
 
 
 class Scale(nn.Module):
-    """The meaning of int8 codes: r = scale (q - zero), in the state dict like any weight.
+    """The meaning of int8 codes, r = scale (q - zero), stored in the state dict.
 
-    Codes of fewer than 8 bits are int8 all the same, from `low` to `high`.
+    Codes of fewer than 8 bits are also int8, with values from `low` to `high`.
     """
 
     bits_of_scale: Tensor
@@ -43,7 +40,7 @@ class Scale(nn.Module):
 
     def __init__(self, scale: float, zero: int, bits: int = 8) -> None:
         super().__init__()
-        # The float64 is kept as its 64 bits, so that model.half() leaves it as it is.
+        # A float64 buffer would be converted by model.half(), so its 64 bits are stored.
         as_whole = torch.tensor(scale, dtype=torch.float64).view(torch.int64)
         self.register_buffer("bits_of_scale", as_whole)
         self.register_buffer("code_of_zero", torch.tensor(zero, dtype=torch.int32))
@@ -51,37 +48,37 @@ class Scale(nn.Module):
 
     @property
     def scale(self) -> float:
-        """The step between two codes."""
+        """Return the difference of two neighboring codes' values."""
         return float(self.bits_of_scale.view(torch.float64))
 
     @property
     def zero(self) -> int:
-        """The code of 0.0."""
+        """Return the code of 0.0."""
         return int(self.code_of_zero)
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Return the bits per code."""
         return int(self.bits_of_code)
 
     @property
     def low(self) -> int:
-        """The least code."""
+        """Return the smallest code."""
         return -(1 << (self.bits - 1))
 
     @property
     def high(self) -> int:
-        """The largest code."""
+        """Return the largest code."""
         return -1 - self.low
 
     def codes(self, values: Tensor) -> Tensor:
-        """Values as codes, int8."""
+        """Return the int8 codes of float values."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
         return codes.clamp(self.low, self.high).to(torch.int8)
 
 
 class IntegerProduct(nn.Module):
-    """A convolution or a linear layer: Z + (m (sum q_w q_x + b) + 2^(s-1)) >> s."""
+    """A convolution or linear layer: Z + (m (sum q_w q_x + b) + 2^(s-1)) >> s."""
 
     weight: Tensor
     bias: Tensor
@@ -90,8 +87,12 @@ class IntegerProduct(nn.Module):
 
     def __init__(self, step: Step, before: Scale, after: Scale) -> None:
         super().__init__()
-        self.geometry, self.before, self.after = step.geometry, before, after
-        weight, bias, grid = step.weight, step.bias, step.grid
+        self.geometry = step.geometry
+        self.before = before
+        self.after = after
+        weight = step.weight
+        bias = step.bias
+        grid = step.grid
         assert weight is not None
         assert grid is not None
         rows = weight.detach().double().reshape(len(weight), -1)
@@ -101,11 +102,11 @@ class IntegerProduct(nn.Module):
             )
         exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
         if not torch.isfinite(exact).all():
-            raise ValueError("a bias or batch normalization holds nan or inf")
+            raise ValueError("expected finite biases and batch normalizations, got nan or inf")
         scale = scales_for_bias(rows, grid.scale.double(), exact, before, after)
         codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
         unit = before.scale * scale.view(-1)
-        # Padding has the code of zero, so the constant -Z sum(w) joins the bias.
+        # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
         whole = (exact / unit).round() - before.zero * codes.sum(1)
         multiplier, shift = fixed_point(unit / after.scale)
         self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
@@ -115,7 +116,7 @@ class IntegerProduct(nn.Module):
         self._prepared: tuple[object, Int8Weights | Int8Filters] | None = None
 
     def forward(self, codes: Tensor) -> Tensor:
-        """(n, channels, height, width) or (..., features), int8."""
+        """Map int8 codes (n, channels, height, width) or (..., features) to int8 codes."""
         product = self.prepared()
         if isinstance(product, Int8Filters):
             sums = product.product(product.padded(codes, self.before.zero))
@@ -125,15 +126,15 @@ class IntegerProduct(nn.Module):
         return out.view(*codes.shape[:-1], len(self.weight))
 
     def prepared(self) -> Int8Weights | Int8Filters:
-        """The weights as the exact product takes them."""
+        """Return the weights as the exact product takes them."""
         key = stamp_of(self.weight)
         if self._prepared is None or self._prepared[0] != key:
-            made = (
+            weights = (
                 Int8Weights(self.weight, largest=128)
                 if self.geometry is None
                 else Int8Filters(self.weight, self.geometry)
             )
-            self._prepared = key, made
+            self._prepared = key, weights
         return self._prepared[1]
 
     def __getstate__(self) -> dict[str, object]:
@@ -143,11 +144,12 @@ class IntegerProduct(nn.Module):
         if int(self.shift.max()) > 44:
             whole = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
             return shifted(
-                whole * self.multiplier.long().view(shape), self.shift.long().view(shape),
+                whole * self.multiplier.long().view(shape),
+                self.shift.long().view(shape),
                 self.after,
-            )  # fmt: skip
-        # The same in float64, which is exact here: a result that is not clamped is below 2^8, so
-        # it has at most 8 + 44 bits before the rounding; m / 2^s is a float64 as it stands.
+            )
+        # The same in float64, which is exact: a result that is not clamped is below 2^8, so it has
+        # at most 8 + 44 bits before rounding, and m / 2^s is representable.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
@@ -155,9 +157,9 @@ class IntegerProduct(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Values of different scales, each times an integer, so that they add up: m_i (q_i - Z_i).
+    """Values of different scales, each multiplied by an integer: m_i (q_i - Z_i).
 
-    `factors` are what the values count for in the result: S_i / S_out, with a sign in a sum.
+    `factors` are the weights of the values in the result, S_i / S_out, with a sign in a sum.
     """
 
     multiplier: Tensor
@@ -172,46 +174,46 @@ class Mixed(nn.Module):
 
     @property
     def zeros(self) -> list[int]:
-        """The code of 0.0 of each value."""
+        """Return the code of 0.0 of each value."""
         return [scale.zero for scale in cast(Iterable[Scale], self.before)]
 
     def moved(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """m_i (q_i - Z_i), int64."""
+        """Return m_i (q_i - Z_i) as int64."""
         parts = zip(codes, self.zeros, self.multiplier.long(), strict=True)
         return [(value.long() - zero) * m for value, zero, m in parts]
 
     def back(self, total: Tensor) -> Tensor:
-        """int8: Z + (total + 2^(s-1)) >> s."""
+        """Return int8 codes: Z + (total + 2^(s-1)) >> s."""
         return shifted(total, self.shift.long(), self.after)
 
 
 class IntegerSum(Mixed):
-    """Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s: values of different scales, added."""
+    """A sum of values of different scales: Z + (sum m_i (q_i - Z_i) + 2^(s-1)) >> s."""
 
     def forward(self, *codes: Tensor) -> Tensor:
-        """int8 values of one shape."""
+        """Add int8 values of equal shape."""
         return self.back(functools.reduce(torch.add, self.moved(codes)))
 
 
 class IntegerCat(Mixed):
-    """Channels of several values, each brought to one scale."""
+    """A concatenation of channels whose values are converted to one scale."""
 
     def forward(self, *codes: Tensor) -> Tensor:
-        """int8 values that differ in their channels."""
+        """Concatenate int8 values along their channels."""
         return torch.cat([self.back(value) for value in self.moved(codes)], 1)
 
 
 class IntegerGate(Mixed):
-    """Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s, of two values that may broadcast."""
+    """A product with broadcasting: Z + (m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """int8 values."""
+        """Multiply int8 values."""
         first, second = self.zeros
         return self.back((a.long() - first) * (b.long() - second) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):
-    """A function of one number, as the 256 codes that the 256 codes go to."""
+    """A function of one number as a table from 256 codes to 256 codes."""
 
     table: Tensor
 
@@ -220,25 +222,27 @@ class IntegerTable(nn.Module):
         self.register_buffer("table", table)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """int8 values."""
+        """Look up int8 codes in the table."""
         return self.table[codes.int() + 128]
 
 
 class IntegerPool(nn.Module):
-    """The largest or the mean of int8 windows; the mean rounds half up."""
+    """The maximum or mean of int8 windows; the mean rounds halves up."""
 
     def __init__(self, geometry: Geometry, largest: bool, scale: Scale) -> None:
         super().__init__()
-        self.geometry, self.largest, self.scale = geometry, largest, scale
+        self.geometry = geometry
+        self.largest = largest
+        self.scale = scale
 
     def forward(self, codes: Tensor) -> Tensor:
-        """(n, channels, height, width)."""
+        """Pool int8 codes (n, channels, height, width)."""
         g = self.geometry
         rows, columns = g.padding
         if rows or columns:
             fill = -128 if self.largest else self.scale.zero
             codes = F.pad(codes, (columns, columns, rows, rows), value=fill)
-        if self.largest:  # pairwise: a few comparisons of whole planes
+        if self.largest:  # a few comparisons of whole planes
             return self._over_windows(codes, torch.maximum)
         total = self._over_windows(codes.to(torch.int32), torch.add)
         count = g.kernel[0] * g.kernel[1]
@@ -257,24 +261,24 @@ class IntegerPool(nn.Module):
 
 
 class IntegerReshape(nn.Module):
-    """Another shape of the same codes, the batch first."""
+    """A new shape of the same codes, with the batch first."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.shape = shape
 
     def forward(self, codes: Tensor) -> Tensor:
-        """int8 values."""
+        """Reshape int8 codes."""
         return codes.reshape(len(codes), *self.shape)
 
 
 def scales_for_bias(
     rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
 ) -> Tensor:
-    """The scales (rows, 1) of a weight, no finer than its bias allows: it counts S_w S_in.
+    """Return the scales (rows, 1) of a weight, coarse enough for the bias in units of S_w S_in.
 
-    30 bits hold it, however small the weights are; a filter of zeros has its bias alone, which no
-    scale may round away.
+    The bias has to fit in 30 bits even if the weights are tiny. A filter of zeros consists of its
+    bias alone, so its scale has to be fine enough not to round the bias away.
     """
     least = bias.abs().view(-1, 1) / before.scale / 2**30
     fine = torch.full_like(least, after.scale / before.scale / 2**12)
@@ -282,14 +286,14 @@ def scales_for_bias(
 
 
 def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
-    """Z + round(scaled / 2^shift), halves up, clamped to the codes that there are."""
+    """Return Z + round(scaled / 2^shift), with halves rounded up, clamped to the valid codes."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     codes = ((scaled + half) >> shift) + after.zero
     return codes.clamp(after.low, after.high).to(torch.int8)
 
 
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Positive factors as m / 2^s: m from 2^30 to below 2^31 (int32), s (int64)."""
+    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s."""
     mantissa, exponent = torch.frexp(factors.double())
     multiplier = (mantissa * 2**31).round().long()
     shift = 31 - exponent.long()
@@ -299,12 +303,12 @@ def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     )
     if (shift < 1).any():
         raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
-    # 62 bits hold any int32 times any multiplier; a longer shift only says zero.
+    # An int32 times a multiplier has at most 62 bits; a longer shift always yields zero.
     return multiplier.to(torch.int32), shift.clamp(max=62)
 
 
 def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Factors as m_i / 2^s with one s, the largest |m_i| of about `SUM_BITS` bits."""
+    """Return factors as m_i / 2^s, where the largest |m_i| has about `SUM_BITS` bits."""
     largest = max(abs(factor) for factor in factors)
     exponent = math.frexp(largest)[1]
     shift = SUM_BITS - exponent

@@ -1,11 +1,10 @@
-"""A network that computes with whole numbers from its first layer to its last.
+"""A network that computes with integers from its first layer to its last.
 
-Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018):
-- there is no ReLU layer: after one the range starts at zero, whose code is the lowest, and clamping
-  to int8 is the ReLU. There is no batch normalization either: it is folded into the weights;
-- the same integers on every machine: which exact product is fast there is measured, and `to_c`
-  writes the network for a machine without torch.
+The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018. A ReLU needs no layer: the range after it starts at zero,
+whose code is the lowest, so clamping to int8 is the ReLU. Batch normalization is folded into the
+weights. The result has the same integers on every machine; the fastest exact product is chosen by
+measurement, and `to_c` writes the network for a machine without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer import layers as made_of
+from tinyml.integer import layers as integer_layers
 from tinyml.integer.convolution import Int8Filters
 from tinyml.integer.graph import Step, trace
 from tinyml.integer.layers import IntegerProduct, Scale
@@ -28,34 +27,39 @@ from tinyml.whole_state import guarded_loading
 class IntegerModel(nn.Module):
     """The int8 form of a float model of images or features, calibrated on batches of inputs.
 
-    The model is traced by `torch.export`, whatever its class. It may hold Conv2d, Linear,
-    BatchNorm, sums and products of values, concatenation along channels, pooling by maximum or
-    mean, flattening, dropout, and any activation that is a function of one number (as a table).
-    `batches` are what the ranges are taken from; the first dimension is the batch. Weights have
-    `bits`, values `activation_bits`, in a byte each.
+    The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
+    products of values, concatenation along channels, maximum and mean pooling, flattening, dropout,
+    and any activation that is a function of one number (as a table). The ranges are measured on
+    `batches`, whose first dimension is the batch. Weights have `bits` and values `activation_bits`;
+    each code is stored in a byte.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Tensor], *, bits: int = 8,
-        activation_bits: int = 8, observer: Observer = "minmax",
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        bits: int = 8,
+        activation_bits: int = 8,
+        observer: Observer = "minmax",
+    ) -> None:
         super().__init__()
         self._build(*calibrated(model, batches, bits, activation_bits, observer))
 
     @classmethod
     def of(cls, steps: list[Step], scales: list[Scale]) -> IntegerModel:
-        """The integers of a graph whose values have these scales."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._build(steps, scales)
-        return made
+        """Return the integer network of a graph whose values have these scales."""
+        values_of = cls.__new__(cls)
+        nn.Module.__init__(values_of)
+        values_of._build(steps, scales)
+        return values_of
 
     def _build(self, steps: list[Step], scales: list[Scale]) -> None:
         self.shapes = [step.shape[1:] for step in steps]
+        #: The shape of one input, without the batch.
         self.shape = self.shapes[0]
-        """Of one input, without the batch."""
+        #: The values that each layer reads: 0 is the input, i + 1 is the output of layer i.
         self.sources: list[list[int]] = []
-        """For each layer, which values it reads: 0 is the input, i + 1 what layer i makes."""
         self.scales = nn.ModuleList(scales)
         self.layers = nn.ModuleList()
         number = {step: i for i, step in enumerate(steps)}
@@ -71,30 +75,30 @@ class IntegerModel(nn.Module):
 
     @property
     def input(self) -> Scale:
-        """What the input's codes mean."""
+        """Return the scale of the input's codes."""
         return cast(Scale, self.scales[0])
 
     @property
     def output(self) -> Scale:
-        """What the output's codes mean."""
+        """Return the scale of the output's codes."""
         return cast(Scale, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Float inputs -> float outputs, through whole numbers."""
+        """Map float inputs to float outputs through integer arithmetic."""
         codes = self.integers(self.quantize(inputs))
         return (codes.float() - self.output.zero) * self.output.scale
 
     def quantize(self, inputs: Tensor) -> Tensor:
-        """Float inputs as int8; nan is refused, for no code stands for it."""
+        """Return float inputs as int8 codes; raise `ValueError` if they contain NaN."""
         if tuple(inputs.shape[1:]) != self.shape:
             raise ValueError(f"inputs are {tuple(inputs.shape)}; (batch, *{self.shape}) is needed")
         if inputs.isnan().any():
-            raise ValueError("the inputs hold nan, which no integer stands for")
+            raise ValueError("expected inputs without nan, which has no code")
         return self.input.codes(inputs)
 
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
-        """int8 inputs -> int8 outputs; no float in between."""
+        """Map int8 inputs to int8 outputs without float values in between."""
         if codes.dtype != torch.int8:
             raise TypeError(f"codes are {codes.dtype}; int8, as quantize(inputs) makes them")
         values: dict[int, Tensor] = {0: codes}
@@ -106,16 +110,16 @@ class IntegerModel(nn.Module):
         return values[len(self.layers)].contiguous()
 
     def explain(self, images: int = 32) -> list[str]:
-        """For so many inputs on this machine: each product's way, and the times that say so."""
+        """Return the chosen implementation and all measured times of each product."""
         lines: list[str] = []
 
         def note(layer: nn.Module, inputs: tuple[Tensor, ...], _: Tensor) -> None:
             assert isinstance(layer, IntegerProduct)
             product = layer.prepared()
-            given = inputs[0].flatten(0, -2)
+            codes_in = inputs[0].flatten(0, -2)
             if isinstance(product, Int8Filters):
-                given = product.padded(inputs[0], 0)
-            lines.append(str(product.choice(given)))
+                codes_in = product.padded(inputs[0], 0)
+            lines.append(str(product.choice(codes_in)))
 
         products = [layer for layer in self.layers if isinstance(layer, IntegerProduct)]
         handles = [layer.register_forward_hook(note) for layer in products]
@@ -131,15 +135,17 @@ class IntegerModel(nn.Module):
 def calibrated(
     model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int, observer: Observer
 ) -> tuple[list[Step], list[Scale]]:
-    """The steps of `model`, their weights with a grid, and the scale of every step's value."""
-    for each, what in ((bits, "weights have"), (activation_bits, "activations have")):
-        check_bits(each, what, least=2)
+    """Return the steps of `model`, with a grid per weight, and the scale of every step."""
+    for width, what in ((bits, "weights have"), (activation_bits, "activations have")):
+        check_bits(width, what, least=2)
     values = torch.cat([batch.detach() for batch in some(batches)])
     if not values.numel():
-        raise ValueError("the batches hold no inputs to calibrate on")
+        raise ValueError("expected at least one input to calibrate on, got empty batches")
     steps = trace(model, values)
-    values = values if values.is_floating_point() else values.float()  # bytes of an image, say
-    made: dict[Step, Tensor] = {steps[0]: values}
+    values = (
+        values if values.is_floating_point() else values.float()
+    )  # for example the bytes of an image
+    values_of: dict[Step, Tensor] = {steps[0]: values}
     scales: dict[Step, Scale] = {}
     last = {source: step for step in steps for source in step.sources}
     for step in steps:
@@ -147,21 +153,21 @@ def calibrated(
             if step.weight is not None:
                 step.grid = grid_of(step.weight.double().flatten(1), bits)
             if step.sources:
-                made[step] = step.run(*(made[source] for source in step.sources))
-            if step.kind in ("largest", "mean", "reshape"):  # the codes mean what they meant
+                values_of[step] = step.run(*(values_of[source] for source in step.sources))
+            if step.kind in ("largest", "mean", "reshape"):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
-                scales[step] = scale_of(made[step], activation_bits, observer)
+                scales[step] = scale_of(values_of[step], activation_bits, observer)
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
             if last[source] is step:
-                del made[source]
+                del values_of[source]
     return steps, [scales[step] for step in steps]
 
 
 def scale_of(values: Tensor, bits: int, observer: Observer) -> Scale:
-    """The scale of codes for these values."""
+    """Return the scale of codes for these values."""
     grid = grid_of(values.double().reshape(1, -1), bits, symmetric=False, observer=observer)
     return Scale(float(grid.scale), int(grid.zero), bits)
 
@@ -171,17 +177,17 @@ def _layer(step: Step, before: list[Scale], after: Scale) -> nn.Module:
         return IntegerProduct(step, before[0], after)
     if step.kind == "sum":
         factors = [s * b.scale / after.scale for s, b in zip(step.signs, before, strict=True)]
-        return made_of.IntegerSum(before, factors, after)
+        return integer_layers.IntegerSum(before, factors, after)
     if step.kind == "cat":
-        return made_of.IntegerCat(before, [b.scale / after.scale for b in before], after)
+        return integer_layers.IntegerCat(before, [b.scale / after.scale for b in before], after)
     if step.kind == "gate":
         factor = before[0].scale * before[1].scale / after.scale
-        return made_of.IntegerGate(before, [factor], after)
+        return integer_layers.IntegerGate(before, [factor], after)
     if step.kind == "reshape":
-        return made_of.IntegerReshape(step.shape[1:])
+        return integer_layers.IntegerReshape(step.shape[1:])
     if step.kind == "table":
         codes = torch.arange(-128, 128)
         values = step.run((codes - before[0].zero) * before[0].scale)
-        return made_of.IntegerTable(after.codes(values.reshape(-1)))
+        return integer_layers.IntegerTable(after.codes(values.reshape(-1)))
     assert step.geometry is not None
-    return made_of.IntegerPool(step.geometry, step.kind == "largest", before[0])
+    return integer_layers.IntegerPool(step.geometry, step.kind == "largest", before[0])

@@ -1,10 +1,9 @@
-"""An integer network as one C99 file: arrays, one function, a `main`, and no float in between.
+"""Export of an integer network as one C99 file without float arithmetic.
 
-Notable:
-- it needs a C compiler and nothing else: no library but stdint, no allocation;
-- the arithmetic is that of `layers`, operation by operation, so the bits are the same;
-- values live in one arena; a value's place is given to another one once nobody reads it any more,
-  so what is counted as RAM is what the program takes.
+The program consists of arrays, one function and a `main`. It needs a C compiler and stdint, and
+allocates no memory. Its arithmetic is that of `integer.layers`, operation by operation, so the bits
+are the same. Values are stored in one arena. The memory of a value is reused after its last reader,
+so the reported RAM is what the program uses.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from tinyml.export.whole_file import whole_file
-from tinyml.integer import layers as made_of
+from tinyml.integer import layers as integer_layers
 from tinyml.integer.model import IntegerModel
 
 _ALIGN = 16
-# Beside the words of kernels.c.
+# Reserved names in addition to those in kernels.c.
 _TAKEN = (
     "main arena input output memcpy memmove fread fwrite stdin stdout auto break case char "
     "continue default do double enum extern float goto inline long register restrict short signed "
@@ -34,28 +33,28 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class CProgram:
-    """The source, and what it takes of a device."""
+    """The C source and its memory requirements."""
 
     source: str
+    #: Weights, biases, multipliers, shifts and tables: all constant arrays.
     flash_bytes: int
-    """Weights, biases, multipliers, shifts and tables: all constant arrays."""
+    #: The arena of int8 values, input and output included.
     ram_bytes: int
-    """The arena of int8 values, input and output included."""
 
     def save(self, path: str | Path) -> None:
-        """Write the source; the file appears whole or not at all."""
+        """Write the source; the file is written completely or not at all."""
         with whole_file(path) as part:
             part.write_text(self.source)
 
 
 def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
-    """`model` as C99. The function is `void NAME(const int8_t *input, int8_t *output)`.
+    """Return `model` as C99; the function is `void NAME(const int8_t *input, int8_t *output)`.
 
-    `main` reads one input after another from its standard input, `NAME_INPUT` bytes of int8 each
-    (channels, rows, columns), and writes `NAME_OUTPUT` for each; -DNAME_NO_MAIN leaves it out.
+    `main` reads inputs of `NAME_INPUT` int8 values (channels, rows, columns) from standard input
+    and writes `NAME_OUTPUT` values for each. Compile with -DNAME_NO_MAIN to leave `main` out.
     """
     if not isinstance(model, IntegerModel):
-        raise TypeError(f"to_c writes an IntegerModel, not {type(model).__name__}")
+        raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
     kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
     taken = {*_TAKEN.split(), *re.findall(r"\w+", kernels)}
     array = r"(weight|bias|multiplier|shift|table)_\d+"
@@ -64,14 +63,16 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         or name in taken
         or re.fullmatch(array, name)
     ):
-        raise ValueError(f"{name!r} is no name of a C function, or one that the program uses")
+        raise ValueError(
+            f"expected the name of a C function that the program does not use, got {name!r}"
+        )
     sizes = [math.prod(shape) for shape in model.shapes]
-    places, arena = _places(model, sizes)
+    offsets, arena = _offsets(model, sizes)
     arrays = _Arrays()
     body: list[str] = []
     for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
-        out = f"arena + {places[number + 1]}"
-        inputs = [f"arena + {places[source]}" for source in sources]
+        out = f"arena + {offsets[number + 1]}"
+        inputs = [f"arena + {offsets[source]}" for source in sources]
         shapes = [model.shapes[source] for source in sources]
         body += [f"/* {number}: {type(layer).__name__} */"]
         body += _layer(layer, number, inputs, out, shapes, model.shapes[number + 1], arrays)
@@ -87,9 +88,9 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
         f"void {name}(const int8_t *input, int8_t *output) {{",
-        f"    memcpy(arena + {places[0]}, input, {sizes[0]});",
+        f"    memcpy(arena + {offsets[0]}, input, {sizes[0]});",
         *(f"    {line}" for line in body),
-        f"    memcpy(output, arena + {places[len(model.layers)]}, {sizes[-1]});",
+        f"    memcpy(output, arena + {offsets[len(model.layers)]}, {sizes[-1]});",
         "}",
         f"#ifndef {upper}_NO_MAIN",
         "#include <stdio.h>",
@@ -107,18 +108,18 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
 
 
 def _called(kernels: str, body: str) -> str:
-    """The functions of `kernels` that the body calls, or one of them; another one is a warning."""
-    kept: list[str] = []
+    """Return the functions of `kernels` that the body calls, directly or not, to avoid warnings."""
+    functions: list[str] = []
     for function in reversed(re.split(r"(?m)^(?=static )", kernels)):
         name = re.search(r"\w+(?=\()", function)
         if name and re.search(rf"\b{name[0]}\(", body):
-            kept.insert(0, function)
+            functions.insert(0, function)
             body += function
-    return "".join(kept)
+    return "".join(functions)
 
 
 class _Arrays:
-    """Constant arrays, and how many bytes they are."""
+    """Constant arrays and their total size in bytes."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -141,70 +142,77 @@ def _literal(value: int) -> str:
 
 
 def _layer(
-    layer: nn.Module, number: int, inputs: list[str], out: str, before: list[tuple[int, ...]],
-    after: tuple[int, ...], arrays: _Arrays,
-) -> list[str]:  # fmt: skip
-    if isinstance(layer, made_of.IntegerProduct):
+    layer: nn.Module,
+    number: int,
+    inputs: list[str],
+    out: str,
+    before: list[tuple[int, ...]],
+    after: tuple[int, ...],
+    arrays: _Arrays,
+) -> list[str]:
+    if isinstance(layer, integer_layers.IntegerProduct):
         named = {
             "weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"
         }  # fmt: skip
         parts = [
             arrays.add(f"{key}_{number}", kind, getattr(layer, key)) for key, kind in named.items()
         ]
-        given = ", ".join([inputs[0], out, *parts])
+        pointers = ", ".join([inputs[0], out, *parts])
         if layer.geometry is None:
             rows, width = math.prod(before[0][:-1]), before[0][-1]
             numbers = [layer.after.zero, layer.after.high, rows, width, after[-1]]
-            return [f"multiply({given}, {_comma(numbers)});"]
+            return [f"multiply({pointers}, {_comma(numbers)});"]
         g = layer.geometry
         numbers = [
             layer.before.zero, layer.after.zero, layer.after.high, *before[0], after[0],
             *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
         ]  # fmt: skip
-        return [f"convolve({given}, {_comma(numbers)});"]
-    if isinstance(layer, made_of.IntegerPool):
+        return [f"convolve({pointers}, {_comma(numbers)});"]
+    if isinstance(layer, integer_layers.IntegerPool):
         g = layer.geometry
         numbers = [*before[0], *g.kernel, *g.stride, *g.padding, *after[1:], int(layer.largest)]
         return [f"pool({inputs[0]}, {out}, {_comma([*numbers, layer.scale.zero])});"]
-    if isinstance(layer, made_of.IntegerTable):
+    if isinstance(layer, integer_layers.IntegerTable):
         table = arrays.add(f"table_{number}", "int8_t", layer.table)
         loop = f"for (int i = 0; i < {math.prod(after)}; i++)"
         return [f"{loop} ({out})[i] = {table}[({inputs[0]})[i] + 128];"]
-    if isinstance(layer, made_of.IntegerReshape):
+    if isinstance(layer, integer_layers.IntegerReshape):
         return [f"memmove({out}, {inputs[0]}, {math.prod(after)});"]
-    assert isinstance(layer, made_of.Mixed)
+    assert isinstance(layer, integer_layers.Mixed)
     index = ["i"] * len(inputs)
-    if isinstance(layer, made_of.IntegerGate):
+    if isinstance(layer, integer_layers.IntegerGate):
         index = [_broadcast(after, shape) for shape in before]
     centered = [
         f"(({name})[{i}] - ({zero}))"
         for name, i, zero in zip(inputs, index, layer.zeros, strict=True)
     ]
     factors = layer.multiplier.tolist()
-    if isinstance(layer, made_of.IntegerGate):
+    if isinstance(layer, integer_layers.IntegerGate):
         term = f"(int64_t){' * '.join(centered)} * {factors[0]}"
-        return [_each(math.prod(after), out, term, layer)]
+        return [_loop(math.prod(after), out, term, layer)]
     pairs = zip(centered, factors, strict=True)
     terms = [f"(int64_t){value} * ({factor})" for value, factor in pairs]
-    if isinstance(layer, made_of.IntegerSum):
-        return [_each(math.prod(after), out, " + ".join(terms), layer)]
+    if isinstance(layer, integer_layers.IntegerSum):
+        return [_loop(math.prod(after), out, " + ".join(terms), layer)]
     counts = [math.prod(shape) for shape in before]
     starts = itertools.accumulate(counts, initial=0)
-    places = [f"{out} + {start}" for start in starts]
-    return [_each(*part, layer) for part in zip(counts, places, terms, strict=False)]
+    offsets = [f"{out} + {start}" for start in starts]
+    return [_loop(*part, layer) for part in zip(counts, offsets, terms, strict=False)]
 
 
-def _each(count: int, out: str, term: str, layer: made_of.Mixed) -> str:
+def _loop(count: int, out: str, term: str, layer: integer_layers.Mixed) -> str:
     loop = f"for (int i = 0; i < {count}; i++)"
     numbers = _comma([int(layer.shift), layer.after.zero, layer.after.high])
     return f"{loop} ({out})[i] = requantized({term}, {numbers});"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
-    """The index in a value of shape `second` that belongs to index i of shape `first`."""
+    """Return the index in a value of shape `second` that belongs to index i of shape `first`."""
     if first == second:
         return "i"
-    terms, inner, stride = [], 1, 1
+    terms = []
+    inner = 1
+    stride = 1
     for a, b in zip(reversed(first), reversed(second), strict=True):
         if b != 1:
             terms.append(f"i / {inner} % {a} * {stride}")
@@ -212,27 +220,27 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
     return " + ".join(terms) or "0"
 
 
-def _places(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
-    """Where each value lies, and the bytes of all: first fit among those that live together."""
+def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
+    """Return the offset of each value and the size of the arena, by first fit among live values."""
     last = dict.fromkeys(range(len(sizes)), 0)
     for number, sources in enumerate(model.sources):
         for source in sources:
             last[source] = number
     last[len(sizes) - 1] = len(sizes)
-    places: list[int] = []
+    offsets: list[int] = []
     for value, size in enumerate(sizes):
-        # A value is written by layer value - 1, when all that this layer reads is still there.
+        # Layer value - 1 writes this value while all values that it reads are still live.
         busy = sorted(
-            (places[v], places[v] + sizes[v]) for v in range(value) if last[v] >= value - 1
+            (offsets[v], offsets[v] + sizes[v]) for v in range(value) if last[v] >= value - 1
         )
         start = 0
         for a, b in busy:
             if start + size <= a:
                 break
             start = max(start, -(-b // _ALIGN) * _ALIGN)
-        places.append(start)
-    return places, max(place + size for place, size in zip(places, sizes, strict=True))
+        offsets.append(start)
+    return offsets, max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 
 
 def _comma(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+    return ", ".join(str(number) for number in numbers)

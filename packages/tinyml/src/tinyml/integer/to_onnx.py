@@ -1,8 +1,8 @@
-"""An integer network as an ONNX file of quantized operators (QDQ), for runtimes of others.
+"""Export of an integer network as an ONNX file of quantized operators (QDQ).
 
-Notable: in this form a float operator stands between `DequantizeLinear` and `QuantizeLinear`, and
-the runtime makes integers of it. Its rounding is its own (halves to the even, scales in float32),
-so a code may differ by one where a sum falls on a half; `to_c` has every bit. Needs `onnx`.
+In this form a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
+operator. The runtime rounds by its own rules (halves to even, scales in float32), so a code may
+differ by one where a sum is exactly a half. Use `to_c` for identical bits. This needs `onnx`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tinyml.export.whole_file import whole_file
-from tinyml.integer import layers as made_of
+from tinyml.integer import layers as integer_layers
 from tinyml.integer.layers import Scale
 from tinyml.integer.model import IntegerModel
 
@@ -22,9 +22,9 @@ _OPSET, _IR = 17, 10
 
 
 def to_onnx(model: IntegerModel, path: str | Path) -> None:
-    """Write `model`; input "input" and output "output" are int8 codes, the batch first and free."""
+    """Write `model`, with int8 codes as "input" and "output" and a free batch size."""
     if not isinstance(model, IntegerModel):
-        raise TypeError(f"to_onnx writes an IntegerModel, not {type(model).__name__}")
+        raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
     try:
         import onnx
     except ImportError as error:
@@ -44,29 +44,31 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
         [proto.make_tensor_value_info("output", int8, ["batch", *model.shapes[-1]])],
         writer.constants,
     )
-    made = proto.make_model(graph, opset_imports=[proto.make_opsetid("", _OPSET)])
-    made.ir_version = _IR
-    onnx.checker.check_model(made, full_check=True)
+    model_proto = proto.make_model(graph, opset_imports=[proto.make_opsetid("", _OPSET)])
+    model_proto.ir_version = _IR
+    onnx.checker.check_model(model_proto, full_check=True)
     with whole_file(path) as part:
-        part.write_bytes(made.SerializeToString())
+        part.write_bytes(model_proto.SerializeToString())
 
 
 class _Writer:
     def __init__(self, helper: Any, arrays: Any, types: Any) -> None:
-        self._helper, self._arrays, self._types = helper, arrays, types
+        self._helper = helper
+        self._arrays = arrays
+        self._types = types
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
 
     def layer(
         self, layer: Any, inputs: list[tuple[str, Scale]], after: Scale, number: int, last: bool
     ) -> str:
-        """The nodes of one layer; the name of its codes."""
+        """Add the nodes of one layer and return the name of its codes."""
         out = "output" if last else f"codes_{number}"
-        if isinstance(layer, made_of.IntegerReshape):
-            # 0 copies a size: that of the batch.
+        if isinstance(layer, integer_layers.IntegerReshape):
+            # 0 keeps the size of the batch.
             shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
             return self._node("Reshape", [inputs[0][0], shape], out)
-        if isinstance(layer, made_of.IntegerTable):
+        if isinstance(layer, integer_layers.IntegerTable):
             table = self._constant(f"table_{number}", layer.table.numpy())
             wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
             moved = self._constant(f"moved_{number}", np.array(128, np.int64))
@@ -76,7 +78,7 @@ class _Writer:
             self._dequantize(name, scale, f"{number}_{i}") for i, (name, scale) in enumerate(inputs)
         ]
         result = self._float(layer, floats, number)
-        if after.bits < 8:  # codes are bytes there: the range of fewer bits is cut before
+        if after.bits < 8:  # ONNX codes have 8 bits, so smaller ranges are clamped first
             ends = [after.scale * (end - after.zero) for end in (after.low, after.high)]
             low, high = (
                 self._constant(f"{name}_{number}", np.array(end, np.float32))
@@ -87,9 +89,9 @@ class _Writer:
 
     def _float(self, layer: Any, floats: list[str], number: int) -> str:
         name = f"value_{number}"
-        if isinstance(layer, made_of.IntegerProduct):
+        if isinstance(layer, integer_layers.IntegerProduct):
             return self._product(layer, floats[0], number)
-        if isinstance(layer, made_of.IntegerSum):
+        if isinstance(layer, integer_layers.IntegerSum):
             steps = layer.multiplier.double() * torch.exp2(-layer.shift.double())
             factors = [
                 float(step) * layer.after.scale / scale.scale
@@ -97,26 +99,26 @@ class _Writer:
                 if isinstance(scale, Scale)
             ]
             if any(abs(abs(factor) - 1) > 1e-3 for factor in factors):
-                raise ValueError(f"a sum with factors {factors} has no ONNX form here")
+                raise ValueError(f"a sum with factors {factors} has no ONNX form")
             return self._node("Add" if factors[1] > 0 else "Sub", floats, name)
-        if isinstance(layer, made_of.IntegerCat):
+        if isinstance(layer, integer_layers.IntegerCat):
             return self._node("Concat", floats, name, axis=1)
-        if isinstance(layer, made_of.IntegerGate):
+        if isinstance(layer, integer_layers.IntegerGate):
             return self._node("Mul", floats, name)
-        assert isinstance(layer, made_of.IntegerPool)
+        assert isinstance(layer, integer_layers.IntegerPool)
         g = layer.geometry
         window = {"kernel_shape": list(g.kernel), "strides": list(g.stride)}
         window["pads"] = [*g.padding, *g.padding]
         if layer.largest:
             return self._node("MaxPool", floats, name, **window)
         mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
-        # Halves are common among means and go up here: a quarter of the least step sees to it.
+        # Means are often halves, which have to round up: add a quarter of the smallest step.
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._node("Add", [mean, self._constant(f"up_{number}", up)], name)
 
-    def _product(self, layer: made_of.IntegerProduct, value: str, number: int) -> str:
+    def _product(self, layer: integer_layers.IntegerProduct, value: str, number: int) -> str:
         before, after = layer.before, layer.after
-        # m / 2^s = S_w S_in / S_out, and the bias holds -Z sum(w), which is no part of this form.
+        # m / 2^s = S_w S_in / S_out. The bias contains -Z sum(w), which this form does not include.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
         weight_scale = (factor * after.scale / before.scale).float().numpy()
         sums = layer.weight.long().flatten(1).sum(1)
@@ -141,10 +143,15 @@ class _Writer:
             return self._node("Add", [product, added], f"value_{number}")
         g = layer.geometry
         return self._node(
-            "Conv", [value, dense, added], f"value_{number}", kernel_shape=list(g.kernel),
-            strides=list(g.stride), pads=[*g.padding, *g.padding], dilations=list(g.dilation),
+            "Conv",
+            [value, dense, added],
+            f"value_{number}",
+            kernel_shape=list(g.kernel),
+            strides=list(g.stride),
+            pads=[*g.padding, *g.padding],
+            dilations=list(g.dilation),
             group=g.groups,
-        )  # fmt: skip
+        )
 
     def _dequantize(self, name: str, scale: Scale, label: str) -> str:
         return self._node("DequantizeLinear", [name, *self._scale(scale, label)], f"float_{label}")

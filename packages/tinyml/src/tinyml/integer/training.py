@@ -1,10 +1,9 @@
-"""An integer network while it is trained: floats, rounded wherever the integers will be.
+"""Training of an integer network: floats that are rounded wherever the integers will be.
 
-Notable (Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018, section 3):
-- it runs the steps that `IntegerModel` is built of, on the same scales, so the two cannot round at
-  different places. No activation that only cuts a range off is computed: the range is the cut;
-- halves go up, as a shift rounds them.
+See Jacob et al., "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", 2018, section 3. The network runs the steps that `IntegerModel`
+is built from, on the same scales, so both round at the same points. Activations that only clamp are
+not computed, because the range of the codes clamps. Halves round up, as a shift rounds them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tinyml.quantization.rounded_weight import RoundedWeight, learned, positive,
 
 
 class Rounding(nn.Module):
-    """Values on the codes of a scale, whose step may learn."""
+    """Rounds values to the codes of a scale whose step may be learned."""
 
     def __init__(self, scale: Scale, learn: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,25 +31,25 @@ class Rounding(nn.Module):
         self.step = nn.Parameter(torch.tensor(scale.scale, dtype=dtype)) if learn else None
 
     def now(self) -> Scale:
-        """The scale as it has become."""
+        """Return the scale with its current step."""
         scale = self.scale
         step = scale.scale if self.step is None else float(positive(self.step.detach()))
         return Scale(step, scale.zero, scale.bits)
 
     def forward(self, values: Tensor, windows: int = 0) -> Tensor:
-        """S (q - Z), of means over `windows` values of this scale if that is not 0."""
+        """Return S (q - Z); `windows` is the number of values per mean, 0 if not means."""
         low, high = (end - self.scale.zero for end in (self.scale.low, self.scale.high))
         step = values.new_tensor(self.scale.scale)
         if self.step is not None:
             step = learned(self.step, max(1, values[:1].numel() * high))
         clipped = (values / step).clamp(low, high)
-        # Many means of codes are halves, which rounding in float must not take for less.
+        # Means of codes are often halves; float rounding must not round them down.
         up = 0.5 + (0.25 / windows if windows else 0.0)
         return step * same_value((clipped + up).floor(), clipped)
 
 
 class Product(nn.Module):
-    """The weight and bias of a convolution or a linear layer, acting as its int8 codes will."""
+    """The weight and bias of a convolution or linear layer, rounded like the int8 codes."""
 
     def __init__(self, step: Step, bits: int, learn_scale: bool) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Product(nn.Module):
         self.rounded = RoundedWeight(self.weight, bits, "channel", None, learn_scale)
 
     def forward(self, step: Step, values: Tensor, before: Scale, after: Scale) -> Tensor:
-        """The step's value with these numbers; the bias counts what the products of codes do."""
+        """Return the step's value with the rounded weight and bias."""
         bias: Tensor | None = self.bias
         if bias is not None:
             rows, grid = self.rounded.grid(self.weight.detach())
@@ -71,12 +70,16 @@ class Product(nn.Module):
 
 
 class IntegerTraining(nn.Module):
-    """Train it like any model; `integers` is the `IntegerModel` that it has become."""
+    """A trainable network; `integers()` returns the equivalent `IntegerModel`."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Tensor], bits: int, activation_bits: int,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        bits: int,
+        activation_bits: int,
         learn_scale: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.steps, scales = calibrated(model, batches, bits, activation_bits, "minmax")
         dtype = next((s.weight.dtype for s in self.steps if s.weight is not None), batches[0].dtype)
@@ -86,21 +89,21 @@ class IntegerTraining(nn.Module):
         for number, step in enumerate(self.steps):
             if step.kind == "product":
                 self.products[str(number)] = Product(step, bits, learn_scale)
-                step.weight = step.bias = step.grid = None  # trained here, put back for integers
+                step.weight = step.bias = step.grid = None  # stored in `products`, see `integers`
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Float inputs -> float outputs, each value on its way as its int8 code says it."""
+        """Map float inputs to float outputs, with each value rounded to its int8 code."""
         values: dict[Step, Tensor] = {self.steps[0]: self.roundings[0](inputs)}
         for number, step in enumerate(self.steps[1:], 1):
             values[step] = self.value(number, [values[source] for source in step.sources])
         return values[self.steps[-1]]
 
     def value(self, number: int, sources: Sequence[Tensor]) -> Tensor:
-        """What a step makes of the values that it reads."""
+        """Return the value of a step from the values that it reads."""
         step, rounding = self.steps[number], self.roundings[number]
         if step.kind == "product":
             before = self.roundings[self.steps.index(step.sources[0])]
-            scales = (cast(Rounding, each).now() for each in (before, rounding))
+            scales = (cast(Rounding, scale_rounding).now() for scale_rounding in (before, rounding))
             result: Tensor = rounding(self.products[str(number)](step, *sources, *scales))
             return result
         result = step.uncut(*sources)
@@ -111,7 +114,7 @@ class IntegerTraining(nn.Module):
 
     @torch.no_grad()
     def integers(self) -> IntegerModel:
-        """The network of whole numbers with the outputs of this one."""
+        """Return the integer network with the outputs of this one."""
         steps = copy.deepcopy(self.steps)
         for key, product in self.products.items():
             assert isinstance(product, Product)

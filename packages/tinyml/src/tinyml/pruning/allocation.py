@@ -1,8 +1,8 @@
-"""How many bits, or which sparsity, each layer gets so that the whole fits in so many bytes.
+"""Allocation of bits or sparsities to layers under a budget of bytes.
 
-Notable: what each layer loses by itself (`sensitivity`) is taken to add up. Of all ways to choose
-one form for each layer the one with the least loss that fits is found by dynamic programming over
-bytes: with bytes rounded up to one part in 4,096 of the budget, so that what is chosen always fits.
+The losses of single layers (`sensitivity`) are assumed to add up. Dynamic programming over bytes
+finds the choice with the least total loss that fits. Bytes are rounded up to 1/4096 of the budget,
+so the choice always fits.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _PARTS = 4096
 
 @dataclass(frozen=True)
 class Allocation:
-    """What each layer is stored as; a layer with neither stays as it is."""
+    """The storage of each layer; a layer without bits or sparsity is unchanged."""
 
     bits: dict[str, int]
     sparsity: dict[str, float]
+    #: The size of the whole model, as `size_of(...).sparse_bytes` counts it.
     bytes: int
-    """Of the whole model as `size_of(...).sparse_bytes` counts it."""
+    #: The predicted loss of the metric if the losses of layers add up.
     loss: float
-    """What the metric loses if layers lose independently."""
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """A copy of the model, pruned and quantized so."""
+        """Return a copy of the model, pruned and quantized as allocated."""
         small = prune(model, self.sparsity).model if self.sparsity else model
         return quantize(small, self.bits) if self.bits else small
 
 
 def round_weight(weight: Tensor, bits: float) -> Tensor:
-    """The weight on `quantize`'s grid of so many bits: the `compress` of a scan over bits."""
+    """Return the weight rounded to `quantize`'s grid of this many bits, to scan over bits."""
     if bits != int(bits):
         raise ValueError(f"{bits} bits; a code has a whole number of them")
     rows = as_rows(weight.float(), "channel")
@@ -58,15 +58,16 @@ def allocate(
     sparsity: Sensitivity | None = None,
     larger_is_better: bool = True,
 ) -> Allocation:
-    """The bits and sparsities with the least loss for which the model fits in `budget_bytes`.
+    """Return the bits and sparsities with the least loss that fit in `budget_bytes`.
 
-    `bits` is `sensitivity(..., amounts=(2, 3, 4, ...), compress=round_weight)`, `sparsity` one over
-    shares. `larger_is_better` says of the metric whether it is an accuracy or a loss.
+    `bits` is `sensitivity(..., amounts=(2, 3, 4, ...), compress=round_weight)`, and `sparsity` is a
+    scan over sparsities. `larger_is_better` is True if the metric is an accuracy, False if it is a
+    loss.
     """
-    given = {"bits": bits, "sparsity": sparsity}
-    scans = {kind: scan for kind, scan in given.items() if scan is not None}
+    scans_by_kind = {"bits": bits, "sparsity": sparsity}
+    scans = {kind: scan for kind, scan in scans_by_kind.items() if scan is not None}
     if not scans:
-        raise ValueError("give a scan over bits, over sparsities, or both")
+        raise ValueError("expected a scan over bits, over sparsities, or both; got neither")
     layers = layers_of(model, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding))
     dense = {name: weight_of(layer).nbytes for name, layer in layers.items()}
     forms: dict[str, list[tuple[float, int, str, float]]] = {}
@@ -80,7 +81,7 @@ def allocate(
                 nbytes = _bytes(layers[name], kind, amount)
                 mine.append((max(lost, 0.0), nbytes, kind, amount))
     fixed = size_of(model).sparse_bytes - sum(dense[name] for name in forms)
-    least = fixed + sum(min(form[1] for form in each) for each in forms.values())
+    least = fixed + sum(min(form[1] for form in choices) for choices in forms.values())
     unit = max(1, budget_bytes // _PARTS)
     if least > budget_bytes:
         raise ValueError(f"{budget_bytes} bytes are below {least}, the least of these forms")
@@ -100,27 +101,27 @@ def _bytes(layer: nn.Module, kind: str, amount: float) -> int:
         check_bits(int(amount), "a grid has")
         rows = len(outputs_first(layer, weight) if is_conv1d(layer) else weight)
         return packed_bytes(weight.numel(), int(amount)) + rows * weight.itemsize
-    kept = weight.numel() - round(amount * weight.numel())
-    return min(weight.nbytes, -(-weight.numel() // 8) + kept * weight.itemsize)
+    nonzero = weight.numel() - round(amount * weight.numel())
+    return min(weight.nbytes, -(-weight.numel() // 8) + nonzero * weight.itemsize)
 
 
 def _cheapest(forms: list[list[Any]], room: int, unit: int) -> tuple[list[Any], float]:
-    """One of each list: least[b] is the least loss of those so far in at most b units."""
+    """Choose one form of each list; least[b] is the least loss of the lists so far in b units."""
     least = torch.zeros(room + 1, dtype=torch.float64)
     tables = []
-    for each in forms:
-        trials = torch.full((len(each), room + 1), torch.inf, dtype=torch.float64)
-        for number, (lost, nbytes, *_) in enumerate(each):
+    for choices in forms:
+        trials = torch.full((len(choices), room + 1), torch.inf, dtype=torch.float64)
+        for number, (lost, nbytes, *_) in enumerate(choices):
             size = -(-nbytes // unit)
             if size <= room:
                 trials[number, size:] = least[: room + 1 - size] + lost
         least, best = trials.min(0)
         tables.append(best)
     if not torch.isfinite(least[room]):
-        raise ValueError("the budget is too near to the least that these forms take")
+        raise ValueError("the budget is too close to the smallest size of these forms; increase it")
     chosen, total = [], float(least[room])
-    for each, best in zip(reversed(forms), reversed(tables), strict=True):
-        form = each[int(best[room])]
+    for choices, best in zip(reversed(forms), reversed(tables), strict=True):
+        form = choices[int(best[room])]
         room -= -(-form[1] // unit)
         chosen.append(form)
     return chosen[::-1], total

@@ -1,9 +1,9 @@
-"""Remove whole channels, hidden units and attention heads: a smaller dense model, faster anywhere.
+"""Removal of whole channels, hidden units and attention heads: a smaller dense model.
 
-The pruned model equals the dense one in which the weights that read the removed units are zero, and
-constants of removed units are in the biases of their readers. `check_equal` compares the two before
-the model is returned. `units` finds the units that share weights, `importance` ranks them, and
-`size_attributes` finds the attributes that contain their number.
+The pruned model equals the dense one in which the weights that read the removed units are zero and
+the constants of removed units are added to the biases of their readers. `check_equal` compares the
+two before the model is returned. `units` finds the units that share weights, `importance` ranks
+them, and `size_attributes` finds the attributes that contain their number.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ def prune_channels(
     number of units and as something else.
     """
     model = _dense_copy(model)
-    walk, held = Walk(model, inputs), guarded(model, protect)
+    walk, protected = Walk(model, inputs), guarded(model, protect)
     groups = _ranked(walk, model, inputs)
-    shares = sparsity if isinstance(sparsity, Mapping) else {}
+    fractions = sparsity if isinstance(sparsity, Mapping) else {}
     writers = sorted({name for group in groups for name in group.writers})
-    for name in shares:
+    for name in fractions:
         if name not in writers:
             why = next((f" ({g.stays})" for g in walk.groups() if name in g.writers), "")
             raise ValueError(
-                f"channels of [{name!r}] cannot go{why}; those of {writers} can"
+                f"channels of [{name!r}] cannot be removed{why}; those of {writers} can"
                 f"{nearest(name, writers)}"
             )
-    for share in shares.values() if isinstance(sparsity, Mapping) else [sparsity]:
-        if not 0 <= share < 1:
-            raise ValueError(f"sparsity is {share}; it is a share from 0 to below 1")
+    for fraction in fractions.values() if isinstance(sparsity, Mapping) else [sparsity]:
+        if not 0 <= fraction < 1:
+            raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     keep = {}
     for group in groups:
-        share = max((shares[n] for n in group.writers if n in shares), default=0.0)
-        share = share if isinstance(sparsity, Mapping) else sparsity
-        if held & {each.layer for each in group.slices}:
-            share = 0.0
-        kept = max(1, group.size - round(share * group.size))
-        keep[group] = group.order[:kept].sort().values
+        fraction = max((fractions[n] for n in group.writers if n in fractions), default=0.0)
+        fraction = fraction if isinstance(sparsity, Mapping) else sparsity
+        if protected & {piece.layer for piece in group.slices}:
+            fraction = 0.0
+        count = max(1, group.size - round(fraction * group.size))
+        keep[group] = group.order[:count].sort().values
     return _selected(model, walk, keep, inputs)
 
 
@@ -90,10 +90,12 @@ def _ranked(walk: Walk, model: nn.Module, inputs: tuple[Any, ...]) -> list[Group
 
 
 def _removable(walk: Walk, model: nn.Module) -> list[Group]:
-    found = walk.groups()
-    groups = [g for g in found if not g.stays and g.writers and g.layers("reader") and g.size > 1]
+    all_groups = walk.groups()
+    groups = [
+        g for g in all_groups if not g.stays and g.writers and g.layers("reader") and g.size > 1
+    ]
     if not groups:
-        why = "; ".join(f"{g.writers[0]}: {g.stays}" for g in found if g.writers and g.stays)
+        why = "; ".join(f"{g.writers[0]}: {g.stays}" for g in all_groups if g.writers and g.stays)
         raise ValueError(
             f"{type(model).__name__} has no channels between two layers to remove"
             f"{why and '; ' + why}"
@@ -111,40 +113,60 @@ def _selected(
     for group, index in keep.items():
         for name in add_constants(model, walk, group, _removed(group, index)):
             biases[name] = f"{name.removesuffix('.bias')}.weight"
-    zeroed, small = copy.deepcopy(model), model
-    chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
-    for group, index in keep.items():
-        gone = _removed(group, index)
-        for each in group.slices:
-            size = each.width * group.size
-            inside = (index[:, None] * each.width + torch.arange(each.width)).flatten()
-            places = chosen.setdefault((each.tensor, each.axis), [])
-            places.append((each.start, each.start + size, inside + each.start))
-            if each.role == "reader":
-                read = parameter_of(zeroed, each.tensor).narrow(each.axis, each.start, size)
-                lost = gone.repeat_interleave(each.width).to(read.device)
-                read.index_fill_(each.axis, lost.nonzero().flatten(), 0)
+    zeroed = copy.deepcopy(model)
+    chosen = _chosen_elements(keep, zeroed)
     for name, weight in biases.items():
         outputs = (weight, walk.products[weight].axes[1])
         if outputs in chosen:
             chosen[name, 0] = chosen[outputs]
-    for (name, axis), places in chosen.items():
-        whole, end = parameter_of(small, name), 0
-        parts: list[Tensor] = []
-        for start, stop, inside in sorted(places, key=lambda place: place[:2]):
-            parts.extend((torch.arange(end, start), inside))
-            end = stop
-        index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
-        layer, _, key = name.rpartition(".")
-        _replace(small.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
-    for (place, key), size in attributes.items():
-        setattr(small.get_submodule(place), key, size)
-    check_equal(small, zeroed, inputs, [getattr(model.get_submodule(p), k) for p, k in attributes])
-    return small
+    for (name, axis), pieces in chosen.items():
+        _select(model, name, axis, pieces)
+    old_sizes = [getattr(model.get_submodule(path), key) for path, key in attributes]
+    for (path, key), size in attributes.items():
+        setattr(model.get_submodule(path), key, size)
+    check_equal(model, zeroed, inputs, old_sizes)
+    return model
 
 
-def _removed(group: Group, kept: Tensor) -> Tensor:
-    return torch.ones(group.size, dtype=torch.bool).index_fill(0, kept, False)
+def _chosen_elements(
+    keep: Mapping[Group, Tensor], zeroed: nn.Module
+) -> dict[tuple[str, int], list[tuple[int, int, Tensor]]]:
+    """Return the elements to keep of each tensor and axis as (start, stop, indices).
+
+    The weights in `zeroed` that read removed units are set to zero.
+    """
+    chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
+    for group, index in keep.items():
+        removed = _removed(group, index)
+        for piece in group.slices:
+            size = piece.width * group.size
+            inside = (index[:, None] * piece.width + torch.arange(piece.width)).flatten()
+            pieces = chosen.setdefault((piece.tensor, piece.axis), [])
+            pieces.append((piece.start, piece.start + size, inside + piece.start))
+            if piece.role == "reader":
+                read = parameter_of(zeroed, piece.tensor).narrow(piece.axis, piece.start, size)
+                lost = removed.repeat_interleave(piece.width).to(read.device)
+                read.index_fill_(piece.axis, lost.nonzero().flatten(), 0)
+    return chosen
+
+
+def _select(
+    model: nn.Module, name: str, axis: int, pieces: Sequence[tuple[int, int, Tensor]]
+) -> None:
+    """Keep only the chosen elements of a tensor inside `pieces`, and all elements outside."""
+    whole = parameter_of(model, name)
+    end = 0
+    parts: list[Tensor] = []
+    for start, stop, inside in sorted(pieces, key=lambda piece: piece[:2]):
+        parts.extend((torch.arange(end, start), inside))
+        end = stop
+    index = torch.cat([*parts, torch.arange(end, whole.shape[axis])])
+    layer, _, key = name.rpartition(".")
+    _replace(model.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
+
+
+def _removed(group: Group, kept_units: Tensor) -> Tensor:
+    return torch.ones(group.size, dtype=torch.bool).index_fill(0, kept_units, False)
 
 
 def _new_sizes(
@@ -154,7 +176,7 @@ def _new_sizes(
 
     Raise `ValueError` if one attribute would need two numbers.
     """
-    found: dict[tuple[str, str], int] = {}
+    all_groups: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
         was: int = getattr(model.get_submodule(source.module), source.name)
         sizes = {use: _new_size(use, was, walk, keep) for use in uses}
@@ -167,8 +189,8 @@ def _new_sizes(
                     f"{source} = {was} would be {sizes[changed]} in {changed.node} and {size} in "
                     f"{use.node}; read the two from two attributes, or take the size from a tensor"
                 )
-        found[source.module, source.name] = sizes[changed]
-    return found
+        all_groups[source.module, source.name] = sizes[changed]
+    return all_groups
 
 
 def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
@@ -181,7 +203,7 @@ def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) 
 
 
 def _replace(layer: Any, key: str, tensor: Tensor) -> None:
-    """Another tensor, and the layer's attributes that say its sizes."""
+    """Replace a tensor of a layer and update the layer's attributes that contain its sizes."""
     old = getattr(layer, key)
     if isinstance(old, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
@@ -207,6 +229,6 @@ def _dense_copy(model: nn.Module) -> nn.Module:
     model = dense_copy(model)
     if any(isinstance(module, LoRA) for module in model.modules()):
         raise ValueError(
-            "the model has adapters, whose rank would change; merge them, or prune first"
+            "expected a model without adapters, whose rank would change; merge them, or prune first"
         )
     return model

@@ -97,19 +97,24 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
         if was in first.shape[1:dim]:
             continue  # dimensions of one size are resized together
         lengths = {was + 1, *(min(2 * n + 1, _LONGEST) for n in (was, *sizes))}
-        longer.append([
-            variant
-            for length in sorted(lengths, reverse=True)
-            if length > was
-            for base in (single, inputs)
-            for variant in _resized(base, dim, length)
-        ])  # fmt: skip
+        longer.append(
+            [
+                variant
+                for length in sorted(lengths, reverse=True)
+                if length > was
+                for base in (single, inputs)
+                for variant in _resized(base, dim, length)
+            ]
+        )
         yield [_call(variant) for variant in longer[-1]]
     for batch in _BATCHES:
         yield [_call(variant) for variant in _resized(inputs, 0, batch)]
         if first.dim() == 2 and not first.is_floating_point():
             for variants in longer:
-                resized = [tensors_in(_resized(each, 0, batch)[0])[0] for each in variants]
+                resized = [
+                    tensors_in(_resized(resize_inputs, 0, batch)[0])[0]
+                    for resize_inputs in variants
+                ]
                 yield [_cached(tokens) for tokens in resized]
 
 
@@ -125,9 +130,9 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     index = torch.arange(size) % was
 
     def resize(tensor: Tensor) -> Tensor:
-        for each in range(tensor.dim()):
-            if tensor.shape[each] == was and (each == 0) == (dim == 0):
-                tensor = tensor.index_select(each, index)
+        for resize_inputs in range(tensor.dim()):
+            if tensor.shape[resize_inputs] == was and (resize_inputs == 0) == (dim == 0):
+                tensor = tensor.index_select(resize_inputs, index)
         return tensor
 
     def resize_and_vary(tensor: Tensor) -> Tensor:
@@ -140,15 +145,19 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
         noise = torch.randn(resized.shape, generator=torch.Generator().manual_seed(0))
         return resized + noise.to(resized) * repetition.sign() * (tensor.std(correction=0) or 1.0)
 
-    return [tree_map_only(Tensor, each, inputs) for each in (resize_and_vary, resize)]
+    return [
+        tree_map_only(Tensor, resize_inputs, inputs) for resize_inputs in (resize_and_vary, resize)
+    ]
 
 
 def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool) -> None:
     try:
-        found = tensors_in(call(small))
+        outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(f"{_complaint(small)} ({error}); {_REMEDY}") from error
-    alike = len(found) == len(expected) and all(map(_alike, found, expected, [exact] * len(found)))
+    alike = len(outputs) == len(expected) and all(
+        map(_alike, outputs, expected, [exact] * len(outputs))
+    )
     if not alike:
         shape = tuple(expected[0].shape) if expected else ()
         raise ValueError(
@@ -170,7 +179,12 @@ def _alike(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
     if not exact.is_floating_point():
         return torch.equal(ours, exact)
     # Parts of a model may compute in float32 although its parameters have 64 bits.
-    least = 1e-5 if in_double else 1e-3 if torch.finfo(exact.dtype).bits > 16 else 0.1
+    if in_double:
+        tolerance = 1e-5
+    elif torch.finfo(exact.dtype).bits > 16:
+        tolerance = 1e-3
+    else:
+        tolerance = 0.1
     same = (ours == exact) | (ours.isnan() & exact.isnan())
     distance = (ours - exact).masked_fill(same, 0).norm()
-    return bool(distance <= least * exact.masked_fill(same & ~exact.isfinite(), 0).norm())
+    return bool(distance <= tolerance * exact.masked_fill(same & ~exact.isfinite(), 0).norm())

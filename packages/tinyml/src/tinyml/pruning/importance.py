@@ -1,9 +1,9 @@
-"""The importance of units: what they produce, times what reads them.
+"""The importance of units: the magnitude of what they contribute to their readers.
 
-A unit's score is the root of the sum, over the weights that read it, of ``|w|^2 E[x^2]``, where x
-is what arrives at the weight on the example inputs. A unit that never changes is dead and ranks
-last, whatever reads it: its constant can be added to the biases of its readers. "Never" is checked
-on noise in place of the inputs of every product, because an example may just not excite a unit.
+A unit's score is the root of the sum, over the weights that read it, of `|w|^2 E[x^2]`, where x is
+the input of that weight on the example. A unit that never changes is dead and ranks last: its
+constant can be added to the biases of its readers. This is checked on noise in place of the inputs
+of every product, because an example may not excite every unit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from tinyml.layers import check_finite, is_of
 from tinyml.pruning.units import Group, Product, Walk
 
+#: The least number of noise samples per unit, enough for any ReLU that can be active.
 _SAMPLES = 64
-"""Values of noise that each unit shows at least: a ReLU that can open does so within these."""
 _SCALES = (0.1, 1.0, 10.0, 100.0)
 
 
@@ -41,22 +41,22 @@ def _rank(group: Group, walk: Walk, model: nn.Module, example: _Probe, probe: _P
     norms, scores = torch.zeros(2, group.size, dtype=torch.float64)
     dead = torch.ones(group.size, dtype=torch.bool)
     values: dict[str, Tensor] = {}
-    for each in group.slices:
-        if each.role != "reader":
+    for piece in group.slices:
+        if piece.role != "reader":
             continue
-        product, elements = walk.products[each.tensor], each.width * group.size
-        weight = parameter_of(model, each.tensor).detach().double().cpu()
-        check_finite(each.tensor, weight)
-        rows = weight.narrow(each.axis, each.start, elements).movedim(each.axis, 0).flatten(1)
+        product, elements = walk.products[piece.tensor], piece.width * group.size
+        weight = parameter_of(model, piece.tensor).detach().double().cpu()
+        check_finite(piece.tensor, weight)
+        rows = weight.narrow(piece.axis, piece.start, elements).movedim(piece.axis, 0).flatten(1)
         power = rows.square().sum(1)
-        here = slice(each.start, each.start + elements)
+        elements_read = slice(piece.start, piece.start + elements)
         norms += power.view(group.size, -1).sum(1)
-        scores += (power * example.squares[each.tensor][here]).view(group.size, -1).sum(1)
-        low, high = probe.low[each.tensor][here], probe.high[each.tensor][here]
+        scores += (power * example.squares[piece.tensor][elements_read]).view(group.size, -1).sum(1)
+        low, high = probe.low[piece.tensor][elements_read], probe.high[piece.tensor][elements_read]
         fixed = high - low <= 1e-6 * torch.maximum(low.abs(), high.abs())
-        if not _has_room(model, each.tensor, product):
+        if not _has_room(model, piece.tensor, product):
             fixed &= (low == 0) & (high == 0)
-        values[each.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
+        values[piece.tensor] = torch.where(fixed, (low + high) / 2, torch.nan).view(group.size, -1)
         dead &= fixed.view(group.size, -1).all(1)
     # Units that the example never excites, but that are not dead, differ by their readers alone.
     order = norms.argsort(descending=True, stable=True)
@@ -73,26 +73,26 @@ def add_constants(model: nn.Module, walk: Walk, group: Group, gone: Tensor) -> l
     The result is exact except at the borders of a convolution that pads with zeros.
     """
     added = []
-    for each in group.slices:
-        if each.role != "reader":
+    for piece in group.slices:
+        if piece.role != "reader":
             continue
-        constant = group.constants[each.tensor][gone].nan_to_num(0.0)
+        constant = group.constants[piece.tensor][gone].nan_to_num(0.0)
         if not constant.any():
             continue
-        product, name = walk.products[each.tensor], each.tensor
+        product, name = walk.products[piece.tensor], piece.tensor
         weight = parameter_of(model, name)
-        units = weight.detach().narrow(each.axis, each.start, each.width * group.size)
-        units = units.movedim(each.axis, 0).unflatten(0, (group.size, each.width))[gone]
+        units = weight.detach().narrow(piece.axis, piece.start, piece.width * group.size)
+        units = units.movedim(piece.axis, 0).unflatten(0, (group.size, piece.width))[gone]
         outputs = product.axes[1] - (product.axes[1] > product.axes[0])
         units = units.double().movedim(2 + outputs, 2)
         units = units.reshape(*units.shape[:3], -1).sum(3)  # over the kernel
         change = torch.einsum("uw,uwo->o", constant.to(units), units)
-        layer = model.get_submodule(each.layer)
+        layer = model.get_submodule(piece.layer)
         bias = layer._parameters.get("bias")
         if bias is None:
             bias = nn.Parameter(weight.new_zeros(len(change)), requires_grad=weight.requires_grad)
             layer.bias = bias
-            added.append(f"{each.layer}.bias")
+            added.append(f"{piece.layer}.bias")
         bias.copy_((bias.double() + change).to(bias))
     return added
 
@@ -105,7 +105,7 @@ def parameter_of(model: nn.Module, name: str) -> Tensor:
 
 
 def _has_room(model: nn.Module, name: str, product: Product) -> bool:
-    """Return True if the layer can take a constant into its bias."""
+    """Return True if the layer's bias can absorb a constant."""
     layer, _, key = name.rpartition(".")
     module = model.get_submodule(layer)
     if key != "weight" or not is_of(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -113,11 +113,11 @@ def _has_room(model: nn.Module, name: str, product: Product) -> bool:
     if product.has_bias:
         return product.bias == f"{layer}.bias".lstrip(".")
     # Only the layer's own forward is known to use a bias that is added to it.
-    return module._parameters.get("bias", 0) is None and product.place == layer
+    return module._parameters.get("bias", 0) is None and product.module == layer
 
 
 class _Probe(fx.Interpreter):
-    """Runs the graph and records what arrives at each product, by the name of its weight."""
+    """Runs the graph and records the input of each product, by the name of its weight."""
 
     def __init__(self, walk: Walk, noise: torch.Generator | None) -> None:
         super().__init__(walk.graph.module)
@@ -129,7 +129,7 @@ class _Probe(fx.Interpreter):
         self.least_samples = _SAMPLES
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node, a product on noise if there is some."""
+        """Run one node; the inputs of products are replaced by noise if a generator was given."""
         if n not in self._products:
             return super().run_node(n)
         name, product = self._products[n]
@@ -152,6 +152,8 @@ class _Probe(fx.Interpreter):
     def _noise_like(self, value: Tensor, dim: int) -> Tensor:
         """Return normal numbers of several magnitudes, one magnitude per sample."""
         noise = torch.randn(value.shape, generator=self._noise)
-        each = [1 if d == dim else size for d, size in enumerate(value.shape)]
+        sample_shape = [1 if d == dim else size for d, size in enumerate(value.shape)]
         scales = torch.tensor(_SCALES)
-        return (noise * scales[torch.randint(len(scales), each, generator=self._noise)]).to(value)
+        return (noise * scales[torch.randint(len(scales), sample_shape, generator=self._noise)]).to(
+            value
+        )

@@ -1,10 +1,9 @@
-"""Set the weights that matter least to zero.
+"""Pruning of single weights: the least important ones are set to zero.
 
-Notable:
-- exactly the number asked for goes, ties included, where a threshold would drop all of them;
-- what matters is an argument. Magnitude needs nothing; with the norms of the inputs it is Wanda
-  (Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023);
-- the model stays dense and runs as before; `size_of` says what a sparse file of it takes.
+Exactly the requested number of weights is removed, even among ties, which a threshold would remove
+together. Importance is the magnitude, or, if the norms of the inputs are given, Wanda's criterion
+(Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", 2023). The model
+stays dense; `size_of` reports the size of a sparse file.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from tinyml.layers import (
 
 
 class Masks(dict[str, Tensor]):
-    """Which weights remain: name of the parameter -> bool tensor, True for what is kept."""
+    """The weights that remain: a bool tensor per parameter name, True for weights that are kept."""
 
     @property
     def sparsity(self) -> float:
-        """The share of zeros in all masked weights."""
+        """Return the fraction of zeros in all masked weights."""
         total = sum(mask.numel() for mask in self.values())
         return 1 - sum(int(mask.sum()) for mask in self.values()) / total
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
-        """Zero what is pruned, in place; names and shapes that do not fit change nothing."""
+        """Zero the pruned weights in place, after validating all names and shapes."""
         for parameter, mask in self._fitting(model):
             parameter.mul_(mask)
 
@@ -56,7 +55,7 @@ class Masks(dict[str, Tensor]):
         return pairs
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """From now on, apply the masks after every step of `optimizer`, for fine-tuning."""
+        """Apply the masks after every step of `optimizer`, for fine-tuning."""
         self._fitting(model)
         optimizer.register_step_post_hook(lambda *_: self.apply(model))
 
@@ -79,13 +78,14 @@ def prune(
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Pruned:
-    """A copy of `model` with the least important weights set to zero, and the masks.
+    """Return a copy of `model` with the least important weights set to zero, and the masks.
 
-    `sparsity` is the share to remove, of every layer or by layer name (others stay). With
-    scope="global" it is the share of all weights together, wherever they are. `pattern` "2:4"
-    keeps 2 of every 4 neighbors along the input instead, whatever `sparsity` says. `input_norms`
-    (see `input_norms`) turns magnitude into Wanda's importance |W| * ||x||. Weights of `layers` are
-    pruned but those of layers that `protect` names; biases never are.
+    `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
+    fractions; other layers are unchanged. With scope="global" it is the fraction of all weights
+    together. `pattern="2:4"` instead keeps 2 of every 4 neighbors along the input, regardless of
+    `sparsity`. `input_norms` (see `input_norms`) turns magnitude into Wanda's importance |W| *
+    ||x||. Layers of the types in `layers` are pruned, except those that `protect` names. Biases are
+    never pruned.
     """
     model = plain_copy(model)
     chosen = layers_of(model, layers, protect)
@@ -102,22 +102,22 @@ def prune(
         for name, layer in chosen.items()
     }
     if pattern is not None:
-        kept = {name: pattern_mask(score, pattern) for name, score in scores.items()}
+        keep = {name: pattern_mask(score, pattern) for name, score in scores.items()}
     elif scope == "global":
         if isinstance(sparsity, Mapping):
             raise ValueError("scope='global' takes one sparsity for all layers, not one for each")
         flat = smallest_mask(torch.cat([s.float().flatten() for s in scores.values()]), sparsity)
         parts = torch.split(flat, [s.numel() for s in scores.values()])
-        kept = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
+        keep = {n: p.view_as(s) for (n, s), p in zip(scores.items(), parts, strict=True)}
     elif scope == "layer":
-        share = for_each(sparsity, chosen, model)
-        kept = {name: smallest_mask(score, share[name]) for name, score in scores.items()}
+        fractions = for_each(sparsity, chosen, model)
+        keep = {name: smallest_mask(score, fractions[name]) for name, score in scores.items()}
     else:
-        raise ValueError(f"scope is {scope!r}; 'layer' or 'global'")
+        raise ValueError(f"expected scope 'layer' or 'global', got {scope!r}")
     masks = Masks(
         {
             f"{name}.weight".lstrip("."): outputs_first(chosen[name], mask)
-            for name, mask in kept.items()
+            for name, mask in keep.items()
         }
     )
     masks.apply(model)
@@ -125,14 +125,14 @@ def prune(
 
 
 def importance(weight: Tensor, input_norm: Tensor | None = None) -> Tensor:
-    """|W|, times the norm of each input if given (last dimension of a linear's weight)."""
+    """Return |W|, multiplied by the norm of each input if given (last dimension of the weight)."""
     return weight.abs() if input_norm is None else weight.abs() * input_norm
 
 
 def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
-    """True for all but the round(sparsity * n) smallest; among equals the first ones go."""
+    """Return False for the round(sparsity * n) smallest scores; ties are removed in order."""
     if not 0 <= sparsity <= 1:
-        raise ValueError(f"sparsity is {sparsity}; it is a share between 0 and 1")
+        raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)
     mask = torch.ones(score.numel(), dtype=torch.bool, device=score.device)
     mask[order[: round(sparsity * score.numel())]] = False
@@ -140,22 +140,22 @@ def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
 
 
 def pattern_mask(score: Tensor, pattern: str) -> Tensor:
-    """True for the n largest of every m neighbors in a row, pattern "n:m"."""
+    """Return True for the n largest scores of every m neighbors in a row, for pattern "n:m"."""
     if not (match := re.fullmatch(r"(\d+):(\d+)", pattern)):
-        raise ValueError(f"pattern is {pattern!r}; write n:m, as 2:4")
-    kept, group = map(int, match.groups())
+        raise ValueError(f"expected a pattern n:m such as '2:4', got {pattern!r}")
+    count, group = int(match[1]), int(match[2])
     width = score[0].numel()
-    if not 0 < kept <= group or width % group:
+    if not 0 < count <= group or width % group:
         raise ValueError(f"pattern {pattern} does not fit rows of {width}; m has to divide them")
     groups = score.reshape(-1, group)
     order = groups.argsort(dim=1, descending=True, stable=True)
-    mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :kept], True)
+    mask = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order[:, :count], True)
     return mask.view_as(score)
 
 
 @torch.no_grad()
 def input_norms(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The 2-norm of every input of every linear layer over `batches`, for Wanda."""
+    """Return the 2-norm of every input of every linear layer over `batches`, for Wanda."""
     squares: dict[str, Tensor] = {}
 
     def watch(name: str, layer: nn.Module) -> torch.utils.hooks.RemovableHandle:

@@ -1,9 +1,10 @@
-"""How much does the model lose if one layer alone is compressed, and by how much?
+"""Sensitivity: the change of a metric if a single layer is compressed.
 
-Notable: what comes before the layer does not change, so it is computed once. A first pass keeps
-what every layer returns; in a trial those before the first use of the compressed weight hand that
-out again. For L layers of equal cost that is (L + 1) / 2 layers a trial instead of L, with the same
-numbers to the bit, whatever the model's own code does between them.
+The part of the model before the compressed layer does not change, so it is computed once. A first
+pass records what every layer returns; in a trial, the layers before the first use of the compressed
+weight return these records. For L layers of equal cost, a trial runs (L + 1) / 2 layers on average
+instead of L. The results are identical to those of full runs, because the model's own code between
+the layers runs in every trial.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ Metric = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The metric of the untouched model, and with each layer compressed by each amount."""
+    """The metric of the unchanged model, and with each layer compressed by each amount."""
 
     baseline: float
     values: dict[str, dict[float, float]]
+    #: The number of scanned layers that were run: the cost of the scan.
     layer_calls: int
-    """Layers (of the kinds scanned) that were run: what the scan cost."""
 
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
-    """The weight without its smallest share: the default of a scan."""
+    """Return the weight without its smallest values; the default compression of a scan."""
     return weight * smallest_mask(importance(weight), sparsity)
 
 
@@ -50,14 +51,14 @@ def sensitivity(
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Sensitivity:
-    """Scan every layer alone over `amounts`, on a copy of the model.
+    """Scan every layer separately over `amounts`, on a copy of the model.
 
-    `batches` are pairs (inputs, targets), `metric(model(inputs), targets)` a number; batches count
-    by their length. `compress(weight, amount)` makes the trial weight: sparsity by default, but any
-    function will do, such as rounding to `amount` bits.
+    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. Batches
+    are weighted by their length. `compress(weight, amount)` returns the trial weight: pruned to a
+    sparsity by default, but any function is possible, such as rounding to `amount` bits.
     """
     if not batches:
-        raise ValueError("a scan needs at least one (inputs, targets) batch")
+        raise ValueError("expected at least one (inputs, targets) batch, got none")
     model = dense_copy(model).eval()
     weights = {
         name: layer.get_parameter("weight")
@@ -77,32 +78,34 @@ def sensitivity(
             baseline += float(metric(model(inputs), targets)) * len(targets)
         for name, amount, trial in trials:
             weight = weights[name]
-            kept, weight.data = weight.data, trial
+            dense, weight.data = weight.data, trial
             runs.begin(weight)
             total[name, amount] += float(metric(model(inputs), targets)) * len(targets)
-            weight.data = kept
+            weight.data = dense
     samples = sum(len(targets) for _, targets in batches)
     values = {name: {a: total[name, a] / samples for a in amounts} for name in weights}
     return Sensitivity(baseline / samples, values, runs.layers)
 
 
 class _Runs(TorchFunctionMode):
-    """Runs of one model on one batch. Inside `with` is the first, which the others start from."""
+    """Runs of one model on one batch; the run inside `with` records for later runs."""
 
     def __init__(self, layers: Iterable[nn.Module], weights: Iterable[nn.Parameter]) -> None:
         super().__init__()
+        #: The number of layers that were run in total.
         self.layers = 0
-        """How many layers were run in all."""
         self._weights = {id(weight) for weight in weights}
         self._returned: list[Any] = []
-        self._used: dict[int, int] = {}  # how many layers were run before a weight's first use
+        self._used: dict[int, int] = {}  # layers that run before a weight's first use
         self._at = self._start = 0
         self._first = False
         for layer in layers:
             layer.forward = self._watched(layer.forward)
 
     def __enter__(self) -> _Runs:
-        self._returned, self._used, self._first = [], {}, True
+        self._returned = []
+        self._used = {}
+        self._first = True
         self._at = self._start = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -112,13 +115,16 @@ class _Runs(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def begin(self, weight: nn.Parameter) -> None:
-        """The next run: what was run before this weight's first use returns what it returned."""
+        """Start a run in which layers before this weight's first use return their records."""
         self._at, self._start = 0, self._used.get(id(weight), 0)
 
     def __torch_function__(
-        self, function: Any, _: Any, arguments: Sequence[Any] = (),
+        self,
+        function: Any,
+        _: Any,
+        arguments: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         options = options or {}
         for value in (*arguments, *options.values()):
             if id(value) in self._weights:

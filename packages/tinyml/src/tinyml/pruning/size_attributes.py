@@ -26,8 +26,8 @@ class Source:
 
     module: str
     name: str
+    #: True if the integer is the result of arithmetic with the attribute.
     derived: bool = False
-    """Whether the integer is the result of arithmetic with the attribute."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}".lstrip(".")
@@ -36,7 +36,7 @@ class Source:
 class SizeReads(TorchFunctionMode):
     """Annotates the nodes of the graph whose sizes come from attributes.
 
-    `other_uses` describes, for each attribute, a use as something else than a size.
+    `other_uses` describes, for each attribute, a use that is not a size.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,21 @@ class SizeReads(TorchFunctionMode):
             self.other_uses.setdefault(Source(source.module, source.name), use)
 
     def __torch_function__(
-        self, function: Callable[..., Any], _: Any, arguments: tuple[Any, ...] = (),
+        self,
+        function: Callable[..., Any],
+        _: Any,
+        arguments: tuple[Any, ...] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         tagged = list(_tagged_in([arguments, options or {}]))
         plain, named = _untagged(arguments), _untagged(dict(options or {}))
         if not tagged:
             return function(*plain, **named)
         name = getattr(function, "__name__", str(function))
         sizes = _sizes(name, arguments, options or {})
-        for each in tagged:
-            if not any(each is size for size in sizes.values()):
-                self.note_other_use(each.sources, name)
+        for integer in tagged:
+            if not any(integer is size for size in sizes.values()):
+                self.note_other_use(integer.sources, name)
         with annotate({_KEY: {i: s.sources for i, s in sizes.items() if isinstance(s, _Tagged)}}):
             return function(*plain, **named)
 
@@ -78,8 +81,8 @@ def size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
     For a split the keys are the positions of the pieces; -1 stands for all of them.
     """
     custom = node.meta.get("custom") or {}
-    found: dict[int, tuple[Source, ...]] = custom.get(_KEY, {})
-    return found
+    sizes_by_dimension: dict[int, tuple[Source, ...]] = custom.get(_KEY, {})
+    return sizes_by_dimension
 
 
 def _sizes(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[int, Any]:
@@ -118,7 +121,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _untagged(value: Any) -> Any:
-    """Return `value` with plain integers; the object itself where there is nothing to replace."""
+    """Return `value` with plain integers; the object itself if it contains no tagged integer."""
     if isinstance(value, _Tagged):
         return int(value)
     if not any(True for _ in _tagged_in(value)):
@@ -132,16 +135,17 @@ def _untagged(value: Any) -> Any:
 
 
 class _Tagged(int):
-    """An integer that knows the attributes it was computed from."""
+    """An integer that records the attributes from which it was computed."""
 
     sources: tuple[Source, ...]
     reads: SizeReads
 
     @classmethod
     def of(cls, value: int, sources: Iterable[Source], reads: SizeReads) -> _Tagged:
-        made = cls(value)
-        made.sources, made.reads = tuple(dict.fromkeys(sources)), reads
-        return made
+        tagged = cls(value)
+        tagged.sources = tuple(dict.fromkeys(sources))
+        tagged.reads = reads
+        return tagged
 
     def __deepcopy__(self, _: Any) -> int:
         return self
@@ -177,9 +181,20 @@ def _observe(name: str) -> Callable[..., Any]:
 
 # `==` is left out: code compares sizes to check them.
 for _name in (
-    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__floordiv__",
-    "__rfloordiv__", "__mod__", "__rmod__", "__neg__", "__pow__", "__rpow__",
-):  # fmt: skip
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__rmod__",
+    "__neg__",
+    "__pow__",
+    "__rpow__",
+):
     setattr(_Tagged, _name, _derive(_name))
 for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__truediv__", "__rtruediv__", "__float__"):
     setattr(_Tagged, _name, _observe(_name))

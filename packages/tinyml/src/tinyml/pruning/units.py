@@ -1,33 +1,46 @@
-"""Which channels, hidden units and heads belong together: units followed through a model's graph.
+"""Units that several layers share, such as channels and heads, found by following a model's graph.
 
-Notable:
-- what one layer writes is read by others, through normalization, pooling, residual sums,
-  concatenation, heads. The exported graph says which tensors share their units along which axis;
-  those lose the same ones, together: a `Group`;
-- a unit is what can go alone: a channel; where a width is split into heads, a head of every
-  projection; with grouped queries, a head of keys and values and all queries that read it;
-- each operator has a rule: products write new units and read those that they sum over, most others
-  pass them on. What meets an operation without one, or one that mixes its units, stays.
+Note [Dependency groups]
+A layer's outputs are read by other layers, possibly after normalization, pooling or a residual sum.
+If a unit is removed, it has to disappear from every tensor along this path:
+
+    conv1.weight  (out, in, 3, 3)   writer, axis 0  --+
+    conv1.bias    (out)             writer, axis 0    |
+    bn1.weight    (channels)        passer, axis 0    +--> one Group with `size` units
+    conv2.weight  (out, in, 3, 3)   writer, axis 0    |    (x = bn1(conv1(y)) + conv2(y))
+    fc.weight     (out, in)         reader, axis 1  --+    (fc(x.mean((2, 3))))
+
+A `Slice` is one line of this picture: a tensor, an axis, and the range of elements in which the
+units are. Writers produce the units, passers transform each unit separately, and readers sum over
+them. `Walk` visits the nodes of the exported graph and creates a group for the outputs of each
+product. When an operator combines two values, as the sum above does, it merges their groups.
+
+A unit may be several elements wide: `width` is 64 for heads of 64 elements. Merging groups of
+different sizes makes units coarser, as for grouped-query attention: 8 query heads and 2
+key-value heads become 2 units, each with 4 query heads.
+
+Each operator has a rule in `_RULES`. Units that reach an operator without a rule, or an operator
+that mixes them, cannot be removed; `Group.stays` names that operator.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name, place_of
+from tinyml.exported import ELEMENTWISE, Exported, described, exported, module_of, operator_name
 from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
 
 
 @dataclass
 class Slice:
-    """Where a tensor holds units: `width` elements each along `axis`, from element `start` on."""
+    """The elements of a tensor that hold units: `width` per unit along `axis`, from `start` on."""
 
     tensor: str
     axis: int
@@ -37,36 +50,37 @@ class Slice:
 
     @property
     def layer(self) -> str:
-        """The module that holds the tensor."""
+        """Return the module that owns the tensor."""
         return self.tensor.rpartition(".")[0]
 
 
 @dataclass(eq=False)
 class Group:
-    """Units that several layers share, so that they go together."""
+    """Units that several layers share and lose together (Note [Dependency groups])."""
 
     size: int
     slices: list[Slice] = field(default_factory=list)
+    #: Why they have to stay: the operation that they meet.
+    #: The operator that prevents the removal of these units; empty if they can be removed.
     stays: str = ""
-    """Why they have to stay: the operation that they meet."""
+    #: The units from most to least important; see `tinyml.pruning.importance`.
     order: Tensor = field(default_factory=lambda: torch.empty(0))
-    """The units from most to least important; see `tinyml.pruning.importance`."""
+    #: For each reading weight the values of units that never change; nan for the other units.
     constants: dict[str, Tensor] = field(default_factory=dict)
-    """For each reading weight the values of units that never change; nan for the other units."""
 
     def layers(self, role: str) -> list[str]:
-        """Those that write, pass on or read the units, each once."""
+        """Return the layers with a slice of this role, without duplicates."""
         return list(dict.fromkeys(s.layer for s in self.slices if s.role == role))
 
     @property
     def writers(self) -> list[str]:
-        """Layers whose outputs they are."""
+        """Return the layers that produce the units."""
         return self.layers("writer")
 
     def coarsen(self, size: int) -> None:
-        """Join neighbors, so that there are `size` units."""
-        for each in self.slices:
-            each.width *= self.size // size
+        """Merge neighboring units so that `size` units remain."""
+        for piece in self.slices:
+            piece.width *= self.size // size
         self.size = size
 
 
@@ -74,8 +88,8 @@ class Group:
 class SizeUse:
     """A use of an attribute: the node, and the groups whose units the size counts.
 
-    Each group comes with the number of elements that it contributes; without groups the attribute
-    is something else than a number of units.
+    Each group comes with the number of elements that it contributes. Without groups, the attribute
+    is not a number of units.
     """
 
     node: str
@@ -84,40 +98,40 @@ class SizeUse:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a value with a weight: where the units are that it reads, and its bias."""
+    """A product of a value with a weight: the location of the units that it reads, and its bias."""
 
     node: fx.Node
     source: fx.Node
     dim: int
+    #: The dimensions of the weight for inputs and outputs.
     axes: tuple[int, int]
-    """The dimensions of the weight for inputs and outputs."""
     bias: str | None
     has_bias: bool
-    place: str
-    """The module whose forward computes it."""
+    #: The module whose forward computes it.
+    module: str
 
 
 @dataclass(frozen=True)
 class _Along:
-    """Which dimension of a value holds units: for each part of it the group and the elements."""
+    """The dimension of a value that holds units; `parts` are (group, number of elements)."""
 
     dim: int
     parts: tuple[tuple[Group, int], ...]
 
 
 class Walk:
-    """Follows units through a graph, merging the groups that meet."""
+    """Follows units through a graph and merges groups that have to lose the same units."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._reads = SizeReads()
         self.graph: Exported = exported(model, inputs, self._reads)
         self._merged: dict[Group, Group] = {}
         self._at: dict[fx.Node, Any] = {}
-        self._made: list[Group] = []
+        self._created: list[Group] = []
+        #: The product of each weight that is used once, by the weight's name.
         self.products: dict[str, Product] = {}
-        """The product of each weight that is used once, by the weight's name."""
+        #: The uses of each attribute that the code reads as the size of a tensor.
         self.size_uses: dict[Source, list[SizeUse]] = {}
-        """The uses of each attribute that the code reads as the size of a tensor."""
         self._users: dict[int, int] = {}
         for node in self.graph.nodes:
             if node.name in self.graph.constants:
@@ -135,7 +149,7 @@ class Walk:
         sized = node.op == "call_function" and operator_name(node) in _SIZED
         for index, sources in size_sources(node).items() if sized else ():
             if isinstance(result, list):
-                # A split along another dimension than that of the units counts something else.
+                # A split along another dimension does not count units.
                 source, _, *dim = node.args
                 pieces = result if index == -1 else result[index : index + 1]
                 across = (dim or [0])[0] in (pieces[0].dim, pieces[0].dim - len(_shape(source)))  # type: ignore[arg-type]
@@ -149,7 +163,7 @@ class Walk:
         self, node: fx.Node, sources: Sequence[Source], parts: tuple[tuple[Group, int], ...]
     ) -> None:
         for source in sources:
-            # A unit's part in the result of arithmetic does not say what the attribute counts.
+            # The result of arithmetic does not determine what the attribute itself counts.
             if not source.derived:
                 self.size_uses.setdefault(source, []).append(SizeUse(described(node), parts))
             elif not parts:
@@ -157,11 +171,11 @@ class Walk:
                 self.size_uses.setdefault(plain, []).append(SizeUse(described(node), ()))
 
     def groups(self) -> list[Group]:
-        """All of them, also those that have to stay."""
-        return list(dict.fromkeys(self.find(group) for group in self._made))
+        """Return all groups, including those whose units cannot be removed."""
+        return list(dict.fromkeys(self.find(group) for group in self._created))
 
     def find(self, group: Group) -> Group:
-        """The group that this one has become a part of."""
+        """Return the group into which this group was merged."""
         while group in self._merged:
             group = self._merged[group]
         return group
@@ -172,28 +186,29 @@ class Walk:
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
-            held = self._at[node.args[0]]  # type: ignore[index]
-            return held[operator.index(node.args[1])] if isinstance(held, list) else held  # type: ignore[arg-type]
+            value = self._at[node.args[0]]  # type: ignore[index]
+            index: Any = node.args[1]
+            return value[operator.index(index)] if isinstance(value, list) else value
         name = operator_name(node)
-        rule = getattr(self, f"_{_SAME.get(name, name)}", None)
+        rule = _RULES.get(name)
         known = any(isinstance(self._at[n], _Along) for n in node.all_input_nodes)
         if rule is None or not (known or name in _PRODUCTS):
             return self._stop(node)
         arguments: tuple[Any, ...] = node.args
-        return rule(node, *arguments, **node.kwargs)
+        return rule(self, node, *arguments, **node.kwargs)
 
     def _stop(self, node: fx.Node) -> None:
-        """Whatever comes in stays as it is."""
+        """Mark all units that reach this node as not removable."""
         for source in node.all_input_nodes:
-            held = self._at[source]
-            for along in held if isinstance(held, list) else [held]:
+            value = self._at[source]
+            for along in value if isinstance(value, list) else [value]:
                 for group, _ in along.parts if along is not None else ():
                     group = self.find(group)
                     group.stays = group.stays or (
                         "the model returns them" if node.op == "output" else described(node)
                     )
 
-    # Products write new units and read those along the dimension that they sum over.
+    # Rules of products: they create new units and read the units that they sum over.
 
     def _linear(self, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
         return self._product(node, x, weight, bias, (1, 0), _shape(x), -1)
@@ -212,9 +227,16 @@ class Walk:
         return self._together(node, [first, second])
 
     def _conv(
-        self, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None, stride: Any = 1,
-        padding: Any = 0, dilation: Any = 1, *rest: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        *rest: Any,
+    ) -> Any:
         transposed = "transpose" in operator_name(node)
         groups = rest[0] if rest and not transposed else 1
         if transposed:  # (x, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -225,18 +247,26 @@ class Walk:
         along, shape = self._at[x], _shape(weight)
         if transposed or along is None or along.dim != 1 or shape[1] != 1 or groups != _shape(x)[1]:
             return self._stop(node)
-        times = shape[0] // groups  # each channel by itself, so many filters each
-        names = [self._name(each) for each in (weight, bias) if each is not None]
+        times = shape[0] // groups  # a depthwise convolution: `times` filters per channel
+        names = [self._name(item) for item in (weight, bias) if item is not None]
         if None in names:
             return self._stop(node)
         self._note(along, [(str(name), 0) for name in names], "passer", times)
         return _Along(1, tuple((group, extent * times) for group, extent in along.parts))
 
     def _product(
-        self, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None,
-        axes: tuple[int, int], shape: tuple[int, ...], dim: int,
-    ) -> Any:  # fmt: skip
-        dim, along, name = dim % len(shape), self._at[x], self._name(weight)
+        self,
+        node: fx.Node,
+        x: fx.Node,
+        weight: fx.Node,
+        bias: fx.Node | None,
+        axes: tuple[int, int],
+        shape: tuple[int, ...],
+        dim: int,
+    ) -> Any:
+        dim = dim % len(shape)
+        along = self._at[x]
+        name = self._name(weight)
         added = None if bias is None else self._name(bias)
         if name is None or (bias is not None and added is None):
             return self._stop(node)
@@ -244,25 +274,28 @@ class Walk:
             self._note(along, [(name, axes[0])], "reader")
         else:
             self._stop(node)
-        self.products[name] = Product(node, x, dim, axes, added, bias is not None, place_of(node))
+        self.products[name] = Product(node, x, dim, axes, added, bias is not None, module_of(node))
         size = _shape(weight)[axes[1]]
         group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
         if added is not None:
             group.slices.append(Slice(added, 0, 0, 1, "writer"))
-        self._made.append(group)
+        self._created.append(group)
         return _Along(dim, ((group, size),))
 
     def _name(self, node: Any) -> str | None:
-        """The name of a parameter or buffer that is used at one place only."""
+        """Return the name of a parameter or buffer that is used exactly once, or None."""
         if not isinstance(node, fx.Node) or node.name not in self.graph.names:
             return None
-        once = self._users[self.graph.constants[node.name].data_ptr()] == 1
-        return self.graph.names[node.name] if once else None
+        is_used_once = self._users[self.graph.constants[node.name].data_ptr()] == 1
+        return self.graph.names[node.name] if is_used_once else None
 
     def _note(
-        self, along: _Along, tensors: list[tuple[str, int]],
-        role: Literal["passer", "reader"], times: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        along: _Along,
+        tensors: list[tuple[str, int]],
+        role: Literal["passer", "reader"],
+        times: int = 1,
+    ) -> None:
         start = 0
         for group, extent in along.parts:
             group = self.find(group)
@@ -272,14 +305,14 @@ class Walk:
             start += extent * times
 
     def _batch_norm(self, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
-        along, held = self._at[x], [r for r in rest[:4] if r is not None]
-        names = [self._name(each) for each in held]
+        along = self._at[x]
+        names = [self._name(item) for item in rest[:4] if item is not None]
         if along.dim != 1 or None in names:
             return self._stop(node)
         self._note(along, [(str(name), 0) for name in names], "passer")
         return along
 
-    # What works on each element alone, or mixes along other dimensions only, passes units on.
+    # Rules of operators that pass units on: they act on elements or mix other dimensions only.
 
     def _elementwise(self, node: fx.Node, *_: Any, **__: Any) -> Any:
         return self._broadcast(node, node.all_input_nodes, _shape(node))
@@ -313,7 +346,7 @@ class Walk:
         return self._together(node, moved)
 
     def _together(self, node: fx.Node, alongs: Sequence[_Along], grouped: bool = False) -> Any:
-        """The same units in several values: from here on one group for each part."""
+        """Merge the groups of several values that have to hold the same units, part by part."""
         first = alongs[0]
         for other in alongs[1:]:
             alike = len(first.parts) == len(other.parts) and all(
@@ -321,24 +354,30 @@ class Walk:
             )
             if not alike:
                 return self._stop(node)
-            for (one, _), (two, _) in zip(first.parts, other.parts, strict=True):
-                self._merge(self.find(one), self.find(two))
+            for (target, _), (merged, _) in zip(first.parts, other.parts, strict=True):
+                self._merge(self.find(target), self.find(merged))
         return first
 
-    def _merge(self, one: Group, two: Group) -> None:
-        if one is not two:
-            size = math.gcd(one.size, two.size)
-            one.coarsen(size)
-            two.coarsen(size)
-            one.slices += two.slices
-            one.stays = one.stays or two.stays
-            self._merged[two] = one
+    def _merge(self, first: Group, second: Group) -> None:
+        if first is not second:
+            size = math.gcd(first.size, second.size)
+            first.coarsen(size)
+            second.coarsen(size)
+            first.slices += second.slices
+            first.stays = first.stays or second.stays
+            self._merged[second] = first
 
     def _attention(
-        self, node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any = None, *_: Any,
+        self,
+        node: fx.Node,
+        q: fx.Node,
+        k: fx.Node,
+        v: fx.Node,
+        mask: Any = None,
+        *_: Any,
         **__: Any,
-    ) -> Any:  # fmt: skip
-        alongs = [self._at[each] for each in (q, k, v)]
+    ) -> Any:
+        alongs = [self._at[item] for item in (q, k, v)]
         dims = {along.dim if along is not None else -1 for along in alongs}
         shared = len(_shape(q)) - 3  # (..., heads, tokens, width)
         masked = mask is not None and len(_shape(mask)) > 2 and _shape(mask)[-3] != 1
@@ -347,7 +386,7 @@ class Walk:
         return self._together(node, alongs, grouped=True)
 
     def _inner(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-        """Windows, over the dimensions behind the second one."""
+        """Pass units through windows over dimensions after the second one."""
         along = self._at[x]
         return along if along.dim <= 1 and len(_shape(x)) > 2 else self._stop(node)
 
@@ -393,7 +432,7 @@ class Walk:
             for along, part in zip(alongs, parts, strict=True):
                 if along is None:
                     extent = _shape(part)[dim]
-                    joined.append((Group(1, stays="they come from elsewhere"), extent))
+                    joined.append((Group(1, stays="they are not outputs of a layer"), extent))
                 else:
                     joined += along.parts
             return _Along(dim, tuple(joined))
@@ -409,25 +448,32 @@ class Walk:
         along = self._at[x]
         if dim % len(_shape(x)) != along.dim:
             return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
-        total, ((group, extent), *more) = _shape(x)[along.dim], along.parts
+        total = _shape(x)[along.dim]
+        (group, extent), *more = along.parts
         group = self.find(group)
-        each = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
+        widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
         plain = not more and group.size == extent and not group.stays
-        if not plain or sum(each) != total or group.layers("reader") or not _alone(x):
+        if not plain or sum(widths) != total or group.layers("reader") or not _alone(x):
             return self._stop(node)
-        # One matrix that holds several, as queries, keys and values: from here on apart.
+        # A fused matrix, such as queries, keys and values, is split into separate groups.
         pieces, start = [], 0
-        for size in each:
+        for size in widths:
             slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
-            self._made.append(Group(size, slices))
-            pieces.append(_Along(along.dim, ((self._made[-1], size),)))
+            self._created.append(Group(size, slices))
+            pieces.append(_Along(along.dim, ((self._created[-1], size),)))
             start += size
         group.slices = []
         return pieces
 
     def _view(self, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-        """The dimension that begins where the units' one began; its rest may be split off."""
-        along, before, after = self._at[x], _shape(x), _shape(node)
+        """Return the dimension that starts where the units' dimension started.
+
+        The new dimension may include the dimensions after it, or only a leading part of the old
+        one.
+        """
+        along = self._at[x]
+        before = _shape(x)
+        after = _shape(node)
         size, lead = before[along.dim], math.prod(before[: along.dim])
         for dim, extent in enumerate(after):
             if math.prod(after[:dim]) == lead and (extent != 1 or size == 1):
@@ -438,12 +484,12 @@ class Walk:
             math.prod(before[along.dim : end]) for end in range(along.dim + 1, len(before) + 1)
         ]
         outside = [math.prod(after[dim:end]) for end in range(dim + 1, len(after) + 1)]
-        if extent in inside:  # as it was, or with the dimensions behind it
+        if extent in inside:  # unchanged, or flattened with the dimensions after it
             times = extent // size
             return _Along(dim, tuple((group, n * times) for group, n in along.parts))
         if size not in outside or len(along.parts) > 1:
             return self._stop(node)
-        group = self.find(along.parts[0][0])  # split, as into heads
+        group = self.find(along.parts[0][0])  # split, for example into heads
         group.coarsen(math.gcd(group.size, extent))
         return _Along(dim, ((group, extent),))
 
@@ -452,30 +498,47 @@ _PRODUCTS = {
     "linear", "addmm", "matmul", "mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d",
 }  # fmt: skip
-_RULES = {
-    "conv": "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d",
-    "matmul": "mm bmm",
-    "batch_norm": "_native_batch_norm_legit_no_training",
-    "layer_norm": "rms_norm",
-    "attention": "scaled_dot_product_attention",
-    "pad": "constant_pad_nd",
-    "mean": "sum amax amin",
-    "transpose": "t",
-    "split": "split_with_sizes",
-    "view": "reshape flatten unflatten _unsafe_view squeeze unsqueeze",
-    "inner": "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d "
-    "max_pool2d_with_indices upsample_nearest2d upsample_bilinear2d",
-    "elementwise": "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone "
-    "contiguous dropout feature_dropout _to_copy to alias detach masked_fill",
+_WINDOWS = (
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "
+    "upsample_nearest2d upsample_bilinear2d"
+)
+_ELEMENTWISE_TOO = (
+    "rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
+    "feature_dropout _to_copy to alias detach masked_fill"
+)
+#: The rule of each operator, called with the walk, the node and the node's arguments.
+_RULES: dict[str, Callable[..., Any]] = {
+    operator: rule
+    for rule, operators in (
+        (Walk._linear, "linear"),
+        (Walk._addmm, "addmm"),
+        (Walk._matmul, "matmul mm bmm"),
+        (Walk._conv, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
+        (Walk._batch_norm, "batch_norm _native_batch_norm_legit_no_training"),
+        (Walk._layer_norm, "layer_norm rms_norm"),
+        (Walk._prelu, "prelu"),
+        (Walk._attention, "scaled_dot_product_attention"),
+        (Walk._inner, _WINDOWS),
+        (Walk._pad, "pad constant_pad_nd"),
+        (Walk._softmax, "softmax _softmax"),
+        (Walk._mean, "mean sum amax amin"),
+        (Walk._permute, "permute"),
+        (Walk._transpose, "transpose t"),
+        (Walk._expand, "expand"),
+        (Walk._cat, "cat"),
+        (Walk._slice, "slice"),
+        (Walk._split, "split split_with_sizes"),
+        (Walk._view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
+        (Walk._elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _ELEMENTWISE_TOO),
+    )
+    for operator in operators.split()
 }
 _SIZED = {"view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes"}
-_SAME = dict.fromkeys(ELEMENTWISE, "elementwise")
-_SAME |= {operator: rule for rule, operators in _RULES.items() for operator in operators.split()}
 
 
 def _alone(node: fx.Node) -> bool:
-    """Whether nobody else reads what was written before it came here."""
+    """Return True if each value from the product to `node` has a single consumer."""
     while operator_name(node) not in _PRODUCTS:
         if len(node.users) > 1 or not node.all_input_nodes:
             return False

@@ -1,1 +1,1 @@
-"""Weights as palettes or on even grids, and products of whole numbers."""
+"""Palettes, even grids and integer products of weights."""

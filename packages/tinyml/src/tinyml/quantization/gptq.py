@@ -1,11 +1,10 @@
-"""Round weights one column after another, and let the later ones make up for the error.
+"""Calibrated rounding of weights: GPTQ, AWQ and SmoothQuant.
 
-Notable (Frantar et al., "GPTQ", 2023):
-- the sum over the data of (W x - Q x)^2 is what is kept small; its curvature H = sum x x^T is all
-  that is needed of the data;
-- it is the exact greedy method (optimal brain quantization) in a fixed order: the row of the
-  Cholesky factor of H^-1 is what inverting the rest of H at each step would give;
-- H of few or dependent inputs has no inverse. Its diagonal is raised until it has, never an error.
+GPTQ (Frantar et al., "GPTQ", 2023) rounds one column after another and updates the later columns to
+compensate for the error. It minimizes the sum over the data of (W x - Q x)^2, which depends on the
+data only through H = sum x x^T. It equals greedy optimal brain quantization in a fixed order: a row
+of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step. H is
+singular for few or dependent inputs; its diagonal is increased until the factorization succeeds.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ def gptq(
     damping: float = 0.01,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A copy of `model` with its linear weights rounded so that outputs on `batches` stay close.
+    """Return a copy of `model` with linear weights rounded by GPTQ on `batches`.
 
-    Runs `model(batch)` once for each batch, all batches in step: at each layer they wait until it
-    is rounded, so it is done on the inputs that the rounded ones before it make, and the cost grows
-    with the depth and no faster. A layer that never runs is rounded to the nearest.
+    `model(batch)` runs once per batch, with all batches in step: at each layer they wait until the
+    layer is rounded, so later layers are calibrated on the outputs of rounded layers. A layer that
+    never runs is rounded to the nearest code.
     """
 
     def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
@@ -91,45 +90,49 @@ def awq(
     steps: int = 20,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A copy of `model` whose linear weights are rounded after each input was scaled by its size.
+    """Return a copy of `model` with linear weights scaled by AWQ before rounding.
 
-    Inputs that are large on `batches` matter more, so their weights are multiplied by
-    s = mean(|x|)^a before rounding and divided by it when read, which makes their error smaller
-    (Lin et al., "AWQ", 2023, section 3.2). The share a of [0, 1) is the one of `steps` for which
-    the layer's outputs change least; a = 0 is rounding to the nearest. Batches run as in `gptq`.
+    Inputs that are large on `batches` matter more. Their weights are multiplied by s = mean(|x|)^a
+    before rounding and divided by s when read, which reduces their error (Lin et al., "AWQ", 2023,
+    section 3.2). The exponent a in [0, 1) is the one of `steps` values for which the layer's
+    outputs change least; a = 0 is rounding to nearest. Batches run as in `gptq`.
     """
 
     def rounded(layer: nn.Module, inputs: list[Tensor]) -> GridWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)
         first = outputs_first(layer, weight).float()
         hessian = second_moment(inputs) if inputs else _identity(first)
-        check_finite("what a layer is given", hessian)
+        check_finite("the inputs of a layer", hessian)
         tokens = torch.cat(inputs) if inputs else torch.ones_like(first[:1])
         size = tokens.float().abs().sum(0) / max(1, len(tokens))
         size = size.clamp(min=1e-4 * float(size.max()) + 1e-12)
         best, least = None, torch.inf
         for step in range(steps):
             divide = size ** (step / steps)
-            # As it is kept: the weights are divided by the very numbers that they were times.
+            # The weights are multiplied by the stored factors, by which they are divided later.
             divide = kept_in(weight.dtype, divide / (divide.max() * divide.min()).sqrt())
             rows = as_rows(first * wide(divide), kind, group_size)
             grid = grid_of(rows, bits, symmetric=symmetric, observer=observer)
             grid = grid.stored_as(weight.dtype)
-            made = GridWeight(
-                grid.quantize(rows), grid, weight, bits, transposed=transposed,
+            candidate = GridWeight(
+                grid.quantize(rows),
+                grid,
+                weight,
+                bits,
+                transposed=transposed,
                 divide=divide if step else None,
-            )  # fmt: skip
-            change = outputs_first(layer, made(weight)).double() - first.double()
+            )
+            change = outputs_first(layer, candidate(weight)).double() - first.double()
             error = float(((change @ hessian) * change).sum())
             if best is None or error < least:
-                best, least = made, error
+                best, least = candidate, error
         assert best is not None
         return best
 
     kind = granularity_of(None, group_size)
     check_bits(bits, "a grid has")
     if steps < 1:
-        raise ValueError(f"{steps} steps; one or more shares are tried")
+        raise ValueError(f"expected steps >= 1, got {steps}")
     return round_in_step(model, batches, rounded, protect)
 
 
@@ -142,14 +145,14 @@ def smoothquant(
     activations: Literal["dynamic", "auto"] = "dynamic",
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """`quantize(model, activations=...)` with inputs made even first, where a few are very large.
+    """Return `quantize(model, activations=...)` of a model whose inputs were smoothed first.
 
-    Each input is divided by s = max|x|^alpha / max|w|^(1 - alpha) and its weights multiplied by it,
-    so that the inputs' range is shared with the weights (Xiao et al., "SmoothQuant", 2023, equation
-    4). Layers that share their weight with another stay as they are.
+    Each input is divided by s = max|x|^alpha / max|w|^(1 - alpha), and its weights are multiplied
+    by s, so that the weights take over part of the inputs' range (Xiao et al., "SmoothQuant", 2023,
+    equation 4). Layers that share their weight with another layer are not smoothed.
     """
     if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}; a share from 0 to 1")
+        raise ValueError(f"expected 0 <= alpha <= 1, got {alpha}")
     model, divide = dense_copy(model, (nn.Linear,)), {}
     layers = layers_of(model, (nn.Linear,), protect)
     shared = [identity(module) for module in model.modules()]
@@ -158,7 +161,7 @@ def smoothquant(
         weight = outputs_first(layers[name], weight_of(layers[name])).float()
         check_finite(f"{name}.weight", weight)
         largest = torch.cat(inputs).float().abs().amax(0)
-        check_finite(f"what {name} is given", largest)
+        check_finite(f"the inputs of {name}", largest)
         ratio = largest.clamp(min=1e-5) ** alpha / weight.abs().amax(0).clamp(min=1e-5) ** (
             1 - alpha
         )
@@ -176,9 +179,9 @@ def round_in_step(
     rounded: Callable[[nn.Module, list[Tensor]], GridWeight],
     protect: Sequence[str],
 ) -> nn.Module:
-    """A copy with each linear weight as `rounded(layer, inputs)` makes it, first to last.
+    """Return a copy with each linear weight replaced by `rounded(layer, inputs)`, first to last.
 
-    A layer that never runs gets no inputs: an empty list.
+    `inputs` is an empty list for a layer that never runs.
     """
     model = dense_copy(model, (nn.Linear,))
     layers = layers_of(model, (nn.Linear,), protect)
@@ -189,7 +192,7 @@ def round_in_step(
     def visit(name: str, inputs: list[Tensor]) -> None:
         weight = weight_of(layers[name])
         done[name] = rounded(layers[name], inputs)
-        weight.copy_(done[name](weight))  # the layers behind it see what it will give
+        weight.copy_(done[name](weight))  # later layers are calibrated on its rounded outputs
 
     with evaluating(model):
         visit_in_step(model, some(batches), layers, visit)
@@ -202,11 +205,12 @@ def round_in_step(
 def gptq_codes(
     weight: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.01, block: int = 128
 ) -> Tensor:
-    """The codes (out, in) of a weight (out, in) on `grid`, given H = sum x x^T (in, in).
+    """Return the codes (out, in) of a weight (out, in) on `grid`, given H = sum x x^T (in, in).
 
-    `grid` has one row for the tensor, for each output, or for each group of inputs. `damping` is
-    the share of H's mean diagonal that is added to it. Errors are spread inside blocks of columns
-    first, then once to all columns after the block, which is the same sum in less memory traffic.
+    `grid` has one row for the tensor, per output, or per group of inputs. `damping` is the fraction
+    of H's mean diagonal that is added to the diagonal. Errors are propagated within blocks of
+    columns first and then once to all later columns, which is the same sum with less memory
+    traffic.
     """
     outputs, inputs = weight.shape
     if hessian.shape != (inputs, inputs):
@@ -233,32 +237,32 @@ def gptq_codes(
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """U, upper triangular, with U^T U = (H + d I)^-1, for the least d from `damping` on that works.
+    """Return upper triangular U with U^T U = (H + d I)^-1, for the first d that succeeds.
 
-    d is tried at `damping` times the mean of the diagonal, then at ten times that, and so on.
+    d starts at `damping` times the mean of the diagonal and is multiplied by ten until it succeeds.
     """
     hessian = hessian.double()
     identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
     mean = float(hessian.diagonal().mean())
-    if mean <= 0:  # no input was ever different from zero
+    if mean <= 0:  # all inputs are zero
         return identity
-    share = max(damping, 1e-12)
+    fraction = max(damping, 1e-12)
     while True:
-        lower, failed = torch.linalg.cholesky_ex(hessian + share * mean * identity)
+        lower, failed = torch.linalg.cholesky_ex(hessian + fraction * mean * identity)
         if not failed:
             upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and torch.isfinite(upper).all():
                 return upper
-        share *= 10
+        fraction *= 10
 
 
 def _by_column(part: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Scales or zero points of rows, as the (out, in) matrix that each column reads."""
-    each = part.double().numel()
-    if each % outputs and each != 1:
-        raise ValueError(f"{each} scales do not fit {outputs} outputs")
-    if each == 1:
+    """Expand scales or zero points of rows to a matrix (out, in)."""
+    count = part.double().numel()
+    if count % outputs and count != 1:
+        raise ValueError(f"{count} scales do not fit {outputs} outputs")
+    if count == 1:
         return part.double().expand(outputs, inputs)
     per_row = part.double().view(outputs, -1)
     return per_row.repeat_interleave(inputs // per_row.shape[1], dim=1)

@@ -1,10 +1,9 @@
-"""Even grids on tensors: r = S (q - Z), whole numbers q, a scale S and a zero point Z.
+"""Even grids on tensors: r = S (q - Z), with integers q, a scale S and a zero point Z.
 
-Notable:
-- one scale for the tensor, for each output channel, or for each group of inputs;
-- the range is the extremes, a percentile, or the one with the least squared error;
-- the formula is Jacob et al., "Quantization and Training of Neural Networks for Efficient
-  Integer-Arithmetic-Only Inference", 2018, section 2.1.
+There is one scale per tensor, per output channel, or per group of inputs. The range is given by the
+extremes, by a percentile, or by the least squared error. The formulas are those of Jacob et al.,
+"Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference",
+2018, section 2.1.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Granularity = Literal["tensor", "channel", "group"]
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of rows: `scale` and `zero` (rows, 1), codes from `low` to `high`."""
+    """The grid of rows: `scale` and `zero` (rows, 1), and codes from `low` to `high`."""
 
     scale: Tensor
     zero: Tensor
@@ -31,28 +30,28 @@ class Grid:
     high: int
 
     def quantize(self, rows: Tensor) -> Tensor:
-        """q = round(r / S) + Z, clamped to the range; int32."""
+        """Return q = round(r / S) + Z, clamped to the range, as int32."""
         codes = (rows / self.scale).round() + self.zero
         return codes.clamp(self.low, self.high).to(torch.int32)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """r = S (q - Z)."""
+        """Return r = S (q - Z)."""
         return self.scale * (codes - self.zero)
 
     def stored_as(self, dtype: torch.dtype) -> Grid:
-        """The same grid with scales that `dtype` holds exactly, so that codes fit what is kept."""
+        """Return the grid with scales that `dtype` represents exactly."""
         scale = self.scale.to(dtype).to(self.scale.dtype)
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # too small for `dtype`
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # underflow in `dtype`
         return Grid(scale, self.zero, self.low, self.high)
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In 32 bits if it has 16: what is computed from it is rounded once, at the end."""
+    """Convert a 16-bit tensor to float32, so that later results are rounded only once."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def kept_in(dtype: torch.dtype, factors: Tensor) -> Tensor:
-    """Positive factors as `dtype` holds them, none of them 0 or infinite."""
+    """Return positive factors in `dtype`, clamped away from zero and infinity."""
     limits = torch.finfo(dtype)
     return factors.to(dtype).clamp(limits.tiny, limits.max)
 
@@ -65,11 +64,11 @@ def grid_of(
     signed: bool = True,
     observer: Observer = "minmax",
 ) -> Grid:
-    """The grid for each row of a (rows, n) tensor.
+    """Return a grid for each row of a (rows, n) tensor.
 
-    Symmetric: Z = 0 and codes from -(2^(b-1) - 1) to 2^(b-1) - 1, so that -q is a code too (one bit
-    has -1 and 0 only). Otherwise S = (rmax - rmin) / (qmax - qmin), Z = round(qmin - rmin / S), and
-    the range is widened to hold zero, which then has a code of its own.
+    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so that -q is also a
+    code (one bit has only -1 and 0). Otherwise S = (rmax - rmin) / (qmax - qmin) and Z = round(qmin
+    - rmin / S), where the range is widened to include zero, which then has a code.
     """
     check_bits(bits, "a grid has")
     check_finite("the tensor to quantize", rows)
@@ -83,7 +82,7 @@ def grid_of(
     elif observer == "minmax":
         minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     else:
-        raise ValueError(f"observer is {observer!r}; 'minmax', 'percentile' or 'mse'")
+        raise ValueError(f"expected observer 'minmax', 'percentile' or 'mse', got {observer!r}")
     return _grid(minimum, maximum, low, high, symmetric)
 
 
@@ -122,19 +121,20 @@ def _least_error(rows: Tensor, low: int, high: int, symmetric: bool) -> Grid:
 
 
 def granularity_of(granularity: Granularity | None, group_size: int | None) -> Granularity:
-    """What has one scale: groups where a size is given, or else output channels."""
+    """Return the granularity; the default is "group" with a group size, else "channel"."""
     kind: Granularity = granularity or ("channel" if group_size is None else "group")
     if kind not in ("tensor", "channel", "group"):
-        raise ValueError(f"granularity is {kind!r}; 'tensor', 'channel' or 'group'")
+        raise ValueError(f"expected granularity 'tensor', 'channel' or 'group', got {kind!r}")
     if (kind == "group") != (group_size is not None):
         raise ValueError(
-            f"granularity={kind!r} with group_size={group_size}; groups have a size, others none"
+            f"granularity={kind!r} with group_size={group_size}; expected a group_size "
+            "with 'group' only"
         )
     return kind
 
 
 def as_rows(weight: Tensor, granularity: Granularity, group_size: int | None = None) -> Tensor:
-    """A weight as the rows that have a scale each."""
+    """Reshape a weight into rows with one scale per row."""
     if granularity == "tensor":
         return weight.reshape(1, -1)
     if granularity == "channel":

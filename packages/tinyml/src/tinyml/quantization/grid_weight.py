@@ -1,7 +1,7 @@
-"""Weights on an even grid, packed: what is stored of r = S (q - Z).
+"""Weights on an even grid, stored as packed codes of r = S (q - Z).
 
-Notable: the layer stays the layer it was. Its weight becomes a parametrization that unpacks the
-codes whenever the weight is read, so any layer that holds a weight can be compressed.
+The layer itself is unchanged. Its weight becomes a parametrization that unpacks the codes whenever
+the weight is read, so any layer with a weight can be compressed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,22 @@ class GridWeight(CompressedWeight):
     divide: Tensor | None
 
     def __init__(
-        self, codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False,
+        self,
+        codes: Tensor,
+        grid: Grid,
+        weight: Tensor,
+        bits: int,
+        *,
+        transposed: bool = False,
         divide: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        # What is stored of each input is so many times its weights: divided when it is read.
+        # The stored weights of each input are multiplied by `divide`; reading divides by it.
         self.register_buffer("divide", None if divide is None else divide.to(weight.dtype))
         self.transposed = transposed  # the weight is (in, out), its rows are of (out, in)
-        self.bits, self.shape, self.rows = bits, weight.shape, codes.shape
+        self.bits = bits
+        self.shape = weight.shape
+        self.rows = codes.shape
         self.low = grid.low
         self.register_buffer("codes", pack(codes - grid.low, bits))
         self.register_buffer("scale", grid.scale.to(weight.dtype))
@@ -56,41 +64,45 @@ class GridWeight(CompressedWeight):
         transposed: bool = False,
         divide: Tensor | None = None,
     ) -> GridWeight:
-        """What was saved, in place of a weight of this shape."""
+        """Return the saved codes of a weight with this shape."""
         grid = Grid(scale, torch.zeros_like(scale) if zero is None else zero, low, low)
         codes_like = torch.full((*rows,), low)
-        made = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
-        made.codes = codes
-        return made
+        restored = GridWeight(codes_like, grid, weight, bits, transposed=transposed, divide=divide)
+        restored.codes = codes
+        return restored
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Nothing: the codes are what is kept."""
+        """Return an empty tensor, because the codes are stored instead of the weight."""
         return empty_like_nothing(weight)
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """On the best grid of this form."""
+        """Return the weight rounded to the best grid of this format."""
         first = (weight.t() if self.transposed else weight).float()
         first = first if self.divide is None else first * wide(self.divide)
         grid = grid_of(first.reshape(self.rows), self.bits, symmetric=self.zero is None)
         grid = grid.stored_as(self.scale.dtype)
-        made = GridWeight(
-            grid.quantize(first.reshape(self.rows)), grid, weight, self.bits,
-            transposed=self.transposed, divide=self.divide,
-        )  # fmt: skip
-        dense: Tensor = made(weight)
+        restored = GridWeight(
+            grid.quantize(first.reshape(self.rows)),
+            grid,
+            weight,
+            self.bits,
+            transposed=self.transposed,
+            divide=self.divide,
+        )
+        dense: Tensor = restored(weight)
         return dense
 
     def format(self) -> list[int]:
-        """Bits and the lowest code."""
+        """Return the bits and the lowest code."""
         return [self.bits, self.low]
 
     def whole_numbers(self) -> Tensor:
-        """q, int16, as rows."""
+        """Return the codes q as int16 rows."""
         count = self.shape.numel()
         return (unpack(self.codes, self.bits, count).to(torch.int16) + self.low).view(self.rows)
 
     def forward(self, _: Tensor) -> Tensor:
-        """The dense weight."""
+        """Return the dense weight."""
         codes = self.whole_numbers()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)

@@ -1,15 +1,15 @@
-"""Run a model on many batches in step, pausing all of them at each layer.
+"""Synchronized forward passes: all batches run to the same layer before that layer is changed.
 
-Notable: a method that changes one layer after another, each on the inputs that the changed ones
-before it make, would have to run the model from the start for every layer. Here each batch runs
-once, in a thread of its own that waits inside the layer; one thread runs at a time, so nothing
-depends on their timing, and the model's code is called as it is.
+A method that changes layers one after another, each on the inputs that the changed layers before it
+produce, would otherwise run the model from the start for every layer. Here each batch runs once, in
+a separate thread that waits inside the layer. Only one thread runs at a time, so the result does
+not depend on scheduling, and the model's code is called unchanged.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 
 class _Stop(BaseException):
-    """Ends the other batches after one has failed."""
+    """Ends the other batches after one of them has failed."""
 
 
 class _Batch:
-    """One forward pass, which runs until it comes to a layer that is not done yet."""
+    """One forward pass, which runs until it reaches a layer that has not been visited."""
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
         self.waits_at: str | None = None
@@ -35,7 +35,7 @@ class _Batch:
     def _run(self, model: nn.Module, batch: Any) -> None:
         self._go.acquire()
         try:
-            with torch.no_grad():  # a thread has a mode of its own
+            with torch.no_grad():  # grad mode is local to a thread
                 model(batch)
         except _Stop:
             pass
@@ -45,7 +45,7 @@ class _Batch:
         self._paused.release()
 
     def pause(self, name: str, inputs: Tensor) -> None:
-        """Called by the batch's own thread, inside the layer."""
+        """Wait inside the layer; called by the batch's own thread."""
         self.waits_at, self.inputs = name, inputs
         self._paused.release()
         self._go.acquire()
@@ -54,19 +54,19 @@ class _Batch:
             raise _Stop
 
     def resume(self) -> None:
-        """Let it run to its next pause or its end."""
+        """Run the batch to its next pause or to its end."""
         self._go.release()
         self._paused.acquire()
 
     def stop(self) -> None:
-        """End it where it waits."""
+        """End the batch at the point where it waits."""
         if not self.over:
             self._stopped = True
             self.resume()
         self._thread.join()
 
     def is_running(self) -> bool:
-        """Whether the code that is running now is this batch's."""
+        """Return True if the calling thread is the batch's thread."""
         return threading.current_thread() is self._thread
 
 
@@ -76,10 +76,10 @@ def visit_in_step(
     layers: Mapping[str, nn.Module],
     visit: Callable[[str, list[Tensor]], None],
 ) -> None:
-    """Call `visit(name, inputs)` for each layer that runs, in the order in which they come to it.
+    """Call `visit(name, inputs)` for each layer that runs, in the order in which batches reach it.
 
-    `inputs` are those of all batches, (tokens, width) each, at the layer's first use. What `visit`
-    does to the layer is what the batches go on with. An error in the model is raised here.
+    `inputs` contains one tensor (tokens, width) per batch, from the layer's first call. The batches
+    continue with the layer as `visit` leaves it. An error in the model is raised in the caller.
     """
     done: set[str] = set()
     running: list[_Batch] = []
@@ -96,24 +96,10 @@ def visit_in_step(
         layer.register_forward_pre_hook(watch(name), with_kwargs=True)
         for name, layer in layers.items()
     ]
-    order: dict[str, None] = {}
     try:
         for batch in batches:
             running.append(_Batch(model, batch))
-        ready = list(running)
-        while True:
-            for batch in ready:
-                batch.resume()
-                if batch.error is not None:
-                    raise batch.error
-                if batch.waits_at is not None:
-                    order.setdefault(batch.waits_at)
-            waiting = [batch for batch in running if not batch.over]
-            if not waiting:
-                return
-            # Batches may take different ways: the layer that was met first is next.
-            name = next(n for n in order if any(batch.waits_at == n for batch in waiting))
-            ready = [batch for batch in waiting if batch.waits_at == name]
+        for name, ready in _stops(running):
             inputs = [b.inputs for b in ready if b.inputs is not None]
             visit(name, [x.reshape(-1, x.shape[-1]) for x in inputs])
             done.add(name)
@@ -124,11 +110,30 @@ def visit_in_step(
             handle.remove()
 
 
+def _stops(running: Sequence[_Batch]) -> Iterator[tuple[str, list[_Batch]]]:
+    """Run the batches from layer to layer; yield each layer and the batches that wait there."""
+    order: dict[str, None] = {}
+    ready = list(running)
+    while ready:
+        for batch in ready:
+            batch.resume()
+            if batch.error is not None:
+                raise batch.error
+            if batch.waits_at is not None:
+                order.setdefault(batch.waits_at)
+        waiting = {batch.waits_at for batch in running if not batch.over}
+        # Batches may follow different paths; the layer that was reached first is next.
+        name = next((name for name in order if name in waiting), None)
+        ready = [batch for batch in running if not batch.over and batch.waits_at == name]
+        if name is not None:
+            yield name, ready
+
+
 def second_moment(inputs: Sequence[Tensor]) -> Tensor:
-    """H = sum x x^T over inputs (tokens, width) each."""
+    """Return H = sum x x^T over inputs of shape (tokens, width)."""
     width = inputs[0].shape[-1]
     total = torch.zeros(width, width, dtype=torch.float64, device=inputs[0].device)
-    for each in inputs:
-        tokens = each.double()
+    for batch_inputs in inputs:
+        tokens = batch_inputs.double()
         total.addmm_(tokens.t(), tokens)
     return total

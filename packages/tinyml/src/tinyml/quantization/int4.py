@@ -1,8 +1,8 @@
-"""A linear layer of 4-bit weights that is faster than float for few tokens, where it is.
+"""A linear layer of 4-bit weights that is faster than float for few tokens where possible.
 
-Notable: one token reads every weight once, so the time is that of the memory, and an eighth of the
-bytes can be read in less of it. The kernel is torch's own for processors; it takes inputs and
-scales in bfloat16, groups of 32 to 256 inputs and multiples of 16 outputs.
+A single token reads every weight once, so its time is that of reading memory, and 4 bits are an
+eighth of float32. The kernel is torch's own for CPUs. It takes inputs and scales in bfloat16,
+groups of 32 to 256 inputs, and multiples of 16 outputs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tinyml.quantization.grid_weight import GridWeight
 
 
 class Int4Linear(FastestLinear):
-    """y = x w^T + bias with w = S (q - Z) of 4 bits, by the kernel or in float, what is faster.
+    """y = x w^T + bias with 4-bit w = S (q - Z), by the kernel or in float, whichever is faster.
 
-    `grid` is the stored weight. What the kernel reads takes as many bytes again, the dense weight
-    those of a float model.
+    `grid` is the stored weight. The kernel's copy has the same size, and the dense weight has the
+    size of a float model's.
     """
 
     ways: ClassVar[dict[str, str]] = {"weights alone": "_weights_alone", **FastestLinear.ways}
@@ -34,17 +34,17 @@ class Int4Linear(FastestLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight that the codes stand for."""
+        """Return the dense weight that the codes represent."""
         dense = self.grid(self.grid.scale)
         return dense.t() if self.transposed else dense
 
     def stored(self) -> tuple[Any, Any]:
-        """The codes and their scales."""
+        """Return the codes and their scales."""
         stored = cast(GridWeight, self._modules["grid"])._buffers
         return stored["codes"], stored["scale"]
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
-        packed, scales = self.kept("weights alone", self._packed)
+        packed, scales = self.prepared("weights alone", self._packed)
         tokens = self.divided(inputs, self.grid.divide).bfloat16()
         sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
         return self.finished(sums.float(), inputs)
@@ -52,7 +52,7 @@ class Int4Linear(FastestLinear):
     def _packed(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
         codes = grid.whole_numbers().view(self.out_features, self.in_features)
-        # The kernel's codes are from 0 to 15 and stand for scale (code - 8) + offset.
+        # The kernel's codes are 0 to 15 and represent scale (code - 8) + offset.
         packed = torch._convert_weight_to_int4pack_for_cpu((codes - grid.low).int(), 1)
         zero = torch.zeros_like(grid.scale) if grid.zero is None else grid.zero
         offset = grid.scale * (grid.low + 8 - zero)

@@ -1,7 +1,7 @@
-"""A linear layer that multiplies whole numbers: int8 weights, inputs rounded as they come.
+"""A linear layer that multiplies integers: int8 weights, and inputs rounded dynamically.
 
-Notable: the answer is defined by the integers alone, so it has the same bits on every machine; only
-the time depends on which exact product this machine is good at (see `products`).
+The result is defined by integer arithmetic, so it has the same bits on every machine. Only the time
+depends on the exact product that is used (see `products`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LEAST = 128 * torch.finfo(torch.float32).tiny
 
 
 class Int8Linear(FastestLinear):
-    """y = (q_x q_w^T) s_x s_w + bias, with a scale for each token and one for each output.
+    """y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
-    With may_stay_float=True each number of tokens is computed by what is fastest here: so, or with
-    inputs in bfloat16 and the weights as they are stored, or in float with the dense weight that
-    the codes stand for. `explain` says which, and the times.
+    With may_stay_float=True the fastest implementation is used for each number of tokens: this
+    product, bfloat16 inputs with the stored weights, or the dense weight in float. `explain`
+    returns the choice and the times.
     """
 
     weight_codes: Tensor
@@ -37,16 +37,20 @@ class Int8Linear(FastestLinear):
     }  # fmt: skip
 
     def __init__(
-        self, linear: nn.Module, observer: Observer = "minmax", *, may_stay_float: bool = False,
+        self,
+        linear: nn.Module,
+        observer: Observer = "minmax",
+        *,
+        may_stay_float: bool = False,
         divide: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(cast(Tensor | None, linear.bias))
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
         self.transposed = is_conv1d(linear)
-        # Each input over its own number, the weights times it: the same product (SmoothQuant). The
-        # weights are multiplied by what is kept to divide by, as it is after it was rounded.
+        # SmoothQuant divides each input by a factor and multiplies its weights by the same
+        # factor. Both use the stored factor, after it was rounded to `dtype`.
         self.register_buffer("divide", None if divide is None else kept_in(self.dtype, divide))
         weight = weight.float() if self.divide is None else weight.float() * wide(self.divide)
         grid = grid_of(weight, 8, observer=observer)
@@ -55,12 +59,12 @@ class Int8Linear(FastestLinear):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight that the codes stand for."""
+        """Return the dense weight that the codes represent."""
         dense = self.weight_codes * self.scale[:, None]
         return (dense if self.divide is None else dense / wide(self.divide)).to(self.dtype)
 
     def stored(self) -> tuple[Any, Any]:
-        """The codes and their scales."""
+        """Return the codes and their scales."""
         return self._buffers["weight_codes"], self._buffers["scale"]
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -68,11 +72,11 @@ class Int8Linear(FastestLinear):
         super()._load_from_state_dict(state, prefix, *rest)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Rows of the weight, as an embedding reads them."""
+        """Return rows of the weight, as an embedding reads them."""
         return (self.weight_codes[index] * self.scale[index][..., None]).to(self.dtype)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
-        """What is computed for so many tokens, by which exact product, and the times of both."""
+        """Return the implementation, the exact product and all times per number of tokens."""
         products = [str(self._weights().choice(self.example(n).float())) for n in tokens]
         if self.always:
             return products
@@ -85,11 +89,11 @@ class Int8Linear(FastestLinear):
         return self.finished(sums.mul_(scale).mul_(self.scale), inputs)
 
     def _weights(self) -> Int8Weights:
-        weights: Int8Weights = self.kept("int8", lambda: Int8Weights(self.weight_codes))
+        weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
         return weights
 
     def _weights_alone(self, inputs: Tensor) -> Tensor:
-        """Inputs and sums as bfloat16, weights as they are stored: a fourth of float32's bytes."""
+        """Multiply bfloat16 inputs by the stored weights, a quarter of float32's bytes."""
         tokens = self.divided(inputs, self.divide).bfloat16()
         ones = torch.ones(self.out_features, dtype=torch.bfloat16, device=tokens.device)
         sums = torch._weight_int8pack_mm(tokens, self.weight_codes, ones)
@@ -100,12 +104,12 @@ def with_int8_linears(
     model: nn.Module,
     observer: Observer = "minmax",
     activations: Literal["dynamic", "auto"] = "dynamic",
-    held: Collection[str] = (),
+    protected: Collection[str] = (),
     divide: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
-    """Linear layers in int8, in place; with "auto" those that gain by it here.
+    """Replace linear layers by int8 layers in place; with "auto" only those that become faster.
 
-    `divide` holds what the inputs of a layer are divided by, by its name.
+    `divide` maps the name of a layer to the factors by which its inputs are divided.
     """
     auto = activations == "auto"
 
@@ -114,4 +118,4 @@ def with_int8_linears(
         table = Int8Linear(linear, observer, may_stay_float=auto, divide=over)
         return table if not auto or table.gains() else None
 
-    return with_fastest_linears(model, make, held)
+    return with_fastest_linears(model, make, protected)

@@ -1,13 +1,11 @@
-"""Weights as a palette: 2^b shared values and a b-bit code for each weight.
+"""Weights as palettes: 2^b shared values and a b-bit code per weight.
 
-Notable:
-- in one dimension a cluster is an interval, so after one sort and prefix sums an iteration of
-  Lloyd's algorithm costs k binary searches; it runs to the exact fixed point;
-- from evenly spaced centroids that point can be several times worse than the best there is. So it
-  starts at the exact optimum for a summary of the values, found by dynamic programming (Wang and
-  Song, "Ckmeans.1d.dp", 2011);
-- the palette is a parameter: a weight is looked up in it, so its gradient is the sum over the
-  weights of a cluster, that of "Deep Compression" (Han et al., 2016, section 3.3), from autograd.
+In one dimension a cluster is an interval. After one sort and prefix sums, an iteration of Lloyd's
+algorithm costs k binary searches, and it runs to the exact fixed point. From evenly spaced
+centroids this point can be several times worse than the optimum. Therefore it starts at the exact
+optimum for a summary of the values, found by dynamic programming (Wang and Song, "Ckmeans.1d.dp",
+2011). The palette is a parameter, so its gradient is the sum over the weights of a cluster ("Deep
+Compression", Han et al., 2016, section 3.3).
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ def kmeans_quantize(
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A copy of `model` in which each weight is one of 2^bits values of its layer.
+    """Return a copy of `model` in which each weight is one of 2^bits values of its layer.
 
-    `bits` may be given by layer name; other layers, and those that `protect` names, stay. The
-    palettes train like any parameter, the codes do not change.
+    `bits` may be a mapping from layer names to bits; other layers, and those that `protect` names,
+    are unchanged. The palettes can be trained like any parameter; the codes do not change.
     """
     model = plain_copy(model)
     widths = for_each(bits, layers_of(model, layers, protect), model)
@@ -54,7 +52,7 @@ def kmeans_quantize(
 
 
 class Palette(CompressedWeight):
-    """A weight as `codes` (packed) into a palette, the trainable tensor."""
+    """A weight as packed `codes` into a palette, which is the trainable tensor."""
 
     codes: Tensor
 
@@ -67,45 +65,48 @@ class Palette(CompressedWeight):
 
     @staticmethod
     def restore(weight: Tensor, codes: Tensor, *, bits: int, palette: Tensor) -> Palette:
-        """What was saved, in place of a weight of this shape."""
-        made = Palette(weight.new_zeros(1), 1)
-        made.bits, made.shape, made._palette, made.codes = bits, weight.shape, palette, codes
-        return made
+        """Return the saved palette of a weight with this shape."""
+        restored = Palette(weight.new_zeros(1), 1)
+        restored.bits = bits
+        restored.shape = weight.shape
+        restored._palette = palette
+        restored.codes = codes
+        return restored
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The palette."""
+        """Return the palette."""
         return self._palette.to(weight)
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """By the best palette of so many bits."""
+        """Return the weight rounded to the best palette of the same size."""
         palette, codes = kmeans(weight, 2**self.bits)
         return palette.to(weight)[codes.long()]
 
     def format(self) -> list[int]:
-        """Bits."""
+        """Return the bits per code."""
         return [self.bits]
 
     def forward(self, palette: Tensor) -> Tensor:
-        """The dense weight."""
+        """Return the dense weight."""
         codes = unpack(self.codes, self.bits, self.shape.numel())
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
 _MOST = 2**15  # codes are int16
 _MOST_BY_SUMMARY = 256  # its table has (4 k)^2 numbers
-_ALL_OF_THEM = 1024  # so many distinct values are clustered as they are, more by a summary
+_ALL_OF_THEM = 1024  # the number of distinct values that are clustered without a summary
 
 
 @torch.no_grad()
 def kmeans(
     values: Tensor, k: int, *, init: Tensor | None = None, max_iterations: int = 10_000
 ) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
+    """Run Lloyd's algorithm to its fixed point, from `init` or from the optimum for a summary.
 
-    The summary is the values themselves if at most 1024 are distinct, so that the result is the
-    optimum, or else the means of about 1024 intervals. Above 256 clusters the start is the means of
-    as many values each. Returns the centroids (min(k, distinct values), ascending, float64) and,
-    for each value, the number of its centroid (int16, shaped as `values`).
+    The summary is the values themselves if at most 1024 are distinct, so that the result is
+    optimal. Otherwise it is the means of about 1024 intervals. Above 256 clusters the start is the
+    means of equally large groups. Return the centroids (min(k, distinct values), ascending,
+    float64) and the index of each value's centroid (int16, with the shape of `values`).
     """
     if not 1 <= k <= _MOST:
         raise ValueError(f"{k} clusters; give 1 to {_MOST:,}")
@@ -141,7 +142,7 @@ def kmeans(
             break
         edges, counts = new, new.diff()
         means = sums[edges].diff() / counts.clamp(min=1)
-        # An empty cluster keeps its place; its neighbors may still move a value to it.
+        # An empty cluster keeps its centroid; its neighbors may still move a value to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = _codes(flat, _boundaries(centroids, flat))
     return centroids, codes.view(values.shape)
@@ -150,13 +151,15 @@ def kmeans(
 def _sorted(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         return flat.sort().values
-    return torch.from_numpy(np.sort(flat.numpy()))  # with vector instructions, unlike torch's
+    return torch.from_numpy(
+        np.sort(flat.numpy())
+    )  # numpy sorts with vector instructions, torch does not
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
-    """The middles of neighbors, each as the largest number of `like`'s type that is not above it.
+    """Return the midpoints of neighbors, rounded down to `like`'s type.
 
-    A value is at most the middle exactly if it is at most that number, so nothing is rounded.
+    A value is at most the midpoint exactly if it is at most the rounded midpoint.
     """
     middles = (centroids[1:] + centroids[:-1]) / 2
     rounded = middles.to(like)
@@ -165,10 +168,10 @@ def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
 
 
 def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
-    """How many boundaries each value is above, int16."""
+    """Return the number of boundaries below each value, as int16."""
     if len(boundaries) > 31 or flat.device.type != "cpu":
         return torch.bucketize(flat, boundaries).to(torch.int16)
-    # A few comparisons of what is in the cache are faster than a search for each value.
+    # A few comparisons of cached values are faster than a binary search per value.
     codes = torch.empty(flat.numel(), dtype=torch.int16)
     for values, out in zip(flat.split(1 << 15), codes.split(1 << 15), strict=True):
         above = torch.zeros(len(values), dtype=torch.uint8)
@@ -180,16 +183,16 @@ def _codes(flat: Tensor, boundaries: Tensor) -> Tensor:
 
 @torch.no_grad()
 def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
-    """The k centroids with the least squared error there is, for sorted points with counts.
+    """Return the k centroids with the least squared error for sorted points with counts.
 
-    cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean:
-    k n^2 steps and n^2 numbers for n points, which should be some thousands at the most.
+    cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean. This
+    takes k n^2 steps and n^2 numbers for n points, so n should be at most several thousand.
     """
     n, k = points.numel(), min(k, points.numel())
     error = _interval_errors(points, counts)
     cost, starts = error[0], []
     for _ in range(k - 1):
-        # The last cluster is points j..i; what lies before j is clustered already.
+        # The last cluster is points j..i; the points before j are already clustered.
         before = torch.cat([cost.new_full((1,), torch.inf), cost[:-1]])
         cost, start = (before[:, None] + error).min(0)
         starts.append(start)
@@ -206,7 +209,7 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """The means and counts of up to 2 bins intervals, half of equal width, half of equal count."""
+    """Return the means and counts of up to 2 `bins` intervals, half by width and half by count."""
     widths = torch.linspace(float(ordered[0]), float(ordered[-1]), bins + 1, dtype=torch.float64)
     by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered))
     by_count = torch.arange(bins + 1, device=ordered.device) * ordered.numel() // bins
@@ -216,9 +219,9 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
-    """error[j, i] of the points j..i around their mean; infinite where j > i."""
+    """Return error[j, i] of the points j..i around their mean; infinite if j > i."""
     zero = points.new_zeros(1)
-    centered = points - points.mean()  # keeps the differences of prefix sums precise
+    centered = points - points.mean()  # reduces cancellation in differences of prefix sums
     weight = torch.cat([zero, counts.double().cumsum(0)])
     total = torch.cat([zero, (counts * centered).cumsum(0)])
     square = torch.cat([zero, (counts * centered.square()).cumsum(0)])

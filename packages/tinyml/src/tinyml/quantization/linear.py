@@ -1,4 +1,4 @@
-"""Linear quantization of a model: which weights, how many bits, which product."""
+"""Linear quantization of a model: the choice of weights, bits and products."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ def quantize(
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """A copy of `model` whose weights are `bits`-bit whole numbers on a grid.
+    """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
 
-    One scale for each output channel (row), unless `group_size` or `granularity` says otherwise.
-    `bits` may be given by layer name; other layers, and those that `protect` names, stay.
-    activations="dynamic" also rounds the inputs of linear layers to int8 as they come and
-    multiplies whole numbers (see `Int8Linear`), with the same bits everywhere, by the exact product
-    that is fastest here. "auto", with 8 or 4 bits, is for speed: linear layers (and embeddings tied
-    to them) by what is measured to be fastest here for so many tokens, float32 among it, for which
-    a dense weight is kept beside; a layer that nothing computes faster than float stays as it was.
-    4 bits are in groups, of 32 inputs unless said otherwise. Weights alone are only smaller.
+    There is one scale per output channel (row) unless `group_size` or `granularity` is given.
+    `bits` may be a mapping from layer names to bits; other layers, and those that `protect` names,
+    are unchanged.
+
+    activations="dynamic" also rounds the inputs of linear layers to int8 and multiplies integers
+    (see `Int8Linear`), with the same bits on every machine. activations="auto", with 8 or 4 bits,
+    is for speed: linear layers, and embeddings tied to them, use the implementation that was
+    measured to be fastest for the number of tokens. Float32 is one of the implementations and needs
+    a dense weight in memory. Layers that no implementation makes faster are unchanged. 4-bit groups
+    have 32 inputs by default. With activations="float" the model is smaller but not faster.
     """
     if activations == "auto" and bits == 4:
         group_size = 32 if granularity is None and group_size is None else group_size
@@ -73,12 +75,12 @@ def quantize(
     if activations in ("dynamic", "auto"):
         if bits != 8 or granularity != "channel" or not symmetric:
             raise ValueError(
-                f"activations={activations!r} takes bits=8, one symmetric scale a channel; "
+                f"activations={activations!r} takes bits=8, one symmetric scale per channel; "
                 f"got bits={bits}, granularity={granularity!r}, symmetric={symmetric}"
             )
         return with_int8_linears(model, observer, activations, guarded(model, protect))
     if activations != "float":
-        raise ValueError(f"activations is {activations!r}; 'float', 'dynamic' or 'auto'")
+        raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
     widths = for_each(bits, layers_of(model, layers, protect), model)
 
     def compress(name: str, layer: nn.Module) -> CompressedWeight | None:

@@ -1,7 +1,7 @@
-"""Whole numbers of 1 to 8 bits in bytes, without a wasted bit.
+"""Packing of integers of 1 to 8 bits into bytes without unused bits.
 
-A width that divides 8 is packed by shifts; another is the sum of such widths (3 = 2 + 1), each a
-plane of its own.
+A width that divides 8 is packed by shifts. Any other width is a sum of such widths (3 = 2 + 1), and
+each of them is packed as a separate plane.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take."""
+    """Return the number of bytes for `count` codes of `bits` bits."""
     return sum(-(-count * width // 8) for width in _planes(bits))
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes from 0 to 2^bits - 1, any shape, as a flat uint8 tensor of `packed_bytes`."""
+    """Pack codes from 0 to 2^bits - 1 of any shape into a flat uint8 tensor of `packed_bytes`."""
     flat = codes.reshape(-1).to(torch.uint8)
     if flat.numel() and int(codes.max()) >= 2**bits:
         raise ValueError(f"code {int(codes.max())} does not fit in {bits} bits")
@@ -31,7 +31,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` codes, flat uint8, that `pack` made `packed` from."""
+    """Return the `count` codes, flat uint8, from which `pack` produced `packed`."""
     codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
     start = shift = 0
     for width in _planes(bits):
@@ -45,5 +45,5 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def _planes(bits: int) -> list[int]:
     if not 1 <= bits <= 8:
-        raise ValueError(f"{bits} bits; a code has 1 to 8")
+        raise ValueError(f"expected 1 to 8 bits per code, got {bits}")
     return [width for width in (8, 4, 2, 1) if bits & width]

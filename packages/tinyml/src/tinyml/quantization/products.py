@@ -1,15 +1,17 @@
-"""Products of whole numbers, by whichever exact way is fastest on the machine at hand.
+"""Exact integer products by the fastest implementation on this machine.
 
-Notable:
-- every way returns the same integers, so which one is taken changes the time and never a bit;
-- a sum of int8 products is exact in float32 while no partial sum can pass 2^24. The weights say how
-  far that goes: 127 times the sum of |w| along a row bounds everything that is met on the way;
-- without int8 dot products (VNNI, AMX) a processor adds pairs of products in 16 bits, and
-  `torch._int_mm` clips them (pytorch issue 136746). Half of a weight, w >> 1, has one bit less and
-  cannot be clipped: w = 2 (w >> 1) + (w & 1), two products instead of one;
-- an instruction that exists may still be slow, so nothing is chosen by the processor's flags: at
-  the first product of a shape class every way is tried on the real weights, those that return a
-  wrong integer are dropped, and the fastest is kept.
+Note [Exact products]
+Every implementation returns the same integers, so the choice changes the time but never a bit.
+A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. The weights determine
+when this holds: 127 times the sum of |w| along a row bounds every partial sum.
+
+Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
+saturates (pytorch issue 136746). Half of a weight, w >> 1, has one bit less and cannot saturate:
+w = 2 (w >> 1) + (w & 1) needs two products instead of one.
+
+An instruction may exist and still be slow, so the CPU's flags are not used. At the first product of
+a shape class every implementation runs on the actual weights and on the hardest inputs. Those that
+return a wrong integer are dropped, and the fastest of the others is used.
 """
 
 from __future__ import annotations
@@ -26,27 +28,27 @@ from torch import Tensor
 from tinyml.timing import Timing, measure
 
 EXACT_IN_FLOAT32 = 2**24
-_SMALLEST = 16  # torch 2.11's int8 product returns memory that it never wrote for inner sizes of 1
+_SMALLEST = 16  # torch 2.11's int8 product returns uninitialized memory for inner sizes of 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The way that is taken for a class of shapes, and what it was measured against."""
+    """The implementation for a class of shapes, and the timings of the alternatives."""
 
+    #: Tokens or images (to the next power of two), then the other sizes.
     shape: tuple[int, ...]
-    """Tokens or images (to the next power of two), then the other sizes."""
     threads: int
+    #: The times of each implementation that is exact on this machine.
     timing: Timing
-    """Of each way that is exact here."""
+    #: Implementations that returned a wrong integer on this machine.
     wrong: tuple[str, ...] = ()
-    """Ways that returned a wrong integer on this machine."""
+    #: Bytes of the prepared weights in memory; they are never in a state dict.
     extra_bytes: int = 0
-    """What the way keeps beside the codes while the model is in memory; never in a state dict."""
 
     @property
-    def way(self) -> str:
-        """The name of the way."""
-        return self.timing.way
+    def fastest(self) -> str:
+        """Return the name of the implementation."""
+        return self.timing.fastest
 
     def __str__(self) -> str:
         text = f"{' x '.join(map(str, self.shape))}, {self.threads} threads: {self.timing}"
@@ -58,50 +60,50 @@ _chosen: dict[Any, Choice] = {}
 
 
 class Exact:
-    """int8 weights that many inputs meet, by the fastest of the ways that are exact here.
+    """int8 weights that are multiplied by the fastest exact implementation on this machine.
 
-    `product(inputs)` gives exact sums as float32, float64 or int32. Subclasses say which `ways`
-    there are, the last of them, "float64", the plainest and right everywhere.
+    `product(inputs)` returns exact sums as float32, float64 or int32. Subclasses define `ways`. The
+    last of them, "float64", is exact on every machine (Note [Exact products]).
     """
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
-        self._kept: dict[str, Any] = {}
+        self._prepared: dict[str, Any] = {}
         self._ways: dict[object, str] = {}
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
-        """Every way by name."""
+        """Return all implementations by name."""
         raise NotImplementedError
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """The class of shapes that inputs belong to."""
+        """Return the class of shapes that these inputs belong to."""
         raise NotImplementedError
 
     def details(self) -> object:
-        """What the time and the rightness of a way depend on beside the shapes."""
+        """Return properties other than shapes that affect time or correctness."""
         return None
 
     def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Weights, and inputs at the ends of their range, where a clipped sum shows."""
+        """Return pairs of weights and inputs for which saturation changes the result."""
         raise NotImplementedError
 
     def product(self, inputs: Tensor) -> Tensor:
-        """Whole numbers, as float32 or int8 -> exact sums."""
-        return self.ways()[self.way(inputs)](self, inputs)
+        """Return exact sums for integers stored as float32 or int8."""
+        return self.ways()[self.implementation(inputs)](self, inputs)
 
-    def way(self, inputs: Tensor) -> str:
-        """The name of the way for inputs like these; see `choice`."""
+    def implementation(self, inputs: Tensor) -> str:
+        """Return the name of the implementation for inputs like these; see `choice`."""
         if torch.compiler.is_compiling() or not inputs.numel():
-            return "float64"  # nothing can be timed inside a compiled graph
+            return "float64"  # a compiled graph cannot be timed
         count = (len(inputs) - 1).bit_length()
         key = count, inputs.shape[1:], inputs.device, torch.get_num_threads()
         if key not in self._ways:
-            self._ways[key] = self.choice(inputs).way
+            self._ways[key] = self.choice(inputs).fastest
         return self._ways[key]
 
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Choice:
-        """The way for inputs like these, measured if it is the first time."""
+        """Return the implementation for inputs like these, measured at the first call."""
         shape, threads = self.shape_of(inputs), torch.get_num_threads()
         key = type(self), shape, self.details(), str(inputs.device), threads
         if key in _chosen:
@@ -112,31 +114,31 @@ class Exact:
         exact = [self.ways()["float64"](*trial).double() for trial in trials]
         calls: dict[str, Callable[[], Tensor]] = {}
         wrong = []
-        for name, way in self.ways().items():
+        for name, implementation in self.ways().items():
             try:
-                sums = [way(*trial).double() for trial in trials]
-            except (RuntimeError, AttributeError):  # this build or shape has no such product
+                sums = [implementation(*trial).double() for trial in trials]
+            except (RuntimeError, AttributeError):  # not available for this build or shape
                 continue
             if all(map(torch.equal, sums, exact)):
-                calls[name] = lambda way=way: way(self, inputs)  # type: ignore[misc]
+                calls[name] = lambda call=implementation: call(self, inputs)  # type: ignore[misc]
             else:
                 wrong.append(name)
         timing = measure(calls)
-        best = timing.way
-        self._kept = {way: kept for way, kept in self._kept.items() if way == best}
-        extra = sum(t.nbytes for t in self._kept.get(best, ()) if isinstance(t, Tensor))
+        best = timing.fastest
+        self._prepared = {name: value for name, value in self._prepared.items() if name == best}
+        extra = sum(t.nbytes for t in self._prepared.get(best, ()) if isinstance(t, Tensor))
         _chosen[key] = Choice(shape, threads, timing, tuple(wrong), extra)
         return _chosen[key]
 
-    def keep(self, way: str, make: Callable[[], Any]) -> Any:
-        """What `way` makes of the codes, once."""
-        if (kept := self._kept.get(way)) is None:
-            kept = self._kept[way] = make()
-        return kept
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return a prepared form of the codes that belongs to one implementation, computed once."""
+        if (value := self._prepared.get(name)) is None:
+            value = self._prepared[name] = make()
+        return value
 
 
 def ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
-    """Random numbers, each one of the two ends."""
+    """Return random numbers, each of which is `low` or `high`."""
     signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(seed)).bool()
     return torch.where(signs, high, low).to(like)
 
@@ -150,16 +152,16 @@ class Int8Weights(Exact):
         self._edges: list[int] | None = None
 
     def ways(self) -> dict[str, Callable[[Any, Tensor], Tensor]]:
-        """Those of this file."""
+        """Return the implementations in this file."""
         return WAYS
 
     def shape_of(self, inputs: Tensor) -> tuple[int, ...]:
-        """Tokens to the next power of two, inputs, outputs."""
+        """Return the tokens rounded up to a power of two, the inputs, and the outputs."""
         tokens = 1 << (len(inputs) - 1).bit_length() if len(inputs) else 0
         return tokens, inputs.shape[1], len(self.codes)
 
     def hardest(self, inputs: Tensor) -> list[tuple[Exact, Tensor]]:
-        """Half of the rows with neighbors that add up, not cancel."""
+        """Return weights and inputs whose neighboring products add up in half of the rows."""
         codes = ends(self.codes, -128, 127, 0)
         codes[: (len(codes) + 1) // 2] = 127
         hard, inputs = Int8Weights(codes, largest=self.largest), inputs.float()
@@ -169,16 +171,16 @@ class Int8Weights(Exact):
 
     @property
     def edges(self) -> list[int]:
-        """Where to cut the inputs so that float32 is exact inside each part: 0, ..., inputs."""
+        """Return positions 0, ..., inputs between which float32 sums are exact."""
         if self._edges is None:
             self._edges = exact_parts(self.codes, self.largest)
         return self._edges
 
 
 def exact_parts(codes: Tensor, largest: int) -> list[int]:
-    """Cuts 0, ..., inputs between which `largest` * sum |w| stays within 2^24 for every row."""
+    """Return positions 0, ..., inputs between which `largest` * sum |w| <= 2^24 for every row."""
     inputs = codes.shape[1]
-    width = max(1, EXACT_IN_FLOAT32 // (128 * largest))  # enough whatever the codes are
+    width = max(1, EXACT_IN_FLOAT32 // (128 * largest))  # exact for any codes
     sums = [part.abs().sum(1, dtype=torch.int64) for part in codes.short().split(width, dim=1)]
     edges, total = [0], torch.zeros(len(codes), dtype=torch.int64, device=codes.device)
     for number, part in enumerate(sums):
@@ -213,7 +215,7 @@ def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
 def _in_parts(inputs: Tensor, weight: Callable[[int, int], Tensor], edges: Sequence[int]) -> Tensor:
     if len(edges) == 2:
         return F.linear(inputs, weight(*edges))
-    # Each part is exact; their sum may not be in float32, so they are added as integers.
+    # Each part is exact, but the sum may not be exact in float32, so integers are added.
     total = torch.zeros((), dtype=torch.int32, device=inputs.device)
     for a, b in itertools.pairwise(edges):
         total = total + F.linear(inputs[:, a:b], weight(a, b)).to(torch.int32)
@@ -224,6 +226,7 @@ def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return (inputs.double() @ weights.codes.t().double()).to(torch.int32)
 
 
+#: All implementations; the last is exact on every machine and checks the others.
 WAYS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
     "int8": _int8,
     "int8 halves": _int8_halves,
@@ -231,7 +234,6 @@ WAYS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
     "float32 kept": _float32_kept,
     "float64": _float64,
 }
-"""The exact ways, the plainest last: it is right everywhere, and the others are held against it."""
 
 
 def _check_offered(codes: Tensor, inputs: Tensor) -> None:
@@ -240,4 +242,4 @@ def _check_offered(codes: Tensor, inputs: Tensor) -> None:
     if inputs.is_cuda:
         fits &= len(inputs) > _SMALLEST and not width % 8 and not outputs % 8
     if not fits:
-        raise RuntimeError("there is no int8 product of this shape")
+        raise RuntimeError("int8 products do not support this shape")

@@ -1,11 +1,9 @@
-"""Train with the rounding in place, so that the weights settle where rounding does no harm.
+"""Quantization-aware training: the forward pass rounds, and the gradient passes through.
 
-Notable:
-- without `batches` layers act with rounded weights; with them every value is rounded too, where an
-  `IntegerModel` rounds it (see `integer.training`);
-- with `learn_scale` the steps are parameters too;
-- what is trained is what is stored: `convert` gives the same outputs to the bit, or integers within
-  one step.
+Without `batches`, layers act with rounded weights. With `batches`, every value is rounded as well,
+at the points at which an `IntegerModel` rounds (see `integer.training`). With `learn_scale` the
+steps of the grids are parameters. `convert` returns a model with identical outputs, or, for
+integers, outputs within one step.
 """
 
 from __future__ import annotations
@@ -45,19 +43,19 @@ def prepare_qat(
     batches: Sequence[Tensor] | None = None,
     activation_bits: int = 8,
 ) -> nn.Module:
-    """A copy of `model` to train, whose layers act with rounded weights. See `convert`.
+    """Return a copy of `model` for training, whose layers act with rounded weights. See `convert`.
 
-    With `batches` of inputs, from which ranges are taken, values are rounded too, to
-    `activation_bits`: the copy is the model's graph as an `IntegerModel` has it, all of its weights
-    rounded by channel, batch normalization folded in and dropout left out.
+    With `batches` of inputs, on which ranges are measured, values are rounded too, to
+    `activation_bits`. The copy is then the model's graph as an `IntegerModel` has it: all weights
+    are rounded per channel, batch normalization is folded in, and dropout is left out.
     """
     kind = granularity_of(granularity, group_size)
     check_bits(bits, "symmetric training takes", least=2)
     if batches is not None:
         if kind != "channel" or protect or layers is not QUANTIZABLE:
             raise ValueError(
-                "with batches the whole network becomes integers, with one scale a channel: no "
-                "granularity, no groups, no layers and nothing to protect"
+                "with batches the whole network is quantized with one scale per channel; remove "
+                "granularity, group_size, layers and protect, or remove batches"
             )
         return IntegerTraining(model, batches, bits, activation_bits, learn_scale)
 
@@ -70,9 +68,9 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """A copy of a model from `prepare_qat` that stores whole numbers instead of the weights.
+    """Return a copy of a model from `prepare_qat` that stores integers instead of weights.
 
-    One that was prepared with batches becomes an `IntegerModel`.
+    A model that was prepared with batches becomes an `IntegerModel`.
     """
     if isinstance(model, IntegerTraining):
         return model.integers()
@@ -83,7 +81,7 @@ def convert(model: nn.Module) -> nn.Module:
         if isinstance(compressed_weight(layer), RoundedWeight)
     }
     if not layers:
-        raise ValueError("no layer trains with rounding; prepare_qat(model) makes such a model")
+        raise ValueError("expected a model from prepare_qat, got one without rounded layers")
     stored: dict[int, GridWeight] = {}
     for layer in layers.values():
         rounded = cast(RoundedWeight, compressed_weight(layer))
@@ -93,8 +91,8 @@ def convert(model: nn.Module) -> nn.Module:
             stored[id(rounded)] = GridWeight(
                 grid.quantize(rows), grid, weight, rounded.bits, transposed=rounded.transposed
             )
-        # Exchanged in place: taking a parametrization off would take it off the original too,
-        # because torch gives both copies of a layer one class.
+        # Replaced in place: torch's removal of a parametrization would also affect the original,
+        # because both copies of a layer share the generated class.
         slot = cast(Any, layer).parametrizations.weight
         slot[0] = stored[id(rounded)]
         slot.original = nn.Parameter(slot[0].right_inverse(weight), weight.requires_grad)

@@ -1,8 +1,8 @@
-"""Rounding that trains: forward the values on a grid, backward as if they had not been rounded.
+"""Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
-Notable: the gradient passes the rounding (the straight-through estimator; Bengio et al., 2013) and
-is zero where the range cuts off; that of the step follows from autograd (Esser et al., "Learned
-Step Size Quantization", 2020, equation 3 and section 2.2).
+The gradient of the rounding is the straight-through estimator (Bengio et al., 2013) and is zero
+outside the range. The gradient of the step follows by autograd (Esser et al., "Learned Step Size
+Quantization", 2020, equation 3 and section 2.2).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinyml.quantization.grid import Granularity, Grid, as_rows, grid_of
 
 
 class RoundedWeight(CompressedWeight):
-    """A dense weight that the layer sees rounded."""
+    """A dense trainable weight that the layer reads in rounded form."""
 
     def __init__(
         self,
@@ -30,22 +30,24 @@ class RoundedWeight(CompressedWeight):
     ) -> None:
         super().__init__()
         self.transposed = transposed
-        self.bits, self.granularity, self.group_size = bits, granularity, group_size
+        self.bits = bits
+        self.granularity = granularity
+        self.group_size = group_size
         rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
         step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
         self.step = nn.Parameter(positive(step)) if learn_scale else None
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """The dense weight, which is what is trained."""
+        """Return the dense weight, which is the trained tensor."""
         return weight
 
     def format(self) -> list[int]:
-        """Bits and the width of the rows with a scale each (0: a channel, -1: the tensor)."""
+        """Return the bits and the width of the rows (0 for a channel, -1 for the whole tensor)."""
         return [self.bits, self.group_size or -(self.granularity == "tensor")]
 
     def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
-        """The weight as rows, and their grid now."""
+        """Return the weight as rows, and their current grid."""
         rows = self._rows(weight)
         grid = grid_of(rows.detach(), self.bits)
         if self.step is not None:
@@ -61,7 +63,7 @@ class RoundedWeight(CompressedWeight):
         return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The rounded weight, differentiable in the weight and, if it learns, the step."""
+        """Return the rounded weight, differentiable in the weight and in a learned step."""
         rows, grid = self.grid(weight)
         if self.step is None:
             rounded = round_through(rows, grid.scale, grid.low, grid.high)
@@ -71,23 +73,23 @@ class RoundedWeight(CompressedWeight):
 
 
 def round_through(rows: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
-    """scale * round(rows / scale) in range, with the rounding invisible to the gradient."""
+    """Return scale * round(rows / scale) in range, with a gradient that ignores the rounding."""
     clipped = (rows / scale).clamp(low, high)
     return scale * same_value(clipped.round(), clipped)
 
 
 def positive(step: Tensor) -> Tensor:
-    """A step that can be divided by, whatever it has learned."""
+    """Return the absolute value of a step, at least the smallest normal number."""
     return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
 
 
 def learned(step: Tensor, count: int) -> Tensor:
-    """A step that `count` values share: its gradient, a sum over them, is scaled down."""
+    """Return a step that `count` values use, with its gradient scaled by count^-0.5."""
     return same_value(positive(step), positive(step) * count**-0.5)
 
 
 def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """`value`, to the bit, with the gradient of `gradient_of`."""
+    """Return exactly `value`, with the gradient of `gradient_of`."""
     return _ValueOf.apply(value.detach(), gradient_of)
 
 

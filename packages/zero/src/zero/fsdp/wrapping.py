@@ -7,7 +7,7 @@ created that fits into memory only in shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import nan
@@ -23,7 +23,10 @@ MakeUnit = Callable[[list[Any]], Unit]
 #: The modules that are sharded as units: classes and names of modules, or a predicate of name and
 #: module, or "blocks": each block of the outermost containers, and the root with the remainder.
 ShardPolicy = (
-    tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool] | Literal["blocks"]
+    Sequence[type[nn.Module] | str]
+    | type[nn.Module]
+    | Callable[[str, nn.Module], bool]
+    | Literal["blocks"]
 )
 #: The modules that have each parameter.
 Owners = dict[nn.Parameter, list[Owner]]
@@ -80,6 +83,9 @@ def make_units(
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     """Return the modules that are sharded as units; raise if `policy` names an unknown module."""
+    if isinstance(policy, type):
+        # A class is callable, but it is not a predicate.
+        policy = (policy,)
     if isinstance(policy, str):
         if policy != "blocks":
             raise ValueError(
@@ -88,7 +94,7 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
             )
         return {root, *_blocks(root)}
     named = [(original_name(name), module) for name, module in root.named_modules()]
-    if not isinstance(policy, tuple):
+    if callable(policy):
         return {module for name, module in named if policy(name, module)}
     classes = tuple(entry for entry in policy if isinstance(entry, type))
     wanted = {entry for entry in policy if isinstance(entry, str)}
@@ -119,7 +125,9 @@ def _blocks(root: nn.Module) -> set[nn.Module]:
 
 def describe_policy(policy: ShardPolicy) -> str:
     """Describe the selected modules for an error message."""
-    if not isinstance(policy, tuple):
+    if isinstance(policy, type):
+        policy = (policy,)
+    if callable(policy) or isinstance(policy, str):
         return "that shard= selects"
     entries = [entry if isinstance(entry, str) else entry.__name__ for entry in policy]
     return f"of class {', '.join(entries)}"

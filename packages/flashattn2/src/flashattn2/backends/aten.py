@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn2 import tiled
+from flashattn2.backends import tiled
 from flashattn2.spec import UNBOUNDED, AttentionSpec
 
 #: torch's Python binding takes 2 us less per call than the operator in `torch.ops`.
@@ -94,7 +94,8 @@ def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tu
     """Return the output and log-sum-exp by the kernel if it supports the input, otherwise tiled."""
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)[:2]
-    out, lse = forward(q, k, v, spec.scale, spec.right != UNBOUNDED)
+    # In a graph of dynamic lengths the bound is symbolic, but the kernel needs a bool.
+    out, lse = forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
     # The kernel returns the log-sum-exp as a view, which an operator must not return.
     return out, lse.clone(memory_format=torch.contiguous_format)
 
@@ -130,7 +131,7 @@ def gradients(
         # The forward pass has cut the output to the head dim of v.
         q, k, v, out, grad_out = _pad_head_dims(q, k, v, out, grad_out)
     group = q.shape[1] // k.shape[1]
-    causal = spec.right != UNBOUNDED
+    causal = bool(spec.right != UNBOUNDED)
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=spec.scale)
