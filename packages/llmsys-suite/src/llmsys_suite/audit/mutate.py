@@ -243,7 +243,7 @@ def _said(run: Run, outcome: Outcome) -> Outcome:
 
 
 def _red(run: Run, stage: str) -> list[str]:
-    """The checks that fail; a folder that does not read back is one too."""
+    """Return the checks that fail; a folder that cannot be read back counts as one."""
     if stage == "plan":
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage == "plan" else stage)

@@ -132,7 +132,7 @@ def probe_rounds(run: Run, start: Weights) -> list[tuple[float, str]]:
 
 
 def replay(run: Run, weights: Weights) -> list[float]:
-    """The losses of the run's first steps, trained in float64 by an AdamW that is written out."""
+    """Return the losses of the first steps, trained in float64 with an explicit AdamW."""
     config, losses, text = run.config, [], read_text(run.config.data).train
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(REPLAYED, config.warmup + config.steps)):

@@ -42,7 +42,7 @@ def available() -> bool:
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """The bytes of each sum that is announced in shared memory while this lasts."""
+    """Collect the bytes of each sum that is announced in shared memory in the block."""
     found: list[int] = []
     announce = Arena.announce
 

@@ -213,14 +213,14 @@ def make_group(run: Run) -> None:
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:
-    """The machine's, and the digest of the text."""
+    """Return the facts about the machine, and the digest of the text."""
     text = read_text(config.data)
     digest = hashlib.sha256(text.train + b"\0" + text.heldout).hexdigest()
     return environment() | {"text": digest, "text_source": text.source}
 
 
 def _store(rank: int, world: int) -> dist.Store:
-    """The file that `launch` names, or what torchrun's environment does."""
+    """Return the store of `launch`, or that of torchrun's environment."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], world)
     met: tuple[dist.Store, int, int] = next(rendezvous("env://", rank, world, timeout=TIMEOUT))
@@ -246,7 +246,7 @@ def run_stage(run: Run, stage: str) -> None:
 
 
 def _peak_process_mib(run: Run) -> float:
-    """The most that any rank held during the stage."""
+    """Return the peak memory of the largest process during the stage, in MiB."""
     peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)

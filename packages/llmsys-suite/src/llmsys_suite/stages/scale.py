@@ -96,7 +96,7 @@ def _cosine(progress: float) -> float:
 
 
 def fit(rows: list[dict[str, float]]) -> Scale:
-    """The IsoFLOP fit through the runs, and every doubt that it has about them."""
+    """Return the IsoFLOP fit of the runs, and its warnings."""
     import warnings
 
     import scaling

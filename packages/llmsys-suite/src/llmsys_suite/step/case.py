@@ -63,7 +63,7 @@ class Case:
         return self.rows * self.context
 
     def peak_bytes(self) -> int:
-        """What a step holds at most, as accounting predicts it."""
+        """Return the peak memory of a step that accounting predicts."""
         on_gpu = self.device == "cuda"
         return int(
             accounting.peak_memory(
@@ -95,7 +95,7 @@ class Case:
         return int(total) - unread * self.checkpoint
 
     def labels(self) -> dict[str, Any]:
-        """The columns that name it in a table."""
+        """Return the columns that identify the case in a table."""
         found = asdict(self) | {"layers": self.model.num_layers}
         return {key: found[key] for key in LABELS}
 
