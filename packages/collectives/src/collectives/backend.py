@@ -540,7 +540,7 @@ def _single(tensors: Any) -> Tensor:
 
 
 def _single_list(tensor_lists: Any) -> list[Tensor]:
-    """Return the list of a method's argument: a list of tensors, or a list of one such list."""
+    """Return the argument as a flat list of tensors; `[[t1, t2]]` is accepted as `[t1, t2]`."""
     if not tensor_lists or isinstance(tensor_lists[0], Tensor):
         return list(tensor_lists)
     if len(tensor_lists) != 1:

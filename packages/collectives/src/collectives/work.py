@@ -235,7 +235,7 @@ def current_coalesced_calls() -> CoalescedCalls | None:
 
 @contextmanager
 def coalesced(count: int) -> Iterator[None]:
-    """Combine the calls inside the context, whose number is `count`."""
+    """Combine the `count` collective calls that are made inside this context."""
     token = _current.set(CoalescedCalls(count))
     try:
         yield

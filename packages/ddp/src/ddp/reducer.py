@@ -4,8 +4,9 @@
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 # 1. `mark_ready`: autograd has accumulated the gradient of a parameter and calls its hook. The
 #    first gradient of a synchronized backward pass opens a step.
-# 2. `_copy_in`: the gradient is scaled by 1 / world_size and copied into its bucket. From then on
-#    `.grad` is a view of the bucket. Small gradients are copied together when the bucket is full.
+# 2. `_copy_in`: the gradient is multiplied by the scale (1 / world_size for a mean) and copied into
+#    its bucket, and `.grad` becomes a view of it. Small gradients wait until the bucket is full and
+#    are copied together.
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
@@ -14,8 +15,8 @@
 # After the first step, `rebuild_buckets` assigns parameters in the order in which gradients became
 # ready on rank 0, so that buckets fill one after the other.
 #
-# A second backward pass adds to `.grad`, which is a mean already. The mean over ranks of equal
-# values is that value, so the sum can be averaged as a whole.
+# `.grad` may already be the mean of an earlier step. That mean is equal on all ranks, so averaging
+# (old mean + new gradient) leaves the old mean unchanged.
 
 from __future__ import annotations
 
@@ -35,11 +36,13 @@ from ddp.options import Options
 from ddp.process_group import ReduceGroup
 
 #: Gradients up to this many bytes are copied together, because one call for all costs less than one
-#: call per gradient. Larger gradients are copied at once: otherwise two sets would be in memory.
+#: call per gradient. Larger gradients are copied immediately, so that originals and copies of the
+#: whole model are never in memory together.
 SMALL_BYTES = 2**16
 
-#: The second collective of a bucket is launched after this many later buckets. By then the first
-#: has most likely completed, and all ranks launch their collectives in the same order.
+#: The second collective of a bucket is launched once this many further buckets have been launched.
+#: By then the first has most likely completed, and all ranks launch their collectives in the same
+#: order.
 SECOND_COLLECTIVE_LAG = 2
 
 
@@ -54,7 +57,8 @@ class Reducer:
         compression: method that reduces a bucket.
         observers: collaborators, called in this order.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
-        before_reuse: called before a `.grad` that no hook reported in this step is reduced.
+        before_reuse: called with each parameter whose hook did not fire in this step, before its
+            `.grad` is reduced.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class Reducer:
         self._has_rebuilt = False
         self._ready_order: dict[int, None] = {}
         self._parts = GradientParts(len(self.parameters)) if options.static_graph else None
-        # Fast path: hooks of small gradients that complete no bucket only append to a list.
+        # Fast path: hooks of small gradients that are not the last of their bucket only append
+        # their index. The next full copy, or `finish`, copies them in.
         self._deferrable: frozenset[int] = frozenset()
         self._deferring: frozenset[int] = frozenset()
         self._deferred: list[int] = []
@@ -116,6 +121,7 @@ class Reducer:
                 self._copy_in(*self.slots[index])
                 self.launch_ready_buckets()
                 return
+        # Outside a step, or before the last part of a gradient: accumulate without scaling.
         bucket, slot = self.slots[index]
         if slot in bucket.ready:
             self._refuse_parts(bucket, slot)
@@ -196,8 +202,8 @@ class Reducer:
     def rebuild_buckets(self) -> None:
         """Reassign the buckets once, after the first step, in the ready order of rank 0.
 
-        This is a collective. Buckets are released before new ones are allocated, so that a second
-        set of gradients is in memory only for gradients that were accumulated.
+        This is a collective. Old buckets are freed before new ones are allocated; only accumulated
+        gradients are in memory twice for a short time.
         """
         if self.num_steps != 1 or self._has_rebuilt or not self.parameters:
             return
@@ -212,6 +218,7 @@ class Reducer:
                 self.parameters[index].grad = gradient
                 bucket, slot = self.slots[index]
                 bucket.move_in(slot)
+        # The last gradient of a bucket launches it and is therefore not deferred.
         small = set()
         for bucket in self.buckets:
             for index, size in zip(bucket.indices[:-1], bucket.slot_bytes, strict=False):
@@ -296,7 +303,8 @@ class Reducer:
                 self._copy_in(bucket, slot)
 
     def _wait(self) -> None:
-        # Each round launches the next collectives of all buckets before it waits for them.
+        # A round waits for the collective of each bucket and launches its next one, so that the
+        # next ones of all buckets overlap.
         running = self.reductions
         while running:
             for reduction in running:

@@ -147,7 +147,7 @@ class Replica:
             self.reducer.compression = compression
 
     def use_options(self, options: Options) -> None:
-        """Replace the options before the first step."""
+        """Replace the options and rebuild the reducer. Must be called before the first step."""
         self.options = options
         if self.is_connected:
             self.hooks.remove()

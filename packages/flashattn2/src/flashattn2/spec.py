@@ -29,7 +29,7 @@ class AttentionSpec:
     left: int = UNBOUNDED
     #: Number of keys after its own position that a query sees, or `UNBOUNDED`.
     right: int = UNBOUNDED
-    #: Bound of the scores; 0 disables it.
+    #: Scores are capped smoothly to (-softcap, softcap); 0 disables the cap.
     softcap: float = 0.0
 
     def scalars(self) -> tuple[float, int, int, float]:

@@ -43,10 +43,10 @@ class Worker:
         whole: whether each parameter is stored on one server.
         local: the policy, if it is `LocalSteps` and `servers` are connections.
         optimizer: factory of the local optimizer; required with `LocalSteps`.
-        site: process group whose ranks are one worker. All of its ranks create a `Worker` and call
-            the same methods, with gradients that they have averaged; only the `servers` of the
-            first rank are used. Under FSDP each rank is a worker by itself, together with the ranks
-            that have the same parameters at other sites.
+        site: process group whose ranks act as one worker. Every rank creates a `Worker`, calls the
+            same methods and passes gradients that are already averaged over the group. Only the
+            `servers` of the first rank are used. Ranks of FSDP do not use `site`: each is a worker
+            that trains its shard together with the ranks that have the same shard elsewhere.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class Worker:
         self._steps = 0
         #: The step at which each fragment was sent last.
         self._sent_at = [0] * (local.fragments if local else 1)
-        #: The step from which `pull` receives an update; None if none is expected in this round.
+        #: Local step from which `pull` must receive an update; None if none is outstanding. Without
+        #: local steps it stays 0: every `pull` receives one.
         self._pull_due: int | None = 0
         self._exchange_thread = ThreadPoolExecutor(1) if local and local.overlap else None
         self._exchange: Future[None] | None = None
@@ -102,7 +103,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Number of gradients pushed so far, by which the policy compares workers."""
+        """Number of gradients pushed so far; the policy compares workers by it."""
         return self._session.clock
 
     @property
@@ -112,7 +113,7 @@ class Worker:
 
     @property
     def position(self) -> int:
-        """Number of steps of this rank in its accepted pushes: its position in the training data.
+        """Number of local steps that this rank's accepted pushes cover: its position in the data.
 
         It includes the steps before the rank rejoined. A last round that ends early counts as a
         whole round.
@@ -146,6 +147,9 @@ class Worker:
     def push(self, loss: float | Tensor = math.nan) -> None:
         """Send the gradients to the servers and set them to None; a missing gradient is zero.
 
+        With `LocalSteps`, take a step of the local optimizer instead, and send the change of one
+        fragment every `interval` steps.
+
         All servers accept the gradients, or none of them does. `loss` appears in the progress of
         the run.
 
@@ -177,7 +181,8 @@ class Worker:
             return self.version
         if self._exchange_thread and self._steps and self._pull_due is not None:
             self._receive_update()
-        # Fragments that have changed since they were sent last are sent once more.
+        # Receive the exchange that is still in flight, and send every fragment that has changed
+        # since it was sent last.
         while self._sent_at[self.clock % len(self._sent_at)] < self._steps:
             if self._pull_due is not None:
                 self._receive_update()
@@ -234,7 +239,7 @@ class Worker:
         if not self._threads:
             return [self._request(request) for request in requests]
         futures = [self._threads.submit(self._request, request) for request in requests]
-        # If one server refuses, no request to another server may be on its way any more.
+        # Wait for all requests before raising an error, so that none is in flight afterwards.
         wait(futures)
         return [future.result() for future in futures]
 
@@ -247,6 +252,7 @@ class Worker:
         if message.kind in SENDS:
             size, written = self._payload.write(request.server)
             message = replace(message, size=size)
+            # Size 0 stands for the whole buffer.
             pushed = size or len(connection.gradients)
         if message.kind in (Kind.PUSH, Kind.COMMIT):
             message = replace(message, text=json.dumps([self.loss, self.bytes_pushed + pushed]))
@@ -264,6 +270,7 @@ class Worker:
         """Send the changes of the next fragment, in another thread if the exchange may overlap."""
         fragment = self.clock % len(self._sent_at)
         self._payload.capture(fragment)
+        # With overlap, the other ranks of a site take part in `_receive_update` only.
         if overlap and self._exchange_thread and self._is_communicator:
             self._exchange = self._exchange_thread.submit(self._push_and_pull)
         elif not overlap:
@@ -277,6 +284,7 @@ class Worker:
 
     def _receive_update(self) -> None:
         self._on_communicator(self._wait_for_update)
+        # With overlap, the module keeps the weight `alpha` of its own parameters.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
         self._pull_due = None if self._local else 0
 

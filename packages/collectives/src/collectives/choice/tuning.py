@@ -39,12 +39,13 @@ def tune(
     *,
     native: bool,
 ) -> CostModel:
-    """Measure a collective and return the model that is fitted to it, the same on every rank.
+    """Time a collective and return a cost model fitted to the times, identical on all ranks.
 
     Args:
         kind: the collective.
         call: runs the collective as call(algorithm, size in bytes).
         hosts: the number of ranks per host.
+        wire: point-to-point messages among the ranks.
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """

@@ -20,7 +20,7 @@ REFERENCES = ("none", "torch", "torch tuned")
 
 @dataclass(frozen=True)
 class Link:
-    """The speed of single all-reduces."""
+    """Bandwidth and latency of an all-reduce that runs alone."""
 
     #: Bytes of the array that are summed per second.
     bandwidth: float

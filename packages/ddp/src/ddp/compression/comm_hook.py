@@ -43,11 +43,11 @@ class SparseGradBucket:
         self._gradient = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return a list with the gradient."""
+        """Return the gradient as a list of one element."""
         return [self._gradient]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return a list with the parameter."""
+        """Return the parameter as a list of one element."""
         return [self._parameter]
 
     def is_last(self) -> bool:

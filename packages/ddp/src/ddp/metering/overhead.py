@@ -84,7 +84,7 @@ def fit(model_bytes: float, num_buckets: Sequence[float], seconds: Sequence[floa
 
 
 def _nonnegative_least_squares(rows: np.ndarray, targets: np.ndarray) -> list[float]:
-    """Return the best nonnegative solution over all seven subsets of three terms."""
+    """Solve nonnegative least squares in three unknowns by trying all subsets of columns."""
     best = [0.0, 0.0, 0.0]
     best_error = math.inf
     for subset in range(1, 8):

@@ -112,7 +112,7 @@ def forward(model: nn.Module, prompt: Prompt) -> Any:
 
 
 def measure(metric: Metrics, streams: Tensor) -> Tensor:
-    """Return the metric (n,) of n final streams."""
+    """Evaluate the metric on n final residual streams; return one number per stream, (n,)."""
     assert not isinstance(metric, Sequence)
     result = metric(streams)
     if not isinstance(result, Tensor) or result.shape != (len(streams),):

@@ -31,7 +31,7 @@ STEPS_TIMED = 5
 
 
 def transformer(config: RunConfig) -> accounting.Transformer:
-    """Return the run's model in accounting's description."""
+    """Return the run's model as an `accounting` model description."""
     return SIZES[config.size].described()
 
 

@@ -35,7 +35,7 @@ from llmsys_suite.variants.single import Variant
 
 
 def run(run: Run) -> Train | None:
-    """Train every variant; medians and ratios, losses, and the bytes each handed over."""
+    """Train every variant; return medians and ratios of step times, losses and bytes sent."""
     plan: Plan = run.results["plan"]
     names = variants_here(run.device, run.config.epochs)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]

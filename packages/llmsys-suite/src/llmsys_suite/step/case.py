@@ -90,7 +90,8 @@ class Case:
             attention="full",
             recompute="full" if self.checkpoint else "none",
         ).total
-        # Torch ends the second run of a block before its last product, which nobody reads.
+        # When checkpointing recomputes a block, torch stops before the last matmul, because
+        # backward does not need its output.
         unread = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
         return int(total) - unread * self.checkpoint
 

@@ -73,7 +73,10 @@ class FiniteCheck:
             self._checked = stop
 
     def is_certain(self) -> bool:
-        """Return True if all gradients are known to be finite. A finite sum may overflow."""
+        """Return True if all gradients are known to be finite.
+
+        False means that this is unknown, because the sum of finite gradients can overflow.
+        """
         flat = self._flat
         return flat is not None and self._checked == len(flat) and math.isfinite(self._sum)
 

@@ -1,17 +1,19 @@
-"""Transport over ZeroMQ, for servers and workers that may be killed and restarted. Extra `zeromq`.
+"""Transport over ZeroMQ, for servers and workers that may be killed and restarted.
+
+It requires the `zeromq` extra.
 
 A server is one loop without threads that calls the protocol's core. ZeroMQ reconnects sockets by
 itself, and requests are numbered: a request without an answer is sent again, to the same server or
 to one that was started in its place.
 
-A message is a frame of numbers and text and a frame with a piece of the data; nothing is
-unpickled. While a piece is copied the next one is received. Few pieces are queued, so that a slow
-link does not fill the memory. A request is dropped or answered with an error, unless its sender has
-joined as the worker that it names.
+A message has two frames: a header of numbers and text, and one piece of the data. Nothing is
+unpickled. The next piece is received while the previous one is copied. Few pieces are queued, so
+that a slow link does not fill the memory. A request is dropped or answered with
+an error, unless its sender has joined as the worker that it names.
 
 CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
 thread of each worker sends a BEAT every second, also while the worker computes, so that a slow
-worker is distinguished from a dead one.
+worker can be told apart from a dead one.
 """
 
 import json

@@ -253,7 +253,7 @@ def _leading_unit(word: str) -> float | None:
 
 
 def _split_kinds(words: list[str]) -> tuple[list[str], frozenset[str]]:
-    """Return the words without those that state a kind of parameters, and the kinds.
+    """Split off the words that name a kind of parameters; return the other words and the kinds.
 
     A kind may be several words (`non_embedding_params`) or a part of one (`nonembedding`).
     """
