@@ -284,7 +284,7 @@ class Worker:
 
     def _receive_update(self) -> None:
         self._on_communicator(self._wait_for_update)
-        # With overlap, the module keeps the weight `alpha` of its own parameters.
+        # With overlap, the module keeps the weight `alpha` of its present parameters.
         self._load(self._local.alpha if self._local and self._local.overlap else 0.0)
         self._pull_due = None if self._local else 0
 

@@ -13,7 +13,7 @@ an error, unless its sender has joined as the worker that it names.
 
 CURVE keys (`Keys`) authenticate and encrypt; without keys a server binds loopback addresses only. A
 thread of each worker sends a BEAT every second, also while the worker computes, so that a slow
-worker can be told apart from a dead one.
+worker can be distinguished from a dead one.
 """
 
 import json
