@@ -2,19 +2,19 @@
 
     make docs        or        python docs/computed.py
 
-A page is written from Markdown under docs/source. Its Python blocks are run, in one namespace a
-section (a heading of two marks), so that each section can be typed by itself, and then
+A page is written from Markdown in docs/source. Its Python blocks are run, in one namespace per
+section (a heading with `##`), so that each section can be typed by itself. Then these lines
 
-    | question | = unit | `call` | ...      `=` becomes what the call gives
+    | question | = unit | `call` | ...      `=` becomes the value of the call
     `call` is {{=}}                         the same in a sentence
-    {{expression}}                          the value alone, for figures out of stored rows
-    <!-- python                             a block, up to -->, that is run for these and left out
+    {{expression}}                          the value alone, for figures from stored rows
+    <!-- python                             a block, up to -->, that is run but not shown
     @accounting x. z.                       rows of accounting's own table, by their ids
     @rows warmup process=cold: a, b as c    a table of stored rows, some columns, some renamed
     @results ddp two-hosts case=step: a     the same, of a bench's newest results; digits=6 for more
 
-become what they stand for. So no figure on these pages is typed; a test writes them again, and
-another types every call of the finished page into a fresh namespace.
+are replaced by their values. No figure on these pages is typed by hand: a test writes the pages
+again, and another runs every call of the finished page in a fresh namespace.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGES = {
 ACCOUNTING = ROOT / "packages" / "accounting" / "tests"
 NOTE = "<!-- Written by docs/computed.py from docs/source: change that, then `make docs`. -->"
 
-# Of a processor, those that decide how fast a product is.
+#: Flags of a processor on which the speed of a product depends.
 NAMED_FLAGS = ("avx2", "avx512_vnni", "avx512_bf16", "amx")
 
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Write every page and every picture."""
-    os.chdir(ROOT)  # where a reader types
+    os.chdir(ROOT)  # A reader types the calls in this folder.
     for name in PAGES:
         (DOCS / name).write_text(page(name))
     (ROOT / "README.md").write_text(readme())
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def drawings() -> dict[str, str]:
-    """Every picture by its file's name, drawn from the stored rows."""
-    found: dict[str, str] = _module("pictures", DOCS / "answers" / "pictures.py").drawings()
-    return found
+    """Return every picture by the name of its file, drawn from the stored rows."""
+    pictures: dict[str, str] = _module("pictures", DOCS / "answers" / "pictures.py").drawings()
+    return pictures
 
 
 def page(name: str) -> str:
-    """One page, computed."""
+    """Return one page with its figures."""
     text = "\n".join(path.read_text() for path in sorted((DOCS / "source").glob(PAGES[name])))
     finished = "".join(map(_section, sections(text)))
     finished = finished.replace("@contents\n", contents(finished))
@@ -71,7 +71,7 @@ def page(name: str) -> str:
 
 
 def sections(text: str) -> list[str]:
-    """What stands before the first heading of two marks, then each with all below it."""
+    """Split a text at its `##` headings; the first part is the text before them."""
     return re.split(r"^(?=## )", text, flags=re.MULTILINE)
 
 
@@ -91,7 +91,7 @@ def _section(text: str) -> str:
 
 
 def readme() -> str:
-    """The root README with the table between its markers written anew."""
+    """Return the root README with a new table between its markers."""
     return re.sub(
         r"(<!-- (@(?:results|rows) .*?) -->\n).*?(?=<!-- end -->)",
         lambda m: f"{m[1]}{chr(10).join(_table(m[2]))}\n",
@@ -101,32 +101,32 @@ def readme() -> str:
 
 
 def run(code: str, namespace: dict[str, Any]) -> None:
-    """Execute a block as somebody who types it would, with what it prints left out."""
+    """Execute a block as if it were typed, without its output."""
     code = re.sub(r"^(\s*)print\((.*)\)$", r"\1(\2)", code, flags=re.MULTILINE)
     exec(compile(code, "<page>", "exec"), namespace)
 
 
 def row(name: str, /, **wanted: Any) -> Row:
-    """The one stored row of docs/answers/rows/NAME.json that matches."""
-    (found,) = rows(name, **wanted)
-    return found
+    """Return the only stored row of docs/answers/rows/NAME.json that matches."""
+    (matching,) = rows(name, **wanted)
+    return matching
 
 
 def rows(name: str, /, **wanted: Any) -> list[Row]:
-    """All stored rows of docs/answers/rows/NAME.json that match."""
+    """Return the stored rows of docs/answers/rows/NAME.json that match."""
     return _matching(_stored(name)["rows"], wanted)
 
 
 def result(name: str, label: str, /, **wanted: Any) -> Row:
-    """The one row that matches in a bench's newest results."""
-    (found,) = _matching(
+    """Return the only row of a bench's newest results that matches."""
+    (matching,) = _matching(
         _module("measure", DOCS / "measure.py").newest(name, label)["rows"], wanted
     )
-    return found
+    return matching
 
 
 def contents(text: str) -> str:
-    """Links to all headings, the smaller ones after the larger one that they belong to."""
+    """Return links to all headings, one line per `##` heading with its subheadings."""
     lines: list[str] = []
     for marks, heading in re.findall(r"^(##+) (.*)$", text, re.MULTILINE):
         link = f"[{heading}](#{anchor(heading)})"
@@ -138,12 +138,12 @@ def contents(text: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """What GitHub and the site make of a heading."""
+    """Return the anchor that GitHub and the site generate for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def shown(value: Any) -> str:
-    """A value as the pages write it."""
+    """Format a value as the pages write it."""
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.7g}"
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -172,16 +172,16 @@ def _written(line: str, namespace: dict[str, Any]) -> str:
         lambda m: f"`{m[1]}`{m[2]} {shown(eval(m[1], namespace))}",
         line,
     )
-    return re.sub(r"\{\{(.+?)\}\}", lambda m: _said(eval(m[1], namespace)), line)
+    return re.sub(r"\{\{(.+?)\}\}", lambda m: _in_sentence(eval(m[1], namespace)), line)
 
 
-def _said(value: Any) -> str:
-    """A figure within a sentence: three digits."""
+def _in_sentence(value: Any) -> str:
+    """Format a figure within a sentence, with three digits."""
     return f"{value:.3g}" if isinstance(value, float) else shown(value)
 
 
 def _questions(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
-    """The rows of accounting's table whose ids begin so, their calls run in this page's names."""
+    """Yield the rows of accounting's table whose ids have one of the prefixes, evaluated here."""
     if str(ACCOUNTING) not in sys.path:
         sys.path.insert(0, str(ACCOUNTING))
     from answers import ANSWERS
@@ -195,7 +195,7 @@ def _questions(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _models(namespace: dict[str, Any]) -> Iterator[str]:
-    """One row a published model, each column by the call at its head."""
+    """Yield one row per published model; the head of a column is the call that computes it."""
     calls = (
         "parameters(MODELS[name]).total",
         "parameters(MODELS[name], active=True).total",
@@ -209,7 +209,7 @@ def _models(namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
-    """What a step of each of the course's models holds, in two precisions."""
+    """Yield the memory of a training step of each of the course's models, in two precisions."""
     call = "training_memory(COURSE[{name!r}], batch=4, seq=512, precision={precision!r})"
     for name in namespace["COURSE"]:
         wide = call.format(name=name, precision="fp32")
@@ -224,20 +224,20 @@ def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
 
 
 def _largest() -> Iterator[str]:
-    """What holds most at the peak of the 2.7B model's step."""
-    for each in _stored("layers")["rows"][-1]["largest"]:
+    """Yield the largest allocations at the peak of the 2.7B model's step."""
+    for entry in _stored("layers")["rows"][-1]["largest"]:
         columns = ("operator", "made_in", "module", "blocks", "largest_mib", "total_mib")
-        yield "| " + " | ".join(_cell(each[column]) for column in columns) + " |"
+        yield "| " + " | ".join(_cell(entry[column]) for column in columns) + " |"
 
 
 def _table(line: str) -> Iterator[str]:
-    """A table of stored rows, with the command and the machine that made them below."""
-    asked, _, columns = line.partition(": ")
-    directive, name, *more = asked.split()
+    """Yield a table of stored rows, then the command and the machine that produced them."""
+    selection, _, columns = line.partition(": ")
+    directive, name, *more = selection.split()
     if directive == "@results":
-        kept = _module("measure", DOCS / "measure.py").newest(name, more.pop(0))
+        stored = _module("measure", DOCS / "measure.py").newest(name, more.pop(0))
     else:
-        kept = _stored(name)
+        stored = _stored(name)
     wanted: Row = {}
     for condition in more:
         key, _, value = condition.partition("=")
@@ -246,21 +246,21 @@ def _table(line: str) -> Iterator[str]:
     pairs = [column.split(" as ") for column in columns.split(", ")]
     yield "| " + " | ".join(pair[-1].replace("_", " ") for pair in pairs) + " |"
     yield "|" + "---|" * len(pairs)
-    found = _matching(kept["rows"], wanted)
-    if not found:
+    matching = _matching(stored["rows"], wanted)
+    if not matching:
         raise ValueError(f"no row for {line!r}")
-    for each in found:
-        yield "| " + " | ".join(_cell(each.get(pair[0]), digits) for pair in pairs) + " |"
+    for entry in matching:
+        yield "| " + " | ".join(_cell(entry.get(pair[0]), digits) for pair in pairs) + " |"
     yield ""
-    yield f"*{_provenance(kept)}*"
+    yield f"*{_provenance(stored)}*"
 
 
 def _matching(rows: list[Row], wanted: Row) -> list[Row]:
     return [
-        each
-        for each in rows
+        entry
+        for entry in rows
         if all(
-            each.get(key) in (value if isinstance(value, list) else [value])
+            entry.get(key) in (value if isinstance(value, list) else [value])
             for key, value in wanted.items()
         )
     ]
@@ -283,24 +283,24 @@ def _cell(value: Any, digits: int = 3) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _provenance(kept: Row) -> str:
-    facts = kept["environment"]
+def _provenance(stored: Row) -> str:
+    facts = stored["environment"]
     parts = facts["gpus"] or [facts["processor"], f"{facts['cores']} cores"]
     if "memory_gib" in facts:
         parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
-    if facts.get("threads") and "docs/answers/" in kept["command"]:
+    if facts.get("threads") and "docs/answers/" in stored["command"]:
         parts = [*parts, f"{facts['threads']} thread{'s' * (facts['threads'] > 1)} a process"]
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (
-        f"`{kept['command']}`, {facts['date'][:10]}: {', '.join(parts)}; "
+        f"`{stored['command']}`, {facts['date'][:10]}: {', '.join(parts)}; "
         f"torch {facts['torch']}, Python {facts['python']}."
     )
 
 
 def _stored(name: str) -> Row:
-    kept: Row = json.loads((DOCS / "answers" / "rows" / f"{name}.json").read_text())
-    return kept
+    stored: Row = json.loads((DOCS / "answers" / "rows" / f"{name}.json").read_text())
+    return stored
 
 
 def _module(name: str, path: Path) -> Any:
@@ -308,7 +308,7 @@ def _module(name: str, path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # Dataclasses look up their module.
     spec.loader.exec_module(module)
     return module
 

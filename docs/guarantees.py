@@ -2,7 +2,7 @@
 
     python docs/guarantees.py
 
-The claims stand in packages/NAME/guarantees.toml, beside the tests that they cite.
+packages/NAME/guarantees.toml contains the claims and the tests that they cite.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/guarantees.
 
 
 def guarantees(package: str) -> list[tuple[str, list[str]]]:
-    """Each claim of a package with the tests that show it, as `file.py::test_name`."""
+    """Return each claim of a package with the tests that show it, as `file.py::test_name`."""
     text = (ROOT / "packages" / package / "guarantees.toml").read_text()
-    return [(each["claim"], each["tests"]) for each in tomllib.loads(text)["guarantee"]]
+    entries = tomllib.loads(text)["guarantee"]
+    return [(entry["claim"], entry["tests"]) for entry in entries]
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Return the page as Markdown."""
     lines = [
         "# Guarantees",
         "",
-        "What each package guarantees, and the tests that show it. What has no test is no claim.",
+        "What each package guarantees, and the tests that show it. Each claim has a test.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]

@@ -5,8 +5,8 @@
     python docs/measure.py ddp:two-hosts    measure one run of a package's
     python docs/measure.py --write-only     write the pages from the newest results
 
-A package's `measured.toml` names the runs of its bench and the few rows that its README quotes; all
-rows stand in docs/results/PACKAGE.md. No number in either is typed by hand: a test renders the
+A package's `measured.toml` lists the runs of its bench and the few rows that its README quotes. All
+rows are in docs/results/PACKAGE.md. No number in either is typed by hand: a test renders the
 results again and compares.
 """
 
@@ -29,11 +29,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->"
-# `{two_hosts}` in a run: two network namespaces, joined by a link of this rate.
+#: Replaces `{two_hosts}` in a command: two network namespaces with a link of this rate.
 TWO_HOSTS = "tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/measured.toml"))
 
-# Of a processor's: what its matrix products and int8 depend on.
+#: Flags of a processor on which its speed of matrix products and of int8 depends.
 DECIDING_FLAGS = (
     "avx2",
     "avx512f",
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, then write."""
+    """Measure, then write the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("packages", nargs="*", default=[])
     parser.add_argument("--write-only", action="store_true")
@@ -56,19 +56,19 @@ def main() -> None:
     if not arguments.write_only:
         for wanted in arguments.packages or PACKAGES:
             name, _, label = wanted.partition(":")
-            for each in [label] if label else settings(name)["runs"]:
-                measure(name, each)
+            for run in [label] if label else settings(name)["runs"]:
+                measure(name, run)
     for name in PACKAGES:
         write_pages(name)
 
 
 def settings(name: str) -> dict[str, Any]:
-    """What a package says of its measurements: `runs`, a command line each, and `readme`."""
+    """Return `runs` (command lines) and `readme` (the quoted rows) of a package."""
     return tomllib.loads((ROOT / "packages" / name / "measured.toml").read_text())
 
 
 def measure(name: str, label: str) -> None:
-    """Run one bench of a package and keep its rows beside what they depend on."""
+    """Run one bench of a package and store its rows with the environment they depend on."""
     from llmsys_suite.environment import environment
 
     facts = environment()
@@ -80,22 +80,22 @@ def measure(name: str, label: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.json"
         command_line = [sys.executable, *command, "--json", str(rows)]
-        # Workloads of several packages live among the tests.
+        # Workloads that several packages use are in the folder of tests.
         paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         subprocess.run(command_line, cwd=ROOT, check=True, env=variables)
-        kept = {
+        stored = {
             "environment": facts,
             "command": f"{'PYTHONPATH=tests ' * ('suite_workloads' in shown)}python {shown}",
             "rows": json.loads(rows.read_text()),
         }
-    (folder / f"{name}-{label}.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (folder / f"{name}-{label}.json").write_text(json.dumps(stored, indent=1) + "\n")
 
 
 def newest(name: str, label: str) -> dict[str, Any] | None:
-    """The latest results of one run, if there are any."""
-    found = sorted(RESULTS.glob(f"*/{name}-{label}.json"))
-    return json.loads(found[-1].read_text()) if found else None
+    """Return the newest results of one run, or None."""
+    matching = sorted(RESULTS.glob(f"*/{name}-{label}.json"))
+    return json.loads(matching[-1].read_text()) if matching else None
 
 
 def write_pages(name: str) -> None:
@@ -107,19 +107,19 @@ def write_pages(name: str) -> None:
 
 
 def quoted(name: str) -> str:
-    """What the README quotes, as Markdown: one table of the rows that decide."""
+    """Return the quoted rows as one Markdown table."""
     wanted = settings(name)["readme"]
     rows, commands = [], []
     for pattern in wanted["rows"]:
         pattern = dict(pattern)
-        kept = newest(name, pattern.pop("run", wanted.get("run")))
-        if kept is None:
+        stored = newest(name, pattern.pop("run", wanted.get("run")))
+        if stored is None:
             return ""
-        found = [row for row in kept["rows"] if _matches(row, pattern)]
-        if not found:
+        matching = [row for row in stored["rows"] if _matches(row, pattern)]
+        if not matching:
             raise ValueError(f"{name}/measured.toml: no row matches {pattern}")
-        rows += [{column: row.get(column, "-") for column in wanted["columns"]} for row in found]
-        commands.append(_command(kept))
+        rows += [{column: row.get(column, "-") for column in wanted["columns"]} for row in matching]
+        commands.append(_command(stored))
     return "\n".join(
         [
             *dict.fromkeys(commands),
@@ -132,13 +132,13 @@ def quoted(name: str) -> str:
 
 
 def page(name: str) -> str:
-    """All rows of a package's newest results, as Markdown."""
-    lines = [f"# {name}: what was measured", ""]
+    """Return all rows of a package's newest results as Markdown."""
+    lines = [f"# {name}: measurements", ""]
     for label in settings(name)["runs"]:
-        kept = newest(name, label)
-        if kept is not None:
-            lines += [f"## {label}", "", _command(kept), ""]
-            for _, rows in groupby(kept["rows"], key=tuple):
+        stored = newest(name, label)
+        if stored is not None:
+            lines += [f"## {label}", "", _command(stored), ""]
+            for _, rows in groupby(stored["rows"], key=tuple):
                 lines += _table(rows)
     pictures = sorted(path.name for path in RESULTS.glob(f"{name}-*.[ps][nv]g"))
     lines += [f"![{picture}]({picture})\n" for picture in pictures]
@@ -152,12 +152,12 @@ def _matches(row: Row, pattern: Row) -> bool:
     )
 
 
-def _command(kept: dict[str, Any]) -> str:
-    facts = kept["environment"]
+def _command(stored: dict[str, Any]) -> str:
+    facts = stored["environment"]
     flags = " ".join(flag for flag in facts.get("cpu_flags", ()) if flag in DECIDING_FLAGS)
     where = ", ".join(facts["gpus"]) or f"{facts['processor']}, {facts['cores']} cores {flags}"
     return (
-        f"`{kept['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "
+        f"`{stored['command']}`, {facts['date'][:10]}: {where.strip()}; torch {facts['torch']}, "
         f"Python {facts['python']}."
     )
 

@@ -2,9 +2,9 @@
 
     make site        or, where sphinx, myst-parser and furo are installed, python docs/website.py
 
-It lies in docs/_site and opens from disk. Pages are copied into a folder of their own first, since
-a site has one root: a link to a package's folder becomes one to its README, and a link to a file of
-code one to a page that shows it. A link that leads nowhere is an error.
+The site is written to docs/_site and opens from disk. Pages are first copied into one folder,
+because a site has one root. A link to a package's folder becomes a link to its README, and a link
+to a source file becomes a link to a page that shows it. A broken link is an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,28 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SITE = DOCS / "_site"
 PACKAGES = (
-    "accounting", "flashattn2", "collectives", "ddp", "zero", "paramserver", "scaling", "interp",
-    "tinyml", "llmsys-suite",
-)  # fmt: skip
+    "accounting",
+    "flashattn2",
+    "collectives",
+    "ddp",
+    "zero",
+    "paramserver",
+    "scaling",
+    "interp",
+    "tinyml",
+    "llmsys-suite",
+)
 GUIDES = (
-    "architecture", "choosing", "scaling_out", "answers", "numerics", "benchmarking", "guarantees",
-    "contributing", "changelog",
-)  # fmt: skip
+    "architecture",
+    "choosing",
+    "scaling_out",
+    "answers",
+    "numerics",
+    "benchmarking",
+    "guarantees",
+    "contributing",
+    "changelog",
+)
 PICTURES = (".svg", ".png")
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
 SETTINGS: dict[str, Any] = {
@@ -39,12 +55,12 @@ SETTINGS: dict[str, Any] = {
     "html_show_copyright": False,
     "html_copy_source": False,
     "default_role": "code",
-    # A block without a language is a picture or a printout: none of it is Python.
+    # A block without a language is a picture or output, never Python.
     "highlight_language": "text",
     "autodoc_member_order": "bysource",
     "autodoc_typehints": "signature",
-    # A docstring's layout is for people at a prompt: what reST would make of it is no fault.
-    # Nor is it one that `bytes` is also a field of ours.
+    # Docstrings are written for readers at a prompt, so that warnings about reST in them are
+    # suppressed, and the warning that `bytes` is also the name of a field.
     "suppress_warnings": [
         "docutils",
         "myst.header",
@@ -57,16 +73,22 @@ SETTINGS: dict[str, Any] = {
 
 
 def main() -> int:
-    """Stage, then build; the number of warnings is the status."""
+    """Stage the pages and build the site; return the status of sphinx."""
     from sphinx.application import Sphinx
 
     shutil.rmtree(SITE, ignore_errors=True)
     source = SITE / "_source"
     stage(source)
     app = Sphinx(
-        str(source), None, str(SITE), str(SITE / "_trees"), "html", SETTINGS, status=None,
+        str(source),
+        None,
+        str(SITE),
+        str(SITE / "_trees"),
+        "html",
+        SETTINGS,
+        status=None,
         warning=sys.stderr,
-    )  # fmt: skip
+    )
     app.connect("autodoc-process-docstring", _bars)
     app.build(force_all=True)
     shutil.rmtree(source)
@@ -76,22 +98,22 @@ def main() -> int:
 
 
 def _bars(_app: Any, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
-    """Keep reST from reading |x|, a norm, as a substitution: not in code, where none is read."""
+    """Escape |x|, a norm, which reST would read as a substitution, except in code."""
     for i, line in enumerate(lines):
         if not line.startswith("    "):
             lines[i] = re.sub(r"`[^`]*`|\|", lambda m: "\\|" if m[0] == "|" else m[0], line)
 
 
 def stage(folder: Path) -> None:
-    """Copy every page to where the site has it, its links rewritten."""
-    pages = places()
+    """Copy every page to its path in the site, with rewritten links."""
+    pages = site_paths()
     shown: set[Path] = set()
-    for page, place in pages.items():
-        text = LINK.sub(lambda m, page=page, place=place: _link(m, page, place, pages, shown),
-                        page.read_text())  # fmt: skip
-        if place == "index.md":
+    for page, site_path in pages.items():
+        rewrite = partial(_link, page=page, site_path=site_path, pages=pages, shown=shown)
+        text = LINK.sub(rewrite, page.read_text())
+        if site_path == "index.md":
             text += _contents()
-        _write(folder / place, text)
+        _write(folder / site_path, text)
     for path in sorted(shown):
         if path.suffix in PICTURES:
             target = folder / _picture(path)
@@ -104,15 +126,15 @@ def stage(folder: Path) -> None:
     _write(folder / "results" / "index.md", _results())
 
 
-def places() -> dict[Path, str]:
-    """Where the site has each page of the repository."""
-    found = {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "index.md"}
-    found |= {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
-    found |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
-    return found | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
+def site_paths() -> dict[Path, str]:
+    """Return the path in the site of each page of the repository."""
+    pages = {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "index.md"}
+    pages |= {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
+    pages |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
+    return pages | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
 
 
-def _link(match: re.Match[str], page: Path, place: str, pages: Any, shown: set[Path]) -> str:
+def _link(match: re.Match[str], page: Path, site_path: str, pages: Any, shown: set[Path]) -> str:
     target = (page.parent / match[1]).resolve()
     if not target.exists():
         raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {match[1]}, which is not there")
@@ -128,23 +150,23 @@ def _link(match: re.Match[str], page: Path, place: str, pages: Any, shown: set[P
     else:
         shown.add(target)
         reached = f"files/{target.relative_to(ROOT)}.md"
-    up = "../" * place.count("/")
+    up = "../" * site_path.count("/")
     return f"]({up}{reached}{match[2] or ''})"
 
 
 def _picture(path: Path) -> Path:
-    """Where the site has a picture of docs, or one beside a package's README."""
+    """Return the path in the site of a picture."""
     return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT)
 
 
 def _file(path: Path) -> str:
-    """A page that shows one file."""
+    """Return a page that shows one file."""
     language = {".py": "python", ".toml": "toml", ".md": "markdown"}.get(path.suffix, "text")
     return f"# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
 
 
 def _api(name: str) -> str:
-    """Every public name with its docstring, in the order of the package's `__all__`."""
+    """Return a page of every public name with its docstring, in the order of `__all__`."""
     module = importlib.import_module(name.replace("-", "_"))
     lines = [f"# {name}: public names", "", "```{eval-rst}"]
     for public in module.__all__:
@@ -167,7 +189,7 @@ def _results() -> str:
 
 
 def _contents() -> str:
-    """The site's tree, below the first page."""
+    """Return the site's tree, for the end of the first page."""
     return "\n".join(
         [
             "\n",

@@ -217,7 +217,7 @@ def test_site_has_every_page_and_no_broken_link(tmp_path):
     website = script("website")
     website.stage(tmp_path)  # an unknown target is an error
     for page in PAGES:
-        assert (tmp_path / website.places()[page]).exists()
+        assert (tmp_path / website.site_paths()[page]).exists()
     for staged in tmp_path.rglob("*.md"):
         if "files" in staged.relative_to(tmp_path).parts:
             continue

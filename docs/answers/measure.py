@@ -1,14 +1,14 @@
-"""Measure what docs/answers.md quotes and no package's bench has: rows in docs/answers/rows.
+"""Measure the figures of docs/answers.md that no package's bench has: rows in docs/answers/rows.
 
     python docs/answers/measure.py                 measure all
     python docs/answers/measure.py warmup layers   measure these
     python docs/answers/measure.py isoflop parametric --data FOLDER
 
-The last two need public data sets that are not ours to ship: `isoflops_curves.json` of the course's
-repository, and the points that Epoch AI read off Chinchilla's figure 4.
+The last two need public data sets that are not part of this repository: `isoflops_curves.json` of
+the course's repository, and the points that Epoch AI extracted from Chinchilla's figure 4.
 
-Each function below makes the rows of one file; its docstring says what is measured. Processes have
-one thread; steps and epochs are timed by the clock on the wall, which asks for an idle machine.
+Each function below returns the rows of one file; its docstring says what is measured. Processes
+have one thread. Steps and epochs are timed in wall time, which requires an idle machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and keep the rows beside the machine they were taken on."""
+    """Measure, and store the rows with a description of the machine."""
     from llmsys_suite.environment import environment
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -51,24 +51,24 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path)
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    os.environ["OMP_NUM_THREADS"] = "1"  # For child processes.
     torch.set_num_threads(1)
     for name in arguments.names:
         torch.manual_seed(0)
         begin = time.perf_counter()
         rows = CASES[name](arguments.data) if name in NEED_DATA else CASES[name]()
-        facts = {k: v for k, v in environment().items() if k in KEPT}
-        kept = {
+        facts = {k: v for k, v in environment().items() if k in FACTS}
+        stored = {
             "command": f"python docs/answers/measure.py {name}"
             + (" --data FOLDER" if name in NEED_DATA else ""),
             "environment": facts,
             "rows": rows,
         }
-        (ROWS / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n")
+        (ROWS / f"{name}.json").write_text(json.dumps(stored, indent=1) + "\n")
         print(f"{name}: {len(rows)} rows in {time.perf_counter() - begin:.0f} s")
 
 
-KEPT = (
+FACTS = (
     "date", "processor", "cores", "threads", "memory_gib", "cpu_flags", "gpus", "torch", "python",
 )  # fmt: skip
 
@@ -82,9 +82,9 @@ print(json.dumps([measure(case) for _ in range(2)]))
 
 
 def warmup() -> list[Row]:
-    """Mean and deviation of ten steps after 0, 1, 2 and 5, in processes that have run nothing yet.
+    """Measure mean and deviation of ten steps after 0, 1, 2 and 5 steps, in new processes.
 
-    The median over five processes; then of a second model in the same processes, which are warm.
+    Values are medians over five processes. A second model in the same, warm processes follows.
     """
     from llmsys_suite.step.case import PHASES, WARMUPS, Case
     from llmsys_suite.step.sweep import row
@@ -92,13 +92,13 @@ def warmup() -> list[Row]:
     rows = []
     for batch in (4, 32):
         case = Case(rows=batch)
-        asked = [sys.executable, "-c", TWICE, json.dumps({"rows": batch})]
-        processes = [json.loads(_printed(asked)) for _ in range(PROCESSES)]
+        command = [sys.executable, "-c", TWICE, json.dumps({"rows": batch})]
+        processes = [json.loads(_printed(command)) for _ in range(PROCESSES)]
         for which, process in enumerate(("cold", "warm")):
             for skipped in WARMUPS:
-                found = [row(case, run[which], skipped) for run in processes]
+                measured = [row(case, run[which], skipped) for run in processes]
                 columns = [f"{phase}_{what}_ms" for phase in PHASES for what in ("mean", "std")]
-                medians = {c: statistics.median(each[c] for each in found) for c in columns}
+                medians = {c: statistics.median(values[c] for values in measured) for c in columns}
                 rows.append({"batch": batch, "process": process, "warmup": skipped} | medians)
     return rows
 
@@ -109,34 +109,34 @@ def _printed(command: list[str]) -> str:
 
 
 def sizes() -> list[Row]:
-    """Forward, backward and optimizer of the course's sizes, batch 1: ten steps after five.
+    """Time forward, backward and optimizer of the course's sizes, batch 1: ten steps after five.
 
-    What does not fit in memory or four minutes is extrapolated from models of fewer layers.
+    Sizes that do not fit in memory or four minutes are extrapolated from models of fewer layers.
     """
     from llmsys_suite.step import sweep
     from llmsys_suite.step.case import Case
 
     cases = [Case(size=size, rows=1) for size in ("small", "medium", "large", "xl", "2.7B", "10B")]
-    found = [row for row in sweep.measure(cases, limit=240.0) if row.get("warmup") in (5, None)]
+    measured = [row for row in sweep.measure(cases, limit=240.0) if row.get("warmup") in (5, None)]
     needed = {case.size: case.peak_bytes() / 2**30 for case in cases}
-    return [{"needed_gib": needed[row["size"]]} | _flat(row) for row in found]
+    return [{"needed_gib": needed[row["size"]]} | _flat(row) for row in measured]
 
 
 def _flat(row: Row) -> Row:
     return {key: value for key, value in row.items() if key != "operators"}
 
 
-def _last(**asked: Any) -> Row:
-    """Of one case: ten steps after five others."""
+def _measure_case(**options: Any) -> Row:
+    """Measure one case: ten steps after five others."""
     from llmsys_suite.step import sweep
     from llmsys_suite.step.case import Case
 
-    profile = asked.pop("profile", False)
-    return list(sweep.measure([Case(**asked)], limit=600, extrapolate=False, profile=profile))[-1]
+    profile = options.pop("profile", False)
+    return list(sweep.measure([Case(**options)], limit=600, extrapolate=False, profile=profile))[-1]
 
 
 def precision() -> list[Row]:
-    """Forward and backward apart in float32, bfloat16 and float16 autocast."""
+    """Time forward and backward separately in float32, bfloat16 and float16 autocast."""
     cases = [
         {"size": size, "rows": rows, "dtype": dtype}
         for size, rows in (("tiny", 4), ("small", 1))
@@ -145,24 +145,24 @@ def precision() -> list[Row]:
     columns = [
         f"{phase}_{what}_ms" for phase in ("forward", "backward") for what in ("mean", "std")
     ]
-    rows = [_last(**case) for case in cases]
+    rows = [_measure_case(**case) for case in cases]
     return [{key: row[key] for key in ("size", "dtype", *columns)} for row in rows]
 
 
 def kernels() -> list[Row]:
-    """Where the time of a step of the small model goes, by context: products, softmax, the rest."""
+    """Split the time of a step of the small model by context: products, softmax, the rest."""
     rows = []
     for context in (128, 256, 512, 1024):
-        found = _last(size="small", context=context, rows=1, profile=True)
-        for phase in found["operators"]:
+        measured = _measure_case(size="small", context=context, rows=1, profile=True)
+        for phase in measured["operators"]:
             rows.append(
                 {
                     "context": context,
                     "phase": phase["phase"],
-                    "timer_ms": found[f"{phase['phase']}_mean_ms"],
+                    "timer_ms": measured[f"{phase['phase']}_mean_ms"],
                     "operators_ms": phase["total_ms"],
                     "top_operators": ", ".join(
-                        f"{one['operator']} x {one['calls']}" for one in phase["top"][:3]
+                        f"{item['operator']} x {item['calls']}" for item in phase["top"][:3]
                     ),
                     "matrix_products": phase["product_share"],
                     "attention_products": phase["attention_product_share"],
@@ -173,33 +173,33 @@ def kernels() -> list[Row]:
 
 
 def allocator() -> list[Row]:
-    """The small model's optimizer by context, where the C library returns memory and keeps it."""
+    """Time the small model's optimizer if the C library returns memory, and if it keeps it."""
     keeping = {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"}
     rows = []
     for context, memory in itertools.product((128, 1024), ("returned", "kept")):
         with mock.patch.dict(os.environ, keeping if memory == "kept" else {}):
-            found = _last(size="small", context=context, rows=1)
+            measured = _measure_case(size="small", context=context, rows=1)
         row = {"context": context, "memory": memory}
-        rows.append(row | {"optimizer_ms": found["optimizer_mean_ms"]})
+        rows.append(row | {"optimizer_ms": measured["optimizer_mean_ms"]})
     return rows
 
 
 def layers() -> list[Row]:
-    """Live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
+    """Count live bytes of the 2.7B model, batch 4, vocabulary 10,000, on the meta device."""
     from llmsys_suite.stages import memory
 
     rows = []
     for context in (128, 256, 512):
-        found = memory.profile("2.7B", context)
-        row = {"context": context} | found["peaks"]
+        measured = memory.profile("2.7B", context)
+        row = {"context": context} | measured["peaks"]
         row["forward_end_mib"] = memory.held_for_backward("2.7B", context, autocast=False)
         row["forward_end_autocast_mib"] = memory.held_for_backward("2.7B", context, autocast=True)
         if context == 512:
             row["drawn"] = {
-                "inference": _thin(found["drawn"]["inference_timeline"]),
-                "training": _thin(found["drawn"]["training_timeline"]),
+                "inference": _thin(measured["drawn"]["inference_timeline"]),
+                "training": _thin(measured["drawn"]["training_timeline"]),
             }
-            row["largest"] = found["drawn"]["largest"][:5]
+            row["largest"] = measured["drawn"]["largest"][:5]
         rows.append(row)
     return rows
 
@@ -214,7 +214,7 @@ def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[st
 
 
 def attention_memory() -> list[Row]:
-    """Plain attention, batch 8, one head, float32: bytes held before the backward pass."""
+    """Count live bytes of plain attention before its backward pass: batch 8, one head, float32."""
     from accounting.memory.live import LiveMemory
     from llmsys_suite.model import plain_attention
 
@@ -227,13 +227,13 @@ def attention_memory() -> list[Row]:
             memory.add((q, k, v), "inputs")
             with memory:
                 out = plain_attention(q, k, v, is_causal=True)
-                held = memory.live_bytes
+                live_bytes = memory.live_bytes
                 out.sum().backward()
             rows.append(
                 {
                     "seq": seq,
                     "head_dim": width,
-                    "held_before_backward_mib": held / 2**20,
+                    "held_before_backward_mib": live_bytes / 2**20,
                     "peak_mib": memory.peak_bytes / 2**20,
                     "score_matrices_at_peak": round(memory.peak_bytes / (8 * seq * seq * 4), 2),
                 }
@@ -242,14 +242,14 @@ def attention_memory() -> list[Row]:
 
 
 def attention_time() -> list[Row]:
-    """A forward and a backward pass, batch 8, one head: plain, compiled, SDPA, flashattn2.
+    """Time attention, batch 8, one head: plain, compiled, SDPA, flashattn2.
 
     The first two have no time where their scores would take more than half of the memory.
     """
     from flashattn2 import flash_attention
     from llmsys_suite.model import plain_attention
 
-    ways: dict[str, Callable[..., Tensor]] = {
+    methods: dict[str, Callable[..., Tensor]] = {
         "plain": plain_attention,
         "compiled": torch.compile(plain_attention),
         "SDPA": F.scaled_dot_product_attention,
@@ -260,12 +260,12 @@ def attention_time() -> list[Row]:
     rows = []
     for (seq, passes), width in itertools.product(passes_of.items(), (16, 128)):
         inputs = [torch.randn(8, 1, seq, width, requires_grad=True) for _ in range(3)]
-        # Six matrices of scores: what a backward pass holds at most, and the mask.
+        # At most six matrices of scores: those of the backward pass, and the mask.
         scores_fit = 6 * 8 * seq**2 * 4 < memory / 2
         taken: dict[str, list[float | None]] = {}
-        for way, call in ways.items():
-            if way in ("plain", "compiled") and not scores_fit:
-                taken[way] = [None, None]
+        for method, call in methods.items():
+            if method in ("plain", "compiled") and not scores_fit:
+                taken[method] = [None, None]
                 continue
             if passes > 1:
                 call(*inputs, is_causal=True).sum().backward()
@@ -277,20 +277,22 @@ def attention_time() -> list[Row]:
                 out.backward()
                 forward += between - begin
                 backward += time.process_time() - between
-            taken[way] = [1e3 * forward / passes, 1e3 * backward / passes]
+            taken[method] = [1e3 * forward / passes, 1e3 * backward / passes]
         for which, name in enumerate(("forward", "backward")):
             rows.append(
                 {"seq": seq, "head_dim": width, "pass": name, "passes": passes}
-                | {f"{way}_ms": times[which] for way, times in taken.items()}
+                | {f"{method}_ms": times[which] for method, times in taken.items()}
             )
     return rows
 
 
 def model_compiled() -> list[Row]:
-    """The tiny model plain and compiled: what compiling takes, and the steps that pay it."""
+    """Time the tiny model with and without compilation, and the steps after which it pays."""
     from llmsys_suite.step.sweep import pays_after
 
-    plain, compiled = (_last(size="tiny", compile=made) for made in (False, True))
+    plain, compiled = (
+        _measure_case(size="tiny", compile=compile_model) for compile_model in (False, True)
+    )
     rows = [
         {
             "model": name,
@@ -304,24 +306,24 @@ def model_compiled() -> list[Row]:
 
 
 def checkpointing() -> list[Row]:
-    """A step with and without activation checkpointing, and the live bytes that are planned."""
+    """Time steps with and without activation checkpointing, and count its planned live bytes."""
     from llmsys_suite.stages.memory import training
     from llmsys_suite.step.case import Case
 
     rows = []
     for size in ("tiny", "small"):
         took = {}
-        for again in (False, True):
-            row = _last(size=size, checkpoint=again)
-            took[again] = row["forward_mean_ms"] + row["backward_mean_ms"]
+        for checkpoint in (False, True):
+            row = _measure_case(size=size, checkpoint=checkpoint)
+            took[checkpoint] = row["forward_mean_ms"] + row["backward_mean_ms"]
             rows.append(
                 {
                     "size": size,
-                    "checkpointed": again,
-                    "forward_backward_ms": took[again],
-                    "time_ratio": took[again] / took[False],
+                    "checkpointed": checkpoint,
+                    "forward_backward_ms": took[checkpoint],
+                    "time_ratio": took[checkpoint] / took[False],
                     "hfu": row["hfu"],
-                    "peak_mib": training(Case(size=size, checkpoint=again).model).peak_bytes
+                    "peak_mib": training(Case(size=size, checkpoint=checkpoint).model).peak_bytes
                     / 2**20,
                 }
             )
@@ -375,7 +377,7 @@ dist.destroy_process_group()
 
 
 def epoch() -> list[Row]:
-    """Every window of a text once, on two ranks: ours and torch's own."""
+    """Time an epoch of a text on two ranks, with these packages and with torch."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         text, program = Path(scratch) / "text", Path(scratch) / "epoch.py"
@@ -383,25 +385,25 @@ def epoch() -> list[Row]:
         text.joinpath("argparse.txt").write_bytes(Path(argparse.__file__).read_bytes())
         program.write_text(EPOCH)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        for way in ("ddp", "torch ddp", "fsdp", "torch fsdp2"):
+        for method in ("ddp", "torch ddp", "fsdp", "torch fsdp2"):
             done = subprocess.run(
-                [*launch, "--nproc-per-node", "2", str(program), way, str(text)],
+                [*launch, "--nproc-per-node", "2", str(program), method, str(text)],
                 check=True, capture_output=True, text=True,
             )  # fmt: skip
-            found = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-            rows.append({"trained_with": way, "ranks": 2} | json.loads(found))
+            measured = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+            rows.append({"trained_with": method, "ranks": 2} | json.loads(measured))
     return rows
 
 
 def rates() -> list[Row]:
-    """The best learning rate by batch size: linear regression and a network, SGD and Adam."""
+    """Find the best learning rate by batch size: linear regression and a network, SGD and Adam."""
     from scaling import sweep_learning_rate
     from scaling.sweeps.batch_size import SETTINGS
 
     sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     few = (1, 2, 4, 8, 16, 32, 64)
     long = {"batch_sizes": sizes, "seeds": 12, "steps": 100}
-    asked: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
+    cases: tuple[tuple[str, str, float, dict[str, Any]], ...] = (
         ("linear", "sgd", 0.0, {"batch_sizes": sizes}),
         ("linear", "sgd", 8.0, {"batch_sizes": sizes}),
         ("linear", "adam", 8.0, {"batch_sizes": sizes, "seeds": 32}),
@@ -412,7 +414,7 @@ def rates() -> list[Row]:
         ("mlp", "adam", 0.0, {"batch_sizes": few, "seeds": 4}),
     )
     rows = []
-    for task, optimizer, noise, options in asked:
+    for task, optimizer, noise, options in cases:
         with warnings.catch_warnings(record=True) as doubts:
             warnings.simplefilter("always")
             sweep = sweep_learning_rate(task, optimizer, noise=noise, **options)  # type: ignore[arg-type]
@@ -427,14 +429,14 @@ def rates() -> list[Row]:
 
 
 def language_rates() -> list[Row]:
-    """The same of a small decoder on text with AdamW: what examples/learning_rate.py sweeps."""
+    """Find the best learning rates of a small decoder on text, by examples/learning_rate.py."""
     sweep = runpy.run_path(str(EXAMPLES / "learning_rate.py"))["main"]()
-    found = zip(
+    measured = zip(
         sweep.batch_sizes, sweep.best_rates, sweep.intervals, sweep.loss.min(axis=1), strict=True
     )
     return [
         {"batch": int(batch), "best_rate": rate, "low": x.low, "high": x.high, "least_loss": loss}
-        for batch, rate, x, loss in found
+        for batch, rate, x, loss in measured
     ]
 
 
@@ -443,18 +445,18 @@ def _grid(low: float, high: float, count: int) -> list[float]:
 
 
 def digits() -> list[Row]:
-    """A trained classifier of 8 x 8 digits: its weights, its sensitivity, and its bits."""
+    """Measure weights, sensitivity and bits of a trained classifier of 8 x 8 digits."""
     import tinyml
 
-    model, images, labels, held = _trained_digits()
-    batch = [(images[held], labels[held])]
+    model, images, labels, heldout = _trained_digits()
+    batch = [(images[heldout], labels[heldout])]
 
     def right(logits: Tensor, targets: Tensor) -> Tensor:
         return (logits.argmax(1) == targets).float().mean()
 
     def accuracy(compressed: nn.Module) -> float:
         with torch.no_grad():
-            return float(right(compressed(images[held]), labels[held]))
+            return float(right(compressed(images[heldout]), labels[heldout]))
 
     rows: list[Row] = [{"case": "dense", "accuracy": accuracy(model)}]
     for name, layer in model.named_modules():
@@ -469,7 +471,7 @@ def digits() -> list[Row]:
                     "weights": len(weight),
                     "std": float(weight.std()),
                     "within_half_std": float((weight.abs() < 0.5 * weight.std()).float().mean()),
-                    "shares": [round(share, 4) for share in counts.tolist()],
+                    "shares": [round(fraction, 4) for fraction in counts.tolist()],
                 }
             )
     amounts = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -490,15 +492,15 @@ def digits() -> list[Row]:
                 "linear_bytes": tinyml.size_of(linear).bytes,
             }
         )
-    return rows + list(_channels(model, images[held][:64], accuracy))
+    return rows + list(_channels(model, images[heldout][:64], accuracy))
 
 
 def _distance(model: nn.Module, compressed: nn.Module) -> float:
-    """Root mean square change of the weights, in units of their own."""
+    """Return the root mean square change of the weights, relative to the weights."""
     change = square = 0.0
-    for one, other in zip(_weights(model), _weights(compressed), strict=True):
-        change += float((one - other).square().sum())
-        square += float(one.square().sum())
+    for item, other in zip(_weights(model), _weights(compressed), strict=True):
+        change += float((item - other).square().sum())
+        square += float(item.square().sum())
     return math.sqrt(change / square)
 
 
@@ -517,23 +519,23 @@ def _channels(
     from torch.utils.flop_counter import FlopCounterMode
 
     smaller = {0.0: model, 0.3: tinyml.prune_channels(model, 0.3, images[:1])}
-    times: dict[float, list[float]] = {share: [] for share in smaller}
+    times: dict[float, list[float]] = {fraction: [] for fraction in smaller}
     with torch.no_grad():
         for _ in range(200):
-            for share, network in smaller.items():
+            for fraction, network in smaller.items():
                 begin = time.process_time()
                 network(images)
-                times[share].append(time.process_time() - begin)
-        for share, network in smaller.items():
+                times[fraction].append(time.process_time() - begin)
+        for fraction, network in smaller.items():
             with FlopCounterMode(display=False) as counter:
                 network(images[:1])
             yield {
                 "case": "channels",
-                "removed": share,
+                "removed": fraction,
                 "macs": counter.get_total_flops() // 2,
                 "parameters": sum(p.numel() for p in network.parameters()),
                 "accuracy_untuned": accuracy(network),
-                "time_ms": 1e3 * statistics.median(times[share]),
+                "time_ms": 1e3 * statistics.median(times[fraction]),
             }
 
 
@@ -544,25 +546,34 @@ def _trained_digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
     labels = torch.tensor(classes).long()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train, held = order[:1437], order[1437:]
+    train, heldout = order[:1437], order[1437:]
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(64 * 4, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 4, 10),
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(12):
         for part in train[torch.randperm(len(train))].split(64):
             optimizer.zero_grad()
             F.cross_entropy(model(images[part]), labels[part]).backward()
             optimizer.step()
-    return model.eval(), images, labels, held
+    return model.eval(), images, labels, heldout
 
 
 def prompt_overfits() -> list[Row]:
-    """A frozen decoder and a prompt that learns four answers by heart: loss on them, on others."""
+    """Train a prompt of a frozen decoder on four answers; measure losses on them and others."""
     from llmsys_suite.model import Decoder, ModelConfig
     from tinyml import SoftPrompt
 
@@ -606,7 +617,7 @@ def prompt_overfits() -> list[Row]:
 
 
 def sharding() -> list[Row]:
-    """One rank's bytes of the xl model on two ranks, batch 4, context 128: predicted on meta."""
+    """Predict one rank's bytes of the xl model on two ranks, batch 4, context 128."""
     from llmsys_suite.model import Decoder, ModelConfig
     from zero import FSDP, ShardedOptimizer, memory_report
 
@@ -631,14 +642,14 @@ def sharding() -> list[Row]:
         return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
     rows = []
-    for way, build in (
+    for method, build in (
         ("AdamW, replicated", replicated),
         ("ShardedOptimizer", lambda group: sharded(group, False)),
         ("shard_gradients=True", lambda group: sharded(group, True)),
         ("FSDP", fully),
     ):
         report = memory_report(build, loss, world=2)
-        row: Row = {"way": way}
+        row: Row = {"way": method}
         for moment in report.predicted:
             row[f"{moment.name.replace(' ', '_')}_gib"] = moment.total / 2**30
         rows.append(row | {"peak_gib": report.predicted_peak / 2**30})
@@ -646,7 +657,7 @@ def sharding() -> list[Row]:
 
 
 def isoflop(data: Path) -> list[Row]:
-    """The optimum of each budget and what the line through them says of 1e23 and 1e24."""
+    """Find the optimum of each budget, and extrapolate to 1e23 and 1e24 FLOPs."""
     import scaling
     from scaling.bench import shortcut
 
@@ -664,7 +675,7 @@ def isoflop(data: Path) -> list[Row]:
             rows.append(row | {"warnings": len(doubts)})
     for group in runs.budgets():
         least = int(group.loss.argmin())
-        best = (each[least] for each in (group.compute, group.parameters, group.tokens))
+        best = (values[least] for values in (group.compute, group.parameters, group.tokens))
         rows.append(_optimum("best run", *best))
     for label, method in (
         ("best run of each", "minimum"),
@@ -686,7 +697,7 @@ def _optimum(label: str, compute: float, parameters: float, tokens: float) -> Ro
 
 
 def parametric(data: Path) -> list[Row]:
-    """The law through the points read off Chinchilla's figure 4, by two losses."""
+    """Fit a law to the points extracted from Chinchilla's figure 4, with two losses."""
     import scaling
 
     runs = scaling.load_runs(data / "chinchilla_svg_extracted_data.csv").without_highest(5)
@@ -702,13 +713,13 @@ def parametric(data: Path) -> list[Row]:
 
 
 def parallel() -> list[Row]:
-    """Ten iterations of the model split over two ranks, by pipeline and by tensor parallelism."""
+    """Time ten steps of the model on two ranks, with pipeline and with tensor parallelism."""
     rows: list[Row] = _stages("parallel")["parallel"]["rows"]
     return rows
 
 
 def _stages(*wanted: str) -> dict[str, Any]:
-    """What `llmsys run` writes of each stage."""
+    """Run `llmsys run` and return the summary of each stage."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "llmsys_suite", "run", *wanted, "--out", str(folder)]
@@ -718,13 +729,15 @@ def _stages(*wanted: str) -> dict[str, Any]:
 
 
 def run() -> list[Row]:
-    """`llmsys run` as it stands: what each stage took, and what it found, in short."""
+    """Run `llmsys run`; return the time and a short result of each stage."""
     stages = _stages()
     losses = stages["train"]["losses"]["single process"]
-    plan, audit, learn = stages["plan"], stages["audit"], stages["learn"]
+    plan = stages["plan"]
+    audit = stages["audit"]
+    learn = stages["learn"]
     steps, heldout = learn["heldout"][-1]
-    found = {
-        "learn": f"{heldout:.2f} nats a byte held out, after {steps} steps of {learn['variant']}",
+    measured = {
+        "learn": f"{heldout:.2f} nats per held-out byte, after {steps} steps of {learn['variant']}",
         "plan": f"{plan['parameters']:,} parameters",
         "train": f"loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps",
         "audit": f"{audit['checks'] - len(audit['red'])} of {audit['checks']} checks passed"
@@ -732,7 +745,11 @@ def run() -> list[Row]:
         else audit["failed"],
     }
     return [
-        {"stage": name, "seconds": round(result["stage_seconds"], 1), "found": found.get(name, "")}
+        {
+            "stage": name,
+            "seconds": round(result["stage_seconds"], 1),
+            "found": measured.get(name, ""),
+        }
         for name, result in stages.items()
         if "stage_seconds" in result
     ]
@@ -742,11 +759,28 @@ NEED_DATA = ("isoflop", "parametric")
 CASES: dict[str, Callable[..., list[Row]]] = {
     case.__name__: case
     for case in (
-        warmup, sizes, precision, kernels, allocator, layers, attention_memory, attention_time,
-        model_compiled, checkpointing, epoch, parallel, rates, language_rates, digits,
-        prompt_overfits, sharding, isoflop, parametric, run,
+        warmup,
+        sizes,
+        precision,
+        kernels,
+        allocator,
+        layers,
+        attention_memory,
+        attention_time,
+        model_compiled,
+        checkpointing,
+        epoch,
+        parallel,
+        rates,
+        language_rates,
+        digits,
+        prompt_overfits,
+        sharding,
+        isoflop,
+        parametric,
+        run,
     )
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

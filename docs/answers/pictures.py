@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages from stored rows: small SVG, the same bytes each time.
+"""Draw the pictures of the pages from stored rows, as small SVG files with reproducible bytes.
 
 python docs/answers/pictures.py
 """
@@ -12,9 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 COLORS = ("#2563ab", "#c2571a", "#3d8b40", "#8250a8", "#b0303f", "#6b7280", "#0f7c7c", "#a16207")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 680, 300, 74, 225, 34, 44
+#: Size of a picture and its margins, in pixels.
+WIDTH = 680
+HEIGHT = 300
+LEFT = 74
+RIGHT = 225
+TOP = 34
+BOTTOM = 44
 
 Point = tuple[float, float]
 
@@ -30,11 +36,11 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     dots: bool = True
+    #: The start of each interval of x, and its name.
     bands: Sequence[tuple[float, str]] = field(default=())
-    """Where a stretch of x begins, and its name."""
 
     def svg(self) -> str:
-        """The drawing."""
+        """Return the drawing as SVG."""
         points = [point for line in self.lines.values() for point in line]
         across = _Axis([p[0] for p in points], self.log_x, LEFT, WIDTH - RIGHT)
         up = _Axis([p[1] for p in points], self.log_y, HEIGHT - BOTTOM, TOP, zero=not self.log_y)
@@ -74,8 +80,8 @@ class Chart:
                 f'<path d="M{"L".join(where)}" fill="none" stroke="{color}" stroke-width="1.8"/>'
             )
             if self.dots:
-                for place in where:
-                    x, y = place.split()
+                for coordinates in where:
+                    x, y = coordinates.split()
                     parts.append(f'<circle cx="{x}" cy="{y}" r="2.6" fill="{color}"/>')
             y = TOP + 14 + 17 * index
             parts.append(
@@ -89,14 +95,20 @@ class _Axis:
     def __init__(
         self, values: Sequence[float], log: bool, low: float, high: float, *, zero: bool = False
     ) -> None:
-        self.log, self.low, self.high = log, low, high
+        self.log = log
+        self.low = low
+        self.high = high
         self.least = 0.0 if zero and min(values) >= 0 else min(values)
         self.most = max(values) if log or not zero else 1.03 * max(values)
 
     def __call__(self, value: float) -> float:
-        a, b, v = self.least, self.most, value
+        a = self.least
+        b = self.most
+        v = value
         if self.log:
-            a, b, v = math.log(a), math.log(b), math.log(v)
+            a = math.log(a)
+            b = math.log(b)
+            v = math.log(v)
         return self.low + (v - a) / ((b - a) or 1) * (self.high - self.low)
 
     def ticks(self) -> list[tuple[float, str]]:
@@ -105,18 +117,18 @@ class _Axis:
             first = math.ceil(math.log(self.least, base) - 1e-9)
             last = math.floor(math.log(self.most, base) + 1e-9)
             step = max(1, (last - first) // 6)
-            found = [float(base) ** k for k in range(first, last + 1, step)]
+            values = [float(base) ** k for k in range(first, last + 1, step)]
         else:
             step = 10.0 ** math.floor(math.log10((self.most - self.least) / 3))
             while (self.most - self.least) / step > 6:
                 step *= 2 if str(step)[0] != "2" and "2" not in f"{step:g}" else 2.5
             first = math.ceil(self.least / step - 1e-9)
-            found = [step * k for k in range(first, int(self.most / step + 1e-9) + 1)]
-        return [(value, f"{value:.3g}") for value in found]
+            values = [step * k for k in range(first, int(self.most / step + 1e-9) + 1)]
+        return [(value, f"{value:.3g}") for value in values]
 
 
 def drawings() -> dict[str, str]:
-    """Every picture by its file's name."""
+    """Return every picture by the name of its file."""
     charts = {
         "memory-training.svg": _timeline("training", "a training step"),
         "memory-inference.svg": _timeline("inference", "inference"),
@@ -130,9 +142,10 @@ def drawings() -> dict[str, str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The stored rows of one measurement."""
-    found: list[dict[str, Any]] = json.loads((HERE / "rows" / f"{name}.json").read_text())["rows"]
-    return found
+    """Return the stored rows of one measurement."""
+    results = json.loads((FOLDER / "rows" / f"{name}.json").read_text())
+    stored: list[dict[str, Any]] = results["rows"]
+    return stored
 
 
 def _timeline(kind: str, what: str) -> Chart:
@@ -178,9 +191,9 @@ def _sensitivity() -> Chart:
 
 
 def _bits() -> Chart:
-    found = [row for row in rows("digits") if row["case"] == "bits"]
+    stored = [row for row in rows("digits") if row["case"] == "bits"]
     lines = {
-        name: [(float(row["bits"]), row[f"{key}_error"]) for row in found]
+        name: [(float(row["bits"]), row[f"{key}_error"]) for row in stored]
         for name, key in (("k-means", "kmeans"), ("linear", "linear"))
     }
     return Chart(
@@ -220,4 +233,4 @@ def _isoflop() -> Chart:
 
 if __name__ == "__main__":
     for name, drawing in drawings().items():
-        (HERE / "pictures" / name).write_text(drawing)
+        (FOLDER / "pictures" / name).write_text(drawing)

@@ -423,7 +423,7 @@ ANSWERS = [
     ),
     Answer(
         "x.b1",
-        "bytes a device at N=64, 4096 tokens, half the activations sharded",
+        "bytes per device at N=64, 4096 tokens, half the activations sharded",
         "training_memory(XXL, Plan(data=64, zero=3), batch=0, seq=1).total "
         "+ activations(XXL, batch=1, seq=4096, precision='bf16').total * (1 + 1/64) / 2",
         16 * 219_848_638_464 / 64 + 17_547_264 * 4096 / 2 + 17_547_264 * 4096 / 128,
@@ -620,7 +620,7 @@ ANSWERS = [
     ),
     Answer(
         "f.g1",
-        "seconds a token, 100T in bf16 on an H200",
+        "seconds per token, 100T in bf16 on an H200",
         "fermi.seconds_per_token(2e14)",
         41.666667,
         "s",
@@ -630,7 +630,7 @@ ANSWERS = [
     Answer("f.g1b", "tokens a minute", "fermi.tokens_per_minute(2e14)", 1.44, "", "60/41.67", 1e-9),
     Answer(
         "f.g2",
-        "seconds a token, GPT-3 in bf16",
+        "seconds per token, GPT-3 in bf16",
         "fermi.seconds_per_token(3.5e11)",
         0.0729166667,
         "s",

@@ -152,9 +152,9 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
         )
         return {check.name: check.passed for check in checks}
 
-    assert passed(int(wire))["DDP's wire bytes a rank"]
+    assert passed(int(wire))["DDP's wire bytes per rank"]
     assert passed(int(wire))["ddp flat: bytes received, rank 1"]
-    assert not passed(int(wire) + 2)["DDP's wire bytes a rank"]
+    assert not passed(int(wire) + 2)["DDP's wire bytes per rank"]
 
 
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
@@ -168,12 +168,12 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
     ("key", "value", "name"),
     [
         ("parameters", 101, "parameters"),
-        ("step_flops_full", 601, "FLOPs a step, full attention"),
-        ("step_flops_causal", 501, "FLOPs a step, causal"),
+        ("step_flops_full", 601, "FLOPs per step, full attention"),
+        ("step_flops_causal", 501, "FLOPs per step, causal"),
         ("training_peak_bytes", 900, "peak memory of a step"),
         ("training_bytes_by_part", {"weights": 400, "optimizer": 0}, "weights and moments"),
         ("gradient_bytes", 1200, "gradient bytes"),
-        ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes a rank"),
+        ("ddp_wire_bytes_per_rank", 1200, "DDP's wire bytes per rank"),
         ("peak", 2.2e6, "rate of a matrix product, in yardsticks'"),
     ],
 )
@@ -448,7 +448,7 @@ def test_bytes_over_a_slow_link_that_nobody_counted_fail():
     def computed(train, samples, evidence):
         train.rows[2]["link_computing_share"] = 0.99
 
-    assert tampered(pushed) == [f"{LOCAL}: bytes pushed a step"]
+    assert tampered(pushed) == [f"{LOCAL}: bytes pushed per step"]
     assert "ddp flat: bytes received a step of training" in tampered(received)
     assert tampered(computed) == ["computing over a slow link"]
 

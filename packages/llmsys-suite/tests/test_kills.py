@@ -1,4 +1,4 @@
-"""The audit finds what is planted: ten defects of each family here, all of them if asked."""
+"""The audit finds injected faults: ten of each family here, and all of them in exhaustive runs."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def test_the_registry_has_forty_defects_of_every_stage_and_no_two_of_one_name():
     }  # fmt: skip
 
 
-def test_ten_planted_defects_are_found():
+def test_ten_injected_faults_are_found():
     outcomes = mutate(list(TEN))
     assert [outcome.defect for outcome in outcomes if not outcome.killed] == []
     assert len(outcomes) == 10
@@ -34,7 +34,7 @@ def test_a_defect_that_does_not_exist_is_a_usage_error():
 
 
 @pytest.mark.exhaustive
-def test_nineteen_of_twenty_planted_defects_are_found():
+def test_nineteen_of_twenty_injected_faults_are_found():
     outcomes = mutate()
     killed = sum(outcome.killed for outcome in outcomes)
     assert killed >= 0.95 * len(outcomes), table(outcomes)
@@ -67,5 +67,5 @@ def test_the_table_in_the_docs_is_of_these_defects_and_says_how_many_were_found(
     rows = dict(re.findall(r"^\| ([a-z]+: .*?) \| (.*?) \|$", page, re.MULTILINE))
     assert list(rows) == [defect.label for defect in DEFECTS]
     found = sum(check != "**nothing**" for check in rows.values())
-    assert f"{found} of {len(rows)} planted defects were found" in page
+    assert f"{found} of {len(rows)} injected faults were found" in page
     assert found >= 0.95 * len(rows)

@@ -140,7 +140,7 @@ def audit(
         Path | None, typer.Option(help="Write the table between the markers of this file.")
     ] = None,
 ) -> None:
-    """Check a run's records once more, or check the checks with planted defects."""
+    """Check a run's records once more, or check the checks with injected faults."""
     if write is not None and (only or not write.is_file()):
         raise UsageError(f"--write takes a file with markers and all defects, not {write}")
     if mutate or list_:
@@ -158,9 +158,9 @@ def audit(
         outcomes = plant(names)
         print(table(outcomes))
         if write is not None:
-            before, _, rest = write.read_text().partition("<!-- planted -->\n")
-            _, _, after = rest.partition("<!-- /planted -->")
-            marked = f"<!-- planted -->\n{table(outcomes)}\n<!-- /planted -->"
+            before, _, rest = write.read_text().partition("<!-- injected -->\n")
+            _, _, after = rest.partition("<!-- /injected -->")
+            marked = f"<!-- injected -->\n{table(outcomes)}\n<!-- /injected -->"
             write.write_text(before + marked + after)
         raise typer.Exit(0 if all(outcome.killed for outcome in outcomes) else 1)
     if folder is None:

@@ -1,1 +1,1 @@
-"""Check a run's numbers against independent sources, and the checks on planted defects."""
+"""Check a run's numbers against independent sources, and the checks on injected faults."""

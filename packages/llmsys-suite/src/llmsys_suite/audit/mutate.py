@@ -101,9 +101,9 @@ def table(outcomes: list[Outcome]) -> str:
     """Markdown: how many were found, and each defect with the check that found it."""
     killed = sum(outcome.killed for outcome in outcomes)
     lines = [
-        f"{killed} of {len(outcomes)} planted defects were found: {killed / len(outcomes):.0%}."
+        f"{killed} of {len(outcomes)} injected faults were found: {killed / len(outcomes):.0%}."
     ]
-    lines += ["", "| planted defect | found by |", "|---|---|"]
+    lines += ["", "| injected fault | found by |", "|---|---|"]
     for outcome in outcomes:
         found = outcome.killed_by[0] if outcome.killed else "**nothing**"
         more = f" and {len(outcome.killed_by) - 1} more" if len(outcome.killed_by) > 1 else ""
@@ -151,7 +151,7 @@ def shortened() -> Iterator[None]:
 
 
 def _honest(run: Run, stages: set[str]) -> dict[str, Any]:
-    """Every stage's results with nothing planted; all checks must pass.
+    """Every stage's results without an injected fault; all checks must pass.
 
     RuntimeError where they do not pass twice: a machine may be too busy once.
     """

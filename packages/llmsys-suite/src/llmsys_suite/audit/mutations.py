@@ -1,5 +1,5 @@
 # ruff: noqa: D103, E501 - the table at the end says in a line what each of these does.
-"""Defects that are planted to see whether the audit finds them: a table of what a mistake does.
+"""Injected faults that show what the audit finds: a table of what a mistake does.
 
 Each is a function of the run that returns the patches which make it; what a real mistake of the
 kind would do to numbers, the patch does. `mutate` plants them one by one in short runs.
@@ -507,7 +507,7 @@ DEFECTS: list[Defect] = [
         around(collectives, "all_reduce", sums_twice), ("ddp shared memory",)),
     Defect("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
-    Defect("train", "a slow link is taken to carry so many bytes a second", lambda run:
+    Defect("train", "a slow link is taken to carry a fixed number of bytes per second", lambda run:
         mock.patch.object(samples, "LINK_RATE", 8 * samples.LINK_RATE)),
     # Plan.
     Defect("plan", "parameters without the head", lambda run:

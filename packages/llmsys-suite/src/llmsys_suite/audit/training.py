@@ -77,11 +77,11 @@ def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[C
     counted, parameters = evidence["counted"], evidence["counted"]["parameters"]
     yield equal("parameters", "plan", "the reference's weights", parameters, plan.parameters)
     yield equal(
-        "FLOPs a step, full attention", "plan", "torch's counter on the reference",
+        "FLOPs per step, full attention", "plan", "torch's counter on the reference",
         counted["flops_full"], plan.step_flops_full,
     )  # fmt: skip
     yield equal(
-        "FLOPs a step, causal", "plan", "torch's counter, half of attention's products left out",
+        "FLOPs per step, causal", "plan", "torch's counter, half of attention's products left out",
         counted["flops_causal"], plan.step_flops_causal, 1e-9,
     )  # fmt: skip
     yield equal(
@@ -95,7 +95,7 @@ def _plan(config: RunConfig, plan: Plan, evidence: dict[str, Any]) -> Iterator[C
     yield equal("gradient bytes", "plan", "4 bytes a weight", 4 * parameters, plan.gradient_bytes)
     wire_bytes = 2 * (config.world - 1) / config.world * 4 * parameters
     yield equal(
-        "DDP's wire bytes a rank", "plan", "2 (n - 1) / n of the gradients",
+        "DDP's wire bytes per rank", "plan", "2 (n - 1) / n of the gradients",
         wire_bytes, plan.ddp_wire_bytes_per_rank, 1 / max(1.0, wire_bytes),  # a whole byte
     )  # fmt: skip
     yield within(

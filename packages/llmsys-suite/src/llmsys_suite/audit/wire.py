@@ -63,7 +63,7 @@ def _streamed(config: RunConfig, gradient_bytes: int, counted: float) -> Iterato
     """Of DiLoCo: a tenth of the model every fifth step, at most four bits of 32 and the scales."""
     steps = config.warmup + config.steps
     most = _fragment(gradient_bytes) * (steps // 5) / steps
-    yield Check(f"{LOCAL}: bytes pushed a step", "the worker's count", "four bits of 32", most,
+    yield Check(f"{LOCAL}: bytes pushed per step", "the worker's count", "four bits of 32", most,
                 counted, CODED * most, 1.01 * most + 64)  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def planned(results: Results, evidence: Row) -> list[Row]:
     counted = evidence.get("counted", {})
     pairs = [
         ("parameters", plan.parameters, counted.get("parameters")),
-        ("GFLOPs a step", plan.step_flops_full / 1e9,
+        ("GFLOPs per step", plan.step_flops_full / 1e9,
          counted["flops_full"] / 1e9 if counted else None),
         ("peak of a step, MiB", plan.training_peak_bytes / MIB,
          plan.measured_peak_bytes / MIB),
