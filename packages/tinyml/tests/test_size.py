@@ -11,7 +11,7 @@ def test_bytes_sum_over_tensors():
     assert size.bytes == 4 * (60 + 6 + 4 * 6) + 8  # num_batches_tracked is an int64
     assert size.by_name["0.weight"] == 240
     assert size.parameters == 60 + 6 + 12
-    assert str(size).endswith(f"{8 * size.bytes / size.parameters:.2f} bits a parameter")
+    assert str(size).endswith(f"{8 * size.bytes / size.parameters:.2f} bits per parameter")
 
 
 def test_zeros_are_left_out_of_the_sparse_size():
